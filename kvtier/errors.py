@@ -1,0 +1,92 @@
+"""Everything kvtier raises on purpose.
+
+::
+
+    KvtierError
+     +- ConfigError              a YAML file, an option or an environment that cannot work
+     +- UnsupportedError         an engine, a layout or a platform kvtier does not know
+     +- ClosedError              used after close
+     +- CapacityError            something does not fit
+     +- TierError                a tier could not do its work; has .tier
+         +- TierUnavailableError the medium failed or did not answer
+         +- CorruptChunkError    bytes read back differ from the bytes stored
+         +- StoreLockedError     another process owns the store; has .holder
+         +- StoreDamagedError    the store's own files are not what they should be
+
+A miss is not an error: it is a value.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "CorruptChunkError",
+    "KvtierError",
+    "StoreDamagedError",
+    "StoreLockedError",
+    "TierError",
+    "TierUnavailableError",
+    "UnsupportedError",
+]
+
+
+class KvtierError(Exception):
+    """Base of everything kvtier raises on purpose."""
+
+
+class ConfigError(KvtierError):
+    """Configuration that cannot work; the message names the place and a remedy."""
+
+
+class UnsupportedError(KvtierError):
+    """An engine version, KV layout or platform that kvtier does not know how to serve."""
+
+
+class ClosedError(KvtierError):
+    """The object was closed before this call."""
+
+
+class CapacityError(KvtierError):
+    """Something does not fit where it was asked to go."""
+
+
+class TierError(KvtierError):
+    """A tier could not do its work.
+
+    Attributes:
+        tier: Name of the tier.
+    """
+
+    def __init__(self, tier: str, message: str) -> None:
+        super().__init__(f"tier {tier}: {message}")
+        self.tier = tier
+
+
+class TierUnavailableError(TierError):
+    """The medium failed, or did not answer in time."""
+
+
+class CorruptChunkError(TierError):
+    """The bytes read back are not the bytes that were stored."""
+
+
+class StoreLockedError(TierError):
+    """Another process owns the store.
+
+    Attributes:
+        holder: What the lock file says about its owner, such as ``pid 4711 on host a``.
+    """
+
+    def __init__(self, tier: str, path: object, holder: str) -> None:
+        super().__init__(
+            tier,
+            f"{path} is in use by {holder}; one engine at a time may write a store: "
+            "stop the other engine or give this one another path",
+        )
+        self.holder = holder
+
+
+class StoreDamagedError(TierError):
+    """The store's own files are missing, foreign or inconsistent."""

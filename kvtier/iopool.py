@@ -1,0 +1,142 @@
+"""Threads for blocking calls, taken by priority.
+
+asyncio's own executor cannot be used for I/O into borrowed buffers. Cancelling
+``asyncio.to_thread`` *abandons* the thread: the coroutine is told that all is over while the
+thread goes on writing into memory that the caller now gives to somebody else. That is how a
+cache serves one user's tokens to another. Here cancellation waits for the call to return.
+
+Two more reasons for a pool of our own: the standard one is first-in first-out, so a load that
+a request waits for would queue behind a gigabyte of stores; and its threads are joined at
+interpreter exit, so one stuck system call would hang the engine's shutdown for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvtier.errors import ClosedError
+
+__all__ = ["IoPool"]
+
+T = TypeVar("T")
+
+
+class _Call:
+    """One blocking call and the future that waits for it."""
+
+    __slots__ = ("call", "future", "loop", "priority", "sequence")
+
+    def __init__(
+        self,
+        priority: int,
+        sequence: int,
+        call: Callable[[], Any],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.priority = priority
+        self.sequence = sequence
+        self.call = call
+        self.loop = loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+    def __lt__(self, other: _Call) -> bool:
+        return (self.priority, self.sequence) < (other.priority, other.sequence)
+
+    def execute(self) -> None:
+        """Run the call on this thread and hand its result to the loop."""
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = self.call()
+        except BaseException as raised:  # noqa: BLE001 - delivered to the awaiting task
+            error = raised
+        try:
+            self.loop.call_soon_threadsafe(self._deliver, result, error)
+        except RuntimeError:
+            # The loop is closed: close() gave up on this call, so nobody waits for it.
+            return
+
+    def _deliver(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class IoPool:
+    """A fixed number of daemon threads that run blocking calls, most urgent first.
+
+    Args:
+        threads: How many calls may be in progress at once.
+        name: Prefix of the threads' names.
+    """
+
+    def __init__(self, threads: int, *, name: str) -> None:
+        self._heap: list[_Call] = []
+        self._sequence = itertools.count()
+        self._wakeup = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, call: Callable[[], T], *, priority: int) -> T:
+        """Run ``call`` on a thread of the pool; a smaller ``priority`` goes first.
+
+        Raises:
+            ClosedError: The pool was closed.
+
+        Cancellation:
+            Deferred until the call returned. The thread may be filling a buffer that the
+            caller owns, and the caller is free to reuse it the moment this raises.
+        """
+        job = _Call(priority, next(self._sequence), call, asyncio.get_running_loop())
+        with self._wakeup:
+            if self._closed:
+                raise ClosedError("the I/O pool is closed")
+            heapq.heappush(self._heap, job)
+            self._wakeup.notify()
+        cancelled: asyncio.CancelledError | None = None
+        while not job.future.done():
+            try:
+                await asyncio.wait([job.future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            job.future.exception()  # retrieved, so asyncio does not report it as lost
+            raise cancelled
+        return job.future.result()
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Let queued calls finish, then end the threads.
+
+        Returns:
+            Whether every thread ended in time. One that did not is stuck in a system call; it
+            is a daemon and dies with the process.
+        """
+        with self._wakeup:
+            self._closed = True
+            self._wakeup.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s / len(self._threads))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while True:
+            with self._wakeup:
+                while not self._heap and not self._closed:
+                    self._wakeup.wait()
+                if not self._heap:
+                    return
+                job = heapq.heappop(self._heap)
+            job.execute()
+            # Without this the thread keeps the last call, and the buffers it captured, alive.
+            del job

@@ -1,0 +1,37 @@
+"""Chunk keys: the engine's block hash followed by a 4-byte big-endian KV cache group index."""
+
+from __future__ import annotations
+
+__all__ = ["GROUP_NBYTES", "ChunkKey", "group_of", "make_key", "short"]
+
+ChunkKey = bytes
+"""Names a chunk's content: equal keys mean equal bytes, whoever computed them."""
+
+GROUP_NBYTES = 4
+
+
+def make_key(block_hash: bytes, group: int) -> ChunkKey:
+    """Build the key of the chunk whose last block hashes to ``block_hash``.
+
+    >>> make_key(b"abc", 1)
+    b'abc\\x00\\x00\\x00\\x01'
+    """
+    return block_hash + group.to_bytes(GROUP_NBYTES, "big")
+
+
+def group_of(key: ChunkKey) -> int:
+    """Return the KV cache group index of ``key``.
+
+    >>> group_of(make_key(b"abc", 258))
+    258
+    """
+    return int.from_bytes(key[-GROUP_NBYTES:], "big")
+
+
+def short(key: ChunkKey) -> str:
+    """Return a form of ``key`` short enough for a log line.
+
+    >>> short(make_key(bytes(range(16)), 2))
+    '0001020304050607/2'
+    """
+    return f"{key[:8].hex()}/{group_of(key)}"
