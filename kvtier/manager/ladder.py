@@ -1,0 +1,108 @@
+"""The tiers and what the parts of the manager share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.keys import ChunkKey
+from kvtier.manager.ledger import JobLedger
+from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
+from kvtier.manager.tier import TierState
+from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
+
+__all__ = ["Ladder"]
+
+
+class Ladder:
+    """Tiers, fastest first, with the placement policy and the jobs between them.
+
+    Attributes:
+        tiers: The tiers; index 0 is RAM.
+        ram: The same as ``tiers[0]``.
+        names: The tiers' names.
+        placement: Decides what crosses tiers.
+        limits: Bounds to keep to.
+        truth: What the workers say about RAM slots.
+        ledger: Jobs in flight.
+        ctx: What policies may know.
+        epoch: Counts resets.
+        corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierState],
+        *,
+        placement: Placement,
+        limits: ManagerLimits,
+        truth: SlotTruth,
+        record_events: bool,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.ram = self.tiers[0]
+        self.names = tuple(tier.name for tier in tiers)
+        self.placement = placement
+        self.limits = limits
+        self.truth = truth
+        self.ledger = JobLedger()
+        self.ctx = PolicyContext()
+        self.epoch = 0
+        self.corrupt: list[tuple[int, int]] = []
+        self._generation = 0
+        self._record_events = record_events
+        self._events: list[ResidencyEvent] = []
+
+    def next_generation(self) -> int:
+        """Return a stamp for RAM slots about to be written; never 0, never the same twice."""
+        self._generation += 1
+        return self._generation
+
+    def slower_copy(self, key: ChunkKey, *, than: int = 0) -> tuple[TierState, ChunkCopy] | None:
+        """Return the fastest resident copy of ``key`` in a tier slower than ``than``."""
+        for tier in self.tiers[than + 1 :]:
+            copy = tier.copies.get(key)
+            if copy is not None and copy.state == CopyState.RESIDENT:
+                return tier, copy
+        return None
+
+    def make_room(self, tier: TierState, slots: int) -> list[ChunkCopy] | None:
+        """Do :meth:`TierState.make_room` and record who left."""
+        victims = tier.make_room(slots, self.ctx)
+        if victims:
+            self.announce(tier, [victim.key for victim in victims], removed=True)
+        return victims
+
+    def publish(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Make written ``copies`` hits and record that they arrived."""
+        if not copies:
+            return
+        tier.publish(copies, self.ctx)
+        self.announce(tier, [copy.key for copy in copies], removed=False)
+
+    def drop(self, tier: TierState, copy: ChunkCopy) -> None:
+        """Make a resident ``copy`` a miss and record that it left."""
+        if copy.state == CopyState.RESIDENT:
+            self.announce(tier, [copy.key], removed=True)
+        tier.drop(copy)
+
+    def condemn(self, tier: TierState, copy: ChunkCopy) -> None:
+        """Count a copy in a slower tier whose bytes are wrong, and forget it."""
+        tier.counters.corrupt += 1
+        if copy.state == CopyState.RESIDENT:
+            self.corrupt.append((tier.index, copy.slot))
+            self.drop(tier, copy)
+
+    def announce(self, tier: TierState, keys: Sequence[ChunkKey], *, removed: bool) -> None:
+        """Record a residency event, if anybody listens."""
+        if self._record_events and keys:
+            self._events.append(ResidencyEvent(tier.index, keys, removed))
+
+    def take_events(self) -> list[ResidencyEvent]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def take_corrupt(self) -> list[tuple[int, int]]:
+        """Return the corrupt slots since the last call."""
+        corrupt, self.corrupt = self.corrupt, []
+        return corrupt

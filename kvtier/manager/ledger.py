@@ -1,0 +1,104 @@
+"""Storage jobs in flight, and the slots they hold.
+
+A job's slots belong to it until its settled result arrives, whatever else happens: the request may
+end, the cache may be reset, the deadline may pass. The ledger is the only place that knows, and
+:meth:`JobLedger.close` the only way a job's slots become free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvtier.policies import ChunkCopy
+from kvtier.types import Job, JobId, Why
+
+__all__ = ["JobLedger", "JobRecord"]
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """One storage job.
+
+    Attributes:
+        why: PROMOTE or DEMOTE.
+        source: Index of the tier read.
+        destination: Index of the tier written.
+        sources: The copies read, each pinned by this job.
+        destinations: The copies written, each pinned by this job.
+        epoch: The cache epoch the job belongs to; after a reset its results only free slots.
+        late: Whether its deadline passed.
+        moved: The sources that leave when their bytes arrived.
+    """
+
+    why: Why
+    source: int
+    destination: int
+    sources: Sequence[ChunkCopy]
+    destinations: Sequence[ChunkCopy]
+    epoch: int
+    late: bool = False
+    moved: Collection[ChunkCopy] = ()
+
+
+class JobLedger:
+    """Every storage job from the moment it is planned to its settled result."""
+
+    def __init__(self) -> None:
+        self._records: dict[JobId, JobRecord] = {}
+        self._next_id = 0
+        self._unsent: list[Job] = []
+        self._cancels: list[JobId] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def active(self) -> bool:
+        """Whether any job is still within its deadline; a stuck one is nothing to wait for."""
+        return any(not record.late for record in self._records.values())
+
+    def open(self, record: JobRecord, *, names: Sequence[str], timeout_s: float) -> JobId:
+        """Number ``record``, remember it and queue its job for the engine."""
+        job_id = self._next_id
+        self._next_id += 1
+        self._records[job_id] = record
+        self._unsent.append(
+            Job(
+                job_id=job_id,
+                why=record.why,
+                source=names[record.source],
+                destination=names[record.destination],
+                keys=[copy.key for copy in record.destinations],
+                source_slots=[copy.slot for copy in record.sources],
+                destination_slots=[copy.slot for copy in record.destinations],
+                timeout_s=timeout_s,
+            )
+        )
+        return job_id
+
+    def find(self, job_id: JobId) -> JobRecord | None:
+        """Return the record of a job in flight."""
+        return self._records.get(job_id)
+
+    def close(self, job_id: JobId) -> None:
+        """Forget a job whose settled result was applied."""
+        del self._records[job_id]
+
+    def cancel(self, job_id: JobId) -> None:
+        """Ask the engine to drop a job that no request needs any more."""
+        self._cancels.append(job_id)
+
+    def take_unsent(self) -> list[Job]:
+        """Return the jobs planned since the last call."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def take_cancels(self) -> list[JobId]:
+        """Return the jobs to cancel since the last call."""
+        cancels, self._cancels = self._cancels, []
+        return cancels
+
+    def records(self) -> Sequence[JobRecord]:
+        """Return all jobs in flight."""
+        return list(self._records.values())

@@ -1,0 +1,139 @@
+"""The values the manager answers with."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.keys import ChunkKey
+from kvtier.manager.tier import TierSnapshot
+
+__all__ = [
+    "LoadPlan",
+    "Lookup",
+    "ManagerLimits",
+    "ManagerSnapshot",
+    "ResidencyEvent",
+    "SlotTruth",
+    "StorePlan",
+]
+
+
+class Lookup(enum.Enum):
+    """What the manager says about one chunk to a request that wants to start."""
+
+    HIT = "hit"
+    """Whole in RAM; stays there until the current scheduling step is over."""
+    MISS = "miss"
+    """Recompute it."""
+    RETRY = "retry"
+    """On its way; ask again at the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Where a request's new chunks go.
+
+    Attributes:
+        keys: The chunks to store, in the order they were offered.
+        slots: RAM slot of each.
+        generation: Stamp the worker writes beside each slot once its bytes are whole.
+        evicted: Keys that left RAM to make room; announce them before the stores.
+    """
+
+    keys: Sequence[ChunkKey]
+    slots: Sequence[int]
+    generation: int
+    evicted: Sequence[ChunkKey]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Where a request's chunks are.
+
+    Attributes:
+        slots: RAM slot of each chunk, in the order asked.
+        generations: Stamp each slot must bear; a worker that finds another must not load it.
+    """
+
+    slots: Sequence[int]
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyEvent:
+    """Chunks that became resident in a tier, or left it.
+
+    Attributes:
+        tier: Index of the tier.
+        keys: The chunks.
+        removed: Whether they left.
+    """
+
+    tier: int
+    keys: Sequence[ChunkKey]
+    removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """Bounds the manager keeps to, in chunks unless the name says otherwise.
+
+    Attributes:
+        pin_budget: RAM slots that chunks kept for waiting requests may hold.
+        reserve: Share of a tier's slots that write-on-evict keeps free ahead of need.
+        queue: Chunks that may be on their way to one slower tier at a time.
+        load_timeout_s: Deadline of a promotion.
+        store_timeout_s: Deadline of a demotion.
+        patience_lookups: Steps a request may wait for its turn to be promoted.
+        patience_stores: Refusals after which a request's store is cut to what fits.
+    """
+
+    pin_budget: int
+    reserve: float
+    queue: int
+    load_timeout_s: float = 10.0
+    store_timeout_s: float = 60.0
+    patience_lookups: int = 256
+    patience_stores: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSnapshot:
+    """The manager at one moment.
+
+    Attributes:
+        tiers: One per tier, fastest first.
+        requests: Requests that began and did not end.
+        waiting: Requests that wait for promotions, or for their turn.
+        granted: RAM slots kept for waiting requests.
+        jobs: Storage jobs in flight.
+    """
+
+    tiers: Sequence[TierSnapshot]
+    requests: int
+    waiting: int
+    granted: int
+    jobs: int
+
+
+class SlotTruth(Protocol):
+    """What the workers say about RAM slots, read without asking them.
+
+    vLLM's offloading contract has no way to report a failed job: the workers acknowledge every
+    job and write what really happened into memory shared with the scheduler.
+    """
+
+    def issue(self, slots: Sequence[int]) -> None:
+        """Note that the workers are about to be given one more job on each of ``slots``."""
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether every rank's bytes of that generation are whole."""
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Stamp slots whose bytes came from a slower tier, so that workers may load them."""
+
+    def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether every job issued on it was acknowledged by every rank."""

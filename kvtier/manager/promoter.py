@@ -1,0 +1,363 @@
+"""Brings chunks up for requests that are about to start.
+
+The engine asks for a waiting request's chunks one by one, at every step, until it is scheduled.
+What is found in a slower tier must be in RAM before the request may count on it, and must stay
+there until the request loads it: a promotion that nobody protects is evicted by the next one, and
+a prefix larger than RAM is then promoted for ever while the request never runs. So:
+
+* A request asks once. Its answers for that step are noted; at the end of the step everything it
+  found is *granted* as a whole: resident copies are pinned for it, missing ones are brought up
+  into slots pinned for it.
+* Grants are bounded by a budget. A request that fits the budget but not what is left of it waits
+  its turn, first come first served, for a bounded number of steps. One that could never fit, or
+  that waited too long, is granted the head of its prefix that fits; the rest is recomputed.
+* When all its chunks have arrived or failed the request is *settled*: what is in RAM is a hit, all
+  else a miss, whatever the slower tiers hold. So every request is answered within a bounded number
+  of lookups.
+* The grant ends when the request's load is planned (which pins for itself), or when the request
+  starts without, is preempted or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.manager.ladder import Ladder
+from kvtier.manager.ledger import JobRecord
+from kvtier.manager.plans import Lookup
+from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.tier import TierState
+from kvtier.policies import ChunkCopy, CopyState
+from kvtier.types import Outcome, TransferResult, Why
+
+__all__ = ["Promoter"]
+
+
+@dataclass(slots=True)
+class _Wish:
+    """A chunk a request found: its copy in RAM, or else the copy to bring up."""
+
+    key: ChunkKey
+    copy: ChunkCopy | None
+    tier: TierState | None
+    source: ChunkCopy | None
+
+
+class Promoter:
+    """Grants chunks to waiting requests and plans the promotions that takes.
+
+    Attributes:
+        granted: RAM slots held for waiting requests.
+    """
+
+    def __init__(self, ladder: Ladder) -> None:
+        self._ladder = ladder
+        self._asking: dict[RequestState, None] = {}
+        self._queue: dict[RequestState, None] = {}
+        self._waiters: dict[ChunkCopy, list[RequestState]] = {}
+        self._step = 0
+        self.granted = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._queue)
+
+    def note(self, request: RequestState, key: ChunkKey, *, wanting: bool) -> None:
+        """Note that ``request`` found ``key``; ``wanting`` when it is not whole in RAM."""
+        if not request.asked:
+            self._asking[request] = None
+        request.asked[key] = None
+        if wanting:
+            request.wanting = True
+
+    def defer(self, request: RequestState, key: ChunkKey) -> Lookup:
+        """Answer a request that waits, in as few calls as its engine allows.
+
+        A RETRY makes the engine ask again next step, and a MISS ends its scan; but a KV cache
+        group that answers only MISS would end the whole lookup, so each group's scan is opened
+        with a RETRY.
+        """
+        if request.deferred_at != self._step:
+            # The engine may have computed more of the prefix and open with another key.
+            request.deferred.clear()
+            request.deferred_at = self._step
+        group = key[-GROUP_NBYTES:]
+        opened = request.deferred.setdefault(group, key)
+        return Lookup.RETRY if opened == key else Lookup.MISS
+
+    def end_step(self) -> None:
+        """Grant what this step's requests asked for, first come first served."""
+        self._step += 1
+        for request in self._asking:
+            if request.wanting:
+                request.phase = Phase.QUEUED
+                self._queue[request] = None
+            else:
+                request.asked.clear()
+        self._asking.clear()
+        blocked = False
+        for request in list(self._queue):
+            request.lookups += 1
+            patient = request.lookups < self._ladder.limits.patience_lookups
+            if blocked and patient:
+                continue
+            if self._start(request, whole=patient):
+                del self._queue[request]
+            else:
+                blocked = True
+
+    def release(self, request: RequestState) -> None:
+        """End whatever is kept or planned for ``request``; it may ask afresh afterwards."""
+        self._asking.pop(request, None)
+        self._queue.pop(request, None)
+        granted, request.granted = request.granted, []
+        for copy in granted:
+            if copy.state != CopyState.RESIDENT:
+                self._waiters[copy].remove(request)
+            self._ungrant(copy)
+        for job_id in request.jobs:
+            record = self._ladder.ledger.find(job_id)
+            if record is not None and not any(copy.grants for copy in record.destinations):
+                self._ladder.ledger.cancel(job_id)
+        request.jobs.clear()
+        request.asked.clear()
+        request.deferred.clear()
+        request.wanting = False
+        request.pending = 0
+        request.lookups = 0
+        request.phase = Phase.ASKING
+
+    def settle(self, copy: ChunkCopy, *, arrived: bool) -> None:
+        """Tell the requests that wait for ``copy`` that it is whole, or will not be in time."""
+        waiters = self._waiters.pop(copy, ())
+        for request in waiters:
+            request.pending -= 1
+            if not arrived:
+                request.granted.remove(copy)
+            if not request.pending and request.phase == Phase.WAITING:
+                request.phase = Phase.SETTLED
+        if not arrived and copy.grants:
+            copy.pins -= copy.grants
+            copy.grants = 0
+            self.granted -= 1
+
+    def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
+        """Take a promotion job's outcome into account.
+
+        Returns:
+            Copies now in RAM whose source left.
+        """
+        if not result.settled:
+            self._expire(record)
+            return []
+        ram = self._ladder.ram
+        source_tier = self._ladder.tiers[record.source]
+        arrived: list[ChunkCopy] = []
+        for source, copy, outcome in zip(
+            record.sources, record.destinations, result.outcomes, strict=True
+        ):
+            source_tier.unpin(source)
+            if outcome is Outcome.DONE:
+                arrived.append(copy)
+                continue
+            self.settle(copy, arrived=False)
+            ram.abort(copy)
+            self._blame(source_tier, source, outcome)
+        self._ladder.truth.publish(
+            [copy.slot for copy in arrived], [copy.generation for copy in arrived]
+        )
+        self._ladder.publish(ram, arrived)
+        moved = self._take_away(record, result)
+        read = [source for source in record.sources if source.state == CopyState.RESIDENT]
+        source_tier.touch(read, self._ladder.ctx)
+        for copy in arrived:
+            self.settle(copy, arrived=True)
+            if copy.transient and not copy.pins:
+                self._ladder.drop(ram, copy)  # whoever it was fetched for is gone
+        return moved
+
+    def clear(self) -> None:
+        """Forget every grant and every waiting request; for a reset of the cache."""
+        self._asking.clear()
+        self._queue.clear()
+        self._waiters.clear()
+        self.granted = 0
+
+    def _expire(self, record: JobRecord) -> None:
+        record.late = True
+        for copy in record.destinations:
+            if copy.state == CopyState.WRITING:
+                copy.state = CopyState.LATE
+                self.settle(copy, arrived=False)
+
+    def _take_away(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
+        """Drop the sources that were to move; return the copies that took their place."""
+        tier = self._ladder.tiers[record.source]
+        moved: list[ChunkCopy] = []
+        for source, copy, outcome in zip(
+            record.sources, record.destinations, result.outcomes, strict=True
+        ):
+            if source in record.moved and outcome is Outcome.DONE:
+                moved.append(copy)
+                self._ladder.drop(tier, source)
+        return moved
+
+    def _blame(self, tier: TierState, source: ChunkCopy, outcome: Outcome) -> None:
+        """Count a chunk that did not come up, and forget one whose bytes are wrong."""
+        if outcome is Outcome.CORRUPT:
+            self._ladder.condemn(tier, source)
+        elif outcome is not Outcome.CANCELLED:
+            tier.counters.read_failed += 1
+
+    def _start(self, request: RequestState, *, whole: bool) -> bool:
+        """Grant ``request`` what it asked for.
+
+        Args:
+            request: A queued request.
+            whole: Whether to wait rather than to cut the prefix to what fits now.
+
+        Returns:
+            Whether the request left the queue.
+        """
+        budget = self._ladder.limits.pin_budget
+        wishes = self._survey(request)
+        cost = _cost(wishes)
+        if cost > budget:
+            whole = False
+        if whole and cost > budget - self.granted:
+            return False
+        wishes = _head(wishes, grants=budget - self.granted)
+        for wish in wishes:
+            if wish.copy is not None:
+                self._grant(request, wish.copy)
+        missing = [wish for wish in wishes if wish.copy is None]
+        ram = self._ladder.ram
+        if whole and len(missing) > ram.room:
+            ram.want(len(missing))
+            self._take_back(request)
+            return False
+        missing = missing[: ram.room]
+        if not self._bring_up(request, missing):
+            if whole:
+                self._take_back(request)
+                return False
+            missing = []
+        self._cut(request, wishes)
+        request.phase = Phase.WAITING if request.pending else Phase.SETTLED
+        request.asked.clear()
+        request.wanting = False
+        return True
+
+    def _survey(self, request: RequestState) -> list[_Wish]:
+        """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
+        wishes: list[_Wish] = []
+        copies = self._ladder.ram.copies
+        for key in request.asked:
+            copy = copies.get(key)
+            if copy is None:
+                found = self._ladder.slower_copy(key)
+                if found is None:
+                    break
+                wishes.append(_Wish(key, None, *found))
+            elif copy.state == CopyState.LATE:
+                break
+            else:
+                wishes.append(_Wish(key, copy, None, None))
+        return wishes
+
+    def _bring_up(self, request: RequestState, missing: Sequence[_Wish]) -> bool:
+        """Plan the promotion of ``missing`` into slots granted to ``request``."""
+        if not missing:
+            return True
+        ladder = self._ladder
+        if ladder.make_room(ladder.ram, len(missing)) is None:
+            return False
+        slots = ladder.ram.slots.allocate(len(missing))
+        by_tier: dict[int, tuple[list[ChunkCopy], list[ChunkCopy]]] = {}
+        moved: set[ChunkCopy] = set()
+        generation = ladder.next_generation()
+        for wish, slot in zip(missing, slots, strict=True):
+            tier, source = wish.tier, wish.source
+            if tier is None or source is None:
+                raise ValueError("a chunk that is in RAM cannot be brought up")
+            how = ladder.placement.promote(source, tier.index, ladder.ctx)
+            source.hits += 1
+            copy = ChunkCopy(wish.key, slot, source.parent, source.depth)
+            copy.origin = tier.index
+            copy.transient = how.keep_source and not how.stay
+            copy.generation = generation
+            wish.copy = copy
+            tier.pin(source)
+            if not how.keep_source:
+                moved.add(source)
+            sources, copies = by_tier.setdefault(tier.index, ([], []))
+            sources.append(source)
+            copies.append(copy)
+        for index, (sources, copies) in by_tier.items():
+            ladder.ram.add_writing(copies)
+            for copy in copies:
+                self._grant(request, copy)
+            record = JobRecord(
+                Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved
+            )
+            timeout_s = ladder.limits.load_timeout_s
+            job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
+            request.jobs.add(job_id)
+        return True
+
+    def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
+        """Give back grants behind the first chunk that could not be brought up."""
+        whole = True
+        for wish in wishes:
+            if wish.copy is None:
+                whole = False
+            elif not whole:
+                self._give_back(request, wish.copy)
+
+    def _grant(self, request: RequestState, copy: ChunkCopy) -> None:
+        if not copy.grants:
+            self.granted += 1
+        copy.grants += 1
+        self._ladder.ram.pin(copy)
+        request.granted.append(copy)
+        if copy.state != CopyState.RESIDENT:
+            request.pending += 1
+            self._waiters.setdefault(copy, []).append(request)
+
+    def _give_back(self, request: RequestState, copy: ChunkCopy) -> None:
+        request.granted.remove(copy)
+        if copy.state != CopyState.RESIDENT:
+            request.pending -= 1
+            self._waiters[copy].remove(request)
+        self._ungrant(copy)
+
+    def _take_back(self, request: RequestState) -> None:
+        for copy in list(request.granted):
+            self._give_back(request, copy)
+
+    def _ungrant(self, copy: ChunkCopy) -> None:
+        copy.grants -= 1
+        if not copy.grants:
+            self.granted -= 1
+        ram = self._ladder.ram
+        ram.unpin(copy)
+        if copy.transient and not copy.pins and copy.state == CopyState.RESIDENT:
+            self._ladder.drop(ram, copy)
+
+
+def _cost(wishes: Sequence[_Wish]) -> int:
+    """Return how many RAM slots granting ``wishes`` would newly hold."""
+    return sum(wish.copy is None or not wish.copy.grants for wish in wishes)
+
+
+def _head(wishes: list[_Wish], *, grants: int) -> list[_Wish]:
+    """Return the longest head of ``wishes`` that newly holds at most ``grants`` slots."""
+    for end, wish in enumerate(wishes):
+        if wish.copy is None or not wish.copy.grants:
+            grants -= 1
+            if grants < 0:
+                return wishes[:end]
+    return wishes

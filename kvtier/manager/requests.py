@@ -1,0 +1,75 @@
+"""What the manager remembers about a request."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvtier.keys import ChunkKey
+from kvtier.policies import ChunkCopy
+from kvtier.types import JobId
+
+__all__ = ["Phase", "RequestState"]
+
+
+class Phase:
+    """Where a request stands between being looked up and being loaded."""
+
+    ASKING: ClassVar[int] = 0
+    """Answers show what every tier has; what is not in RAM is noted as wanted."""
+    QUEUED: ClassVar[int] = 1
+    """Wants chunks brought up and waits for its turn."""
+    WAITING: ClassVar[int] = 2
+    """Its chunks are on their way."""
+    SETTLED: ClassVar[int] = 3
+    """Answers show RAM alone: hits are kept for it, all else is recomputed."""
+
+
+class RequestState:
+    """One request from its first lookup to its end.
+
+    Attributes:
+        req_id: The engine's id.
+        phase: One of :class:`Phase`.
+        asked: Chunks found somewhere in this scheduling step, in the order asked.
+        wanting: Whether one of them is not whole in RAM.
+        granted: RAM copies kept for it until it loads or ends.
+        pending: How many of them are not whole yet.
+        jobs: Promotion jobs made for it alone.
+        deferred: While it waits: the key that opened this step's pass, per KV cache group.
+        deferred_at: The step ``deferred`` belongs to.
+        lookups: Steps it has been waiting for its turn.
+        refusals: Stores refused since one was accepted.
+        missed: Whether its first miss was counted.
+        tails: Last chunk stored or loaded, and its depth, per KV cache group.
+    """
+
+    __slots__ = (
+        "asked",
+        "deferred",
+        "deferred_at",
+        "granted",
+        "jobs",
+        "lookups",
+        "missed",
+        "pending",
+        "phase",
+        "refusals",
+        "req_id",
+        "tails",
+        "wanting",
+    )
+
+    def __init__(self, req_id: str) -> None:
+        self.req_id = req_id
+        self.phase = Phase.ASKING
+        self.asked: dict[ChunkKey, None] = {}
+        self.wanting = False
+        self.granted: list[ChunkCopy] = []
+        self.pending = 0
+        self.jobs: set[JobId] = set()
+        self.deferred: dict[bytes, ChunkKey] = {}
+        self.deferred_at = 0
+        self.lookups = 0
+        self.refusals = 0
+        self.missed = False
+        self.tails: dict[bytes, tuple[ChunkKey, int]] = {}

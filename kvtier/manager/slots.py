@@ -1,0 +1,154 @@
+"""Slot numbers, handed out in extents.
+
+Throughput to a slow medium is decided by bytes per system call, so a request's chunks should lie
+next to each other. A free list popped at random loses that within minutes. Free slots are kept as
+maximal extents, filed by the power of two of their length: an allocation takes an extent from the smallest
+bin that has one long enough, and only when there is none splits over the longest ones. Freed
+slots merge with their free neighbours at once, so an evicted request leaves one extent behind.
+Both directions are O(1) per extent touched, and nothing ever scans the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+__all__ = ["SlotAllocator"]
+
+_TRIED = 8
+"""Extents that may be too short looked at per allocation; bounds its cost."""
+
+
+class SlotAllocator:
+    """The free slots of one tier.
+
+    Args:
+        capacity: Slots are numbered from 0 to ``capacity - 1``; all start free.
+
+    Attributes:
+        free: How many slots are free.
+    """
+
+    __slots__ = ("_bins", "_end_of", "_start_of", "capacity", "free")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.free = 0
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        # A dict is an insertion-ordered set with O(1) removal: extents of a bin, oldest first.
+        self._bins: list[dict[int, None]] = [{} for _ in range(capacity.bit_length() + 1)]
+        if capacity:
+            self._add(0, capacity)
+            self.free = capacity
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` slots, in few extents; ascending.
+
+        Raises:
+            ValueError: Fewer than ``count`` slots are free; nothing was taken.
+        """
+        if count > self.free:
+            raise ValueError(f"{count} slots wanted, {self.free} free")
+        taken: list[int] = []
+        wanted = count
+        while wanted:
+            start = self._best(wanted)
+            end = self._remove(start)
+            cut = min(end, start + wanted)
+            taken.extend(range(start, cut))
+            wanted -= cut - start
+            if cut < end:
+                self._add(cut, end)
+        self.free -= count
+        # Ascending slots follow the prefix, which is what lets its I/O merge.
+        taken.sort()
+        return taken
+
+    def take(self, slots: Iterable[int]) -> None:
+        """Take exactly ``slots``, which must be free; for what survived a restart."""
+        for start, end in _extents(slots):
+            found = self._extent_around(start)
+            if found is None or self._end_of[found] < end:
+                raise ValueError(f"slots {start}..{end - 1} are not all free")
+            stop = self._remove(found)
+            if found < start:
+                self._add(found, start)
+            if end < stop:
+                self._add(end, stop)
+            self.free -= end - start
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Give ``slots`` back."""
+        for start, end in _extents(slots):
+            self.free += end - start
+            before = self._start_of.get(start)
+            if before is not None:
+                self._remove(before)
+                start = before  # noqa: PLW2901 - the extent grows to the left
+            if end in self._end_of:
+                end = self._remove(end)  # noqa: PLW2901 - and to the right
+            self._add(start, end)
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return the free extents as ``(first, last + 1)``, ascending."""
+        return sorted(self._end_of.items())
+
+    def _best(self, wanted: int) -> int:
+        """Return the start of an extent of at least ``wanted`` slots, or of a long one."""
+        bins = self._bins
+        # Extents in bin b have 2**(b-1) to 2**b - 1 slots: in the bin of ``wanted`` some fit, of
+        # which the oldest few are tried, and from the bin above on all do.
+        exact = wanted.bit_length()
+        for start in islice(bins[exact], _TRIED):
+            if self._end_of[start] - start >= wanted:
+                return start
+        for number in range(exact + 1, len(bins)):
+            if bins[number]:
+                return next(iter(bins[number]))
+        for number in range(exact, 0, -1):
+            if bins[number]:
+                return next(iter(bins[number]))
+        raise ValueError("no free slot")
+
+    def _extent_around(self, slot: int) -> int | None:
+        """Return the start of the free extent that holds ``slot``."""
+        if slot in self._end_of:
+            return slot
+        # Recovery takes slots in ascending runs, so the extent is nearly always the last one
+        # added; the fallback keeps this correct for any order.
+        for start, end in reversed(self._end_of.items()):
+            if start <= slot < end:
+                return start
+        return None
+
+    def _add(self, start: int, end: int) -> None:
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self._bins[(end - start).bit_length()][start] = None
+
+    def _remove(self, start: int) -> int:
+        end = self._end_of.pop(start)
+        del self._start_of[end]
+        del self._bins[(end - start).bit_length()][start]
+        return end
+
+
+def _extents(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """Group ``slots`` into maximal runs ``(first, last + 1)``, ascending.
+
+    >>> _extents([3, 1, 2, 7])
+    [(1, 4), (7, 8)]
+    """
+    runs: list[tuple[int, int]] = []
+    start = end = -1
+    for slot in sorted(slots):
+        if slot == end:
+            end += 1
+            continue
+        if end >= 0:
+            runs.append((start, end))
+        start, end = slot, slot + 1
+    if end >= 0:
+        runs.append((start, end))
+    return runs

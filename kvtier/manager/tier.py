@@ -1,0 +1,312 @@
+"""One tier as the manager sees it: slots, copies, an eviction order and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.keys import ChunkKey
+from kvtier.manager.slots import SlotAllocator
+from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+
+__all__ = ["TierCounters", "TierSnapshot", "TierState"]
+
+_RESIDENT = CopyState.RESIDENT
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in one tier since the manager was made; all in chunks."""
+
+    hits: int = 0
+    """Chunks loaded into the GPU whose bytes came from this tier."""
+    misses: int = 0
+    """Chunks asked for and not whole here; each counted once per request."""
+    stored: int = 0
+    """Chunks that became resident, from wherever."""
+    evicted: int = 0
+    """Chunks that left to make room."""
+    refused: int = 0
+    """Chunks not taken for lack of room or by the placement policy."""
+    failed: int = 0
+    """Chunks whose transfer into this tier failed or expired."""
+    read_failed: int = 0
+    """Chunks whose transfer out of this tier failed or expired."""
+    corrupt: int = 0
+    """Chunks dropped because their bytes were not the bytes stored."""
+    lost: int = 0
+    """Chunks that left, or stay, without reaching the slower tier they were meant for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """One tier at one moment.
+
+    Attributes:
+        name: The tier's name.
+        capacity: Slots.
+        used: Slots that are not free.
+        resident: Chunks that are hits.
+        held: Copies that could not be evicted now: being moved, kept for a request, or dirty.
+        dirty: Copies that must still reach a slower tier.
+        quarantined: Slots kept from reuse until a worker acknowledged its jobs.
+        counters: A copy of the counters.
+    """
+
+    name: str
+    capacity: int
+    used: int
+    resident: int
+    held: int
+    dirty: int
+    quarantined: int
+    counters: TierCounters
+
+
+class TierState:
+    """Slots, copies and order of one tier.
+
+    ``copies`` holds what is resident and what is being written. ``idle`` counts the copies that
+    could leave right now; every change of pins or dirt goes through this class to keep it true,
+    which lets a store that cannot succeed be refused without a scan. ``leaving`` holds victims
+    that were picked but must first reach a slower tier; they are hits until then, but no longer
+    in the eviction order. ``wanted`` is the most slots somebody asked for in vain in this step.
+    """
+
+    __slots__ = (
+        "copies",
+        "counters",
+        "dirty",
+        "eviction",
+        "idle",
+        "index",
+        "leaving",
+        "name",
+        "quarantined",
+        "slots",
+        "wanted",
+        "writing",
+    )
+
+    def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
+        self.name = name
+        self.index = index
+        self.slots = SlotAllocator(capacity)
+        self.copies: dict[ChunkKey, ChunkCopy] = {}
+        self.eviction = eviction
+        self.idle = 0
+        self.dirty = 0
+        self.writing = 0
+        self.leaving: set[ChunkCopy] = set()
+        self.wanted = 0
+        self.quarantined = 0
+        self.counters = TierCounters()
+
+    @property
+    def room(self) -> int:
+        """Slots that are free or could be made free right now."""
+        return self.slots.free + self.idle
+
+    def add_writing(self, copies: Sequence[ChunkCopy]) -> None:
+        """Add copies whose bytes are on their way; each holds one pin for its writer."""
+        members = self.copies
+        for copy in copies:
+            copy.pins += 1
+            members[copy.key] = copy
+        self.writing += len(copies)
+
+    def add_resident(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Add copies that are whole already: what survived a restart."""
+        for copy in copies:
+            copy.state = _RESIDENT
+            self.copies[copy.key] = copy
+        self.idle += len(copies)
+        self.eviction.on_insert_many(copies, ctx)
+
+    def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Make written copies hits and drop their writer's pin."""
+        leaf_only = self.eviction.leaf_only
+        for copy in copies:
+            copy.state = _RESIDENT
+            copy.pins -= 1
+            if not copy.pins and not copy.dirty:
+                self.idle += 1
+            if leaf_only:
+                self._count_kid(copy, 1)
+        self.writing -= len(copies)
+        self.counters.stored += len(copies)
+        self.eviction.on_insert_many(copies, ctx)
+
+    def pin(self, copy: ChunkCopy) -> None:
+        """Forbid evicting ``copy`` until the matching :meth:`unpin`."""
+        if not copy.pins and not copy.dirty and copy.state == _RESIDENT:
+            self.idle -= 1
+        copy.pins += 1
+
+    def unpin(self, copy: ChunkCopy) -> None:
+        """Take back one :meth:`pin`; the last one frees the slot of a copy that left meanwhile."""
+        copy.pins -= 1
+        if copy.pins:
+            return
+        if copy.state == CopyState.GONE:
+            self.slots.release((copy.slot,))
+        elif not copy.dirty and copy.state == _RESIDENT:
+            self.idle += 1
+
+    def mark_dirty(self, copy: ChunkCopy) -> None:
+        """Note that ``copy`` must still reach one more slower tier."""
+        if not copy.dirty:
+            self.dirty += 1
+            if not copy.pins and copy.state == _RESIDENT:
+                self.idle -= 1
+        copy.dirty += 1
+
+    def mark_clean(self, copy: ChunkCopy) -> None:
+        """Note that ``copy`` reached one of them, or will not."""
+        copy.dirty -= 1
+        if not copy.dirty:
+            self.dirty -= 1
+            if not copy.pins and copy.state == _RESIDENT:
+                self.idle += 1
+
+    def drop(self, copy: ChunkCopy) -> None:
+        """Make ``copy`` a miss; its slot is free once nothing pins it."""
+        if copy.state == CopyState.GONE:
+            return
+        was_resident = copy.state == _RESIDENT
+        copy.state = CopyState.GONE
+        if was_resident:
+            self._leave_order(copy)
+        else:
+            self.writing -= 1
+        if copy.dirty:
+            copy.dirty = 0
+            self.dirty -= 1
+        del self.copies[copy.key]
+        if not copy.pins:
+            self.slots.release((copy.slot,))
+
+    def abort(self, copy: ChunkCopy) -> None:
+        """Take back the writer's pin of a copy whose bytes did not arrive, and drop it."""
+        self.drop(copy)
+        self.unpin(copy)
+
+    def want(self, slots: int) -> None:
+        """Note that ``slots`` slots were asked for in vain, so that room is made ahead."""
+        self.wanted = max(self.wanted, min(slots, self.slots.capacity))
+
+    def pick_leaving(self, ctx: PolicyContext) -> ChunkCopy | None:
+        """Take the best unpinned copy out of the order, clean or dirty; it is leaving now."""
+        victim = self.eviction.pick(_unpinned, ctx)
+        if victim is not None:
+            self.leaving.add(victim)
+        return victim
+
+    def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        """Put a leaving copy back into the order."""
+        if copy in self.leaving:
+            self.leaving.discard(copy)
+            self.eviction.on_insert(copy, ctx)
+
+    def make_room(self, slots: int, ctx: PolicyContext) -> list[ChunkCopy] | None:
+        """Evict until ``slots`` slots are free.
+
+        Returns:
+            The victims, whose slots are free now; None, and nothing changed, when there is not
+            enough to evict.
+        """
+        shortage = slots - self.slots.free
+        if shortage <= 0:
+            return []
+        if shortage > self.idle:
+            return None
+        victims = self._pick(shortage, ctx)
+        if len(victims) < shortage:
+            self.eviction.on_insert_many(victims, ctx)
+            return None
+        for victim in victims:
+            victim.state = CopyState.GONE
+            del self.copies[victim.key]
+        self.idle -= shortage
+        self.counters.evicted += shortage
+        self.slots.release([victim.slot for victim in victims])
+        return victims
+
+    def touch(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
+        """Note a use of resident ``copies``, given root to leaf."""
+        ordered = list(copies)
+        if self.eviction.touch_order == "reverse":
+            ordered.reverse()
+        if self.leaving:
+            for copy in ordered:
+                self.stay(copy, ctx)
+        self.eviction.on_hit_many(ordered, ctx)
+
+    def snapshot(self) -> TierSnapshot:
+        """Return the tier's figures now."""
+        counters = self.counters
+        return TierSnapshot(
+            name=self.name,
+            capacity=self.slots.capacity,
+            used=self.slots.capacity - self.slots.free,
+            resident=len(self.copies) - self.writing,
+            held=len(self.copies) - self.idle,
+            dirty=self.dirty,
+            quarantined=self.quarantined,
+            counters=TierCounters(
+                **{name: getattr(counters, name) for name in TierCounters.__slots__}
+            ),
+        )
+
+    def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
+        pick = self.eviction.pick
+        if not self.eviction.leaf_only:
+            victims = []
+            for _ in range(count):
+                victim = pick(_idle, ctx)
+                if victim is None:
+                    break
+                victims.append(victim)
+            return victims
+        return self._pick_leaves(count, ctx)
+
+    def _pick_leaves(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
+        """Pick leaf by leaf: a parent becomes a candidate when its last child was picked."""
+        victims: list[ChunkCopy] = []
+        while len(victims) < count:
+            victim = self.eviction.pick(_idle_leaf, ctx)
+            if victim is None:
+                for picked in victims:
+                    self._count_kid(picked, 1)
+                break
+            self._count_kid(victim, -1)
+            victims.append(victim)
+        return victims
+
+    def _leave_order(self, copy: ChunkCopy) -> None:
+        if not copy.pins and not copy.dirty:
+            self.idle -= 1
+        if copy in self.leaving:
+            self.leaving.discard(copy)
+        else:
+            self.eviction.on_remove(copy)
+        if self.eviction.leaf_only:
+            self._count_kid(copy, -1)
+
+    def _count_kid(self, copy: ChunkCopy, change: int) -> None:
+        if copy.parent is not None:
+            parent = self.copies.get(copy.parent)
+            if parent is not None:
+                parent.kids += change
+
+
+def _idle(copy: ChunkCopy) -> bool:
+    return not copy.pins and not copy.dirty
+
+
+def _idle_leaf(copy: ChunkCopy) -> bool:
+    return not copy.pins and not copy.dirty and copy.kids <= 0
+
+
+def _unpinned(copy: ChunkCopy) -> bool:
+    return not copy.pins

@@ -1,0 +1,495 @@
+"""The composite manager: decides where every chunk is, and never touches one.
+
+It keeps the books of all tiers and answers the engine's scheduler from them. It does no I/O, never
+waits and never reads a clock; what should happen leaves as :class:`~kvtier.types.Job` values, what
+happened comes back as :class:`~kvtier.types.TransferResult` values. The same object therefore
+serves a live engine and a simulator.
+
+Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill it, ``complete_store``
+asks the workers' own record whether they did and only then makes it a hit. From there the
+:class:`~kvtier.manager.demoter.Demoter` copies it down. A later request that finds it below waits
+while the :class:`~kvtier.manager.promoter.Promoter` brings it up and keeps it for that request.
+``prepare_load`` pins it until ``complete_load``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.manager.demoter import Demoter
+from kvtier.manager.ladder import Ladder
+from kvtier.manager.ledger import JobRecord
+from kvtier.manager.plans import (
+    LoadPlan,
+    Lookup,
+    ManagerLimits,
+    ManagerSnapshot,
+    ResidencyEvent,
+    SlotTruth,
+    StorePlan,
+)
+from kvtier.manager.promoter import Promoter
+from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.tier import TierState
+from kvtier.policies import ChunkCopy, CopyState, Placement
+from kvtier.types import Job, JobId, TransferResult, Why
+
+__all__ = ["TieredOffloadingManager"]
+
+_RESIDENT = CopyState.RESIDENT
+
+
+class TieredOffloadingManager:
+    """Bookkeeping of a ladder of tiers for one engine. Not thread-safe; one thread calls it.
+
+    Args:
+        tiers: The tiers, fastest first; index 0 is RAM.
+        placement: Decides what crosses tiers.
+        limits: Bounds to keep to.
+        truth: What the workers say about RAM slots.
+        record_events: Whether :meth:`take_events` has anything to return.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierState],
+        *,
+        placement: Placement,
+        limits: ManagerLimits,
+        truth: SlotTruth,
+        record_events: bool = False,
+    ) -> None:
+        self._ladder = Ladder(
+            tiers,
+            placement=placement,
+            limits=limits,
+            truth=truth,
+            record_events=record_events,
+        )
+        self._ram = self._ladder.ram
+        self._truth = truth
+        self._promoter = Promoter(self._ladder)
+        self._demoter = Demoter(self._ladder)
+        self._requests: dict[str, RequestState] = {}
+        self._quarantine: list[ChunkCopy] = []
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def begin_request(self, req_id: str) -> None:
+        """Start remembering a request; idempotent."""
+        if req_id not in self._requests:
+            self._requests[req_id] = RequestState(req_id)
+
+    def end_request(self, req_id: str) -> None:
+        """Forget a request; what was kept for it may be evicted. Loads in flight stay pinned."""
+        request = self._requests.pop(req_id, None)
+        if request is not None:
+            self._promoter.release(request)
+
+    # -- lookup and load --------------------------------------------------------------------
+
+    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
+        """Return whether ``key`` can be loaded for ``req_id`` now, later or not at all.
+
+        A HIT holds until the step ends: nothing is evicted between lookups of one step and the
+        ``prepare_load`` that follows them.
+        """
+        request = self._requests.get(req_id)
+        if request is None:
+            request = self._requests[req_id] = RequestState(req_id)
+        phase = request.phase
+        if phase in (Phase.QUEUED, Phase.WAITING):
+            return self._promoter.defer(request, key)
+        copy = self._ram.copies.get(key)
+        if copy is not None and copy.state == _RESIDENT:
+            if phase == Phase.ASKING:
+                self._promoter.note(request, key, wanting=False)
+            return Lookup.HIT
+        if phase == Phase.ASKING and self._coming(copy, key):
+            self._promoter.note(request, key, wanting=True)
+            return Lookup.RETRY
+        self._count_miss(request, key)
+        return Lookup.MISS
+
+    def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
+        """Return how many leading ``keys`` can be loaded now, or None to be asked again.
+
+        The batch form of :meth:`lookup` for a full-attention prefix.
+        """
+        hits = 0
+        deferred = False
+        for key in keys:
+            answer = self.lookup(key, req_id)
+            if answer is Lookup.MISS:
+                break
+            deferred = deferred or answer is Lookup.RETRY
+            hits += 1
+        return None if deferred else hits
+
+    def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
+        """Pin ``keys``, which lookups of this step called hits, and say where they are.
+
+        Raises:
+            KeyError: A key is not resident: the caller did not look it up in this step. Loading
+                anything else in its place would be a wrong token, so there is no other answer.
+        """
+        members = self._ram.copies
+        copies: list[ChunkCopy] = []
+        for key in keys:
+            copy = members[key]
+            if copy.state != _RESIDENT:
+                raise KeyError(key)
+            copies.append(copy)
+        tiers = self._ladder.tiers
+        for copy in copies:
+            self._ram.pin(copy)
+            copy.hits += 1
+            tiers[copy.origin].counters.hits += 1
+        self._ram.touch(copies, self._ladder.ctx)
+        request = self._requests.get(req_id)
+        if request is not None:
+            self._promoter.release(request)
+            self._remember_tails(request, keys)
+        slots = [copy.slot for copy in copies]
+        self._truth.issue(slots)
+        return LoadPlan(slots, [copy.generation for copy in copies])
+
+    def load_source(self, key: ChunkKey) -> int:
+        """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
+        copy = self._ram.copies.get(key)
+        return 0 if copy is None else copy.origin
+
+    def complete_load(self, keys: Collection[ChunkKey]) -> None:
+        """Take back the pins of a ``prepare_load``; keys of before a reset are ignored."""
+        ram = self._ram
+        for key in keys:
+            copy = ram.copies.get(key)
+            if copy is None or copy.state != _RESIDENT or not copy.pins:
+                continue
+            copy.origin = 0
+            ram.unpin(copy)
+            if copy.transient and not copy.pins:
+                self._ladder.drop(ram, copy)
+
+    # -- store ------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+        """Give RAM slots to those of ``keys`` that are not in RAM yet, evicting as needed.
+
+        Being offered again counts as a use of the chunks that are there. Head first: when only
+        some fit it is the tail that is refused, for a suffix without its prefix cannot be used.
+
+        Returns:
+            What to store, perhaps nothing; None when there is no room *now* and asking again at
+            the next step may help. None changes nothing.
+        """
+        members = self._ram.copies
+        new = [key for key in keys if key not in members]
+        request = self._requests.get(req_id)
+        if not new:
+            self._touch_offered(keys)
+            return StorePlan((), (), 0, ())
+        # The prefix that is offered along is no victim for its own tail.
+        there = [copy for key in keys if (copy := members.get(key)) is not None]
+        for copy in there:
+            self._ram.pin(copy)
+        plan = self._store_new(new, keys, request)
+        for copy in there:
+            self._ram.unpin(copy)
+        return plan
+
+    def complete_store(self, keys: Collection[ChunkKey]) -> None:
+        """Make stored chunks hits, if every worker recorded that their bytes are whole.
+
+        A key that is not being stored is ignored.
+        """
+        ram = self._ram
+        written: list[ChunkCopy] = []
+        for key in keys:
+            copy = ram.copies.get(key)
+            if copy is not None and copy.state == CopyState.WRITING and copy.origin == 0:
+                written.append(copy)
+        # The engine hands the keys over as a set; slots ascend along the prefix.
+        written.sort(key=_slot_of)
+        slots = [copy.slot for copy in written]
+        whole = self._truth.stored(slots, [copy.generation for copy in written])
+        arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
+        for copy, ok in zip(written, whole, strict=True):
+            if not ok:
+                ram.counters.failed += 1
+                self._promoter.settle(copy, arrived=False)
+                ram.abort(copy)
+        self._ladder.publish(ram, arrived)
+        self._demoter.stored(arrived)
+        for copy in arrived:
+            self._promoter.settle(copy, arrived=True)
+
+    # -- steps and storage jobs -------------------------------------------------------------
+
+    def end_step(
+        self, *, started: Iterable[str] = (), preempted: Iterable[str] = (), now: float = 0.0
+    ) -> None:
+        """Close a scheduling step: grant, demote, reclaim.
+
+        Args:
+            started: Requests that were scheduled for the first time in this step.
+            preempted: Requests that lost their GPU blocks and will be looked up again.
+            now: Seconds on a monotonic clock, for policies.
+        """
+        self._ladder.ctx.now = now
+        for req_id in (*started, *preempted):
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._promoter.release(request)
+        for req_id in preempted:
+            request = self._requests.get(req_id)
+            if request is not None:
+                request.tails.clear()  # its chunks will be loaded or offered from the root again
+        self._release_quarantine()
+        self._promoter.end_step()
+        self._demoter.flush()
+
+    def take_jobs(self) -> list[Job]:
+        """Return the storage jobs planned since the last call; the engine runs them."""
+        return self._ladder.ledger.take_unsent()
+
+    def take_cancels(self) -> list[JobId]:
+        """Return jobs that nobody needs any more; dropping them is optional."""
+        return self._ladder.ledger.take_cancels()
+
+    def take_corrupt(self) -> list[tuple[int, int]]:
+        """Return (tier index, slot) pairs whose content a restart must not bring back.
+
+        To be acted on before the jobs of the next :meth:`take_jobs`, which may reuse the slots.
+        """
+        return self._ladder.take_corrupt()
+
+    def take_events(self) -> list[ResidencyEvent]:
+        """Return residency events since the last call, removals before the stores they allow."""
+        return self._ladder.take_events()
+
+    def apply(self, result: TransferResult) -> None:
+        """Take the outcome of a storage job into account; unknown jobs are ignored."""
+        ledger = self._ladder.ledger
+        record = ledger.find(result.job_id)
+        if record is None:
+            return
+        if record.epoch != self._ladder.epoch:
+            self._apply_stale(record, result)
+        elif record.why is Why.PROMOTE:
+            for copy in self._promoter.apply(record, result):
+                self._demoter.adopt(self._ram, copy)
+        else:
+            self._demoter.apply(record, result)
+        if result.settled:
+            ledger.close(result.job_id)
+
+    def has_work(self) -> bool:
+        """Return whether steps are needed although no request is running."""
+        return bool(
+            self._demoter.queued or self._ladder.ledger.active or self._quarantine
+        )
+
+    def flush(self) -> None:
+        """Plan jobs that bring every dirty chunk down; for an orderly shutdown."""
+        self._demoter.flush_all()
+
+    # -- recovery, reset, figures -----------------------------------------------------------
+
+    def recover(self, tier: int, chunks: Iterable[tuple[ChunkKey, int]]) -> int:
+        """Make chunks that survived a restart hits in ``tier``, least recently used first.
+
+        Args:
+            tier: Index of a slower tier.
+            chunks: Keys and slots; no key and no slot twice.
+
+        Returns:
+            How many there were.
+        """
+        state = self._ladder.tiers[tier]
+        copies = [ChunkCopy(key, slot) for key, slot in chunks]
+        state.slots.take(copy.slot for copy in copies)
+        state.add_resident(copies, self._ladder.ctx)
+        return len(copies)
+
+    def reset(self) -> None:
+        """Make every chunk in every tier a miss: a new epoch, because weights may have changed.
+
+        Slots that a storage job or a worker may still touch stay out of use until it is known to
+        be over. No ``complete_*`` is expected for what was prepared before.
+        """
+        self._ladder.epoch += 1
+        for request in self._requests.values():
+            request.granted.clear()
+            request.jobs.clear()
+            request.tails.clear()
+        self._promoter.clear()
+        for request in self._requests.values():
+            request.pending = 0
+            self._promoter.release(request)
+        moving = self._moving()
+        for tier in self._ladder.tiers:
+            for copy in list(tier.copies.values()):
+                self._evacuate(tier, copy, moving)
+        self._demoter.clear()
+        self._release_quarantine()
+
+    def snapshot(self) -> ManagerSnapshot:
+        """Return the manager's figures now."""
+        self._ram.quarantined = len(self._quarantine)
+        return ManagerSnapshot(
+            tiers=[tier.snapshot() for tier in self._ladder.tiers],
+            requests=len(self._requests),
+            waiting=sum(
+                request.phase in (Phase.QUEUED, Phase.WAITING)
+                for request in self._requests.values()
+            ),
+            granted=self._promoter.granted,
+            jobs=len(self._ladder.ledger),
+        )
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _coming(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
+        """Return whether ``key`` is on its way to RAM or could be brought there."""
+        if copy is not None:
+            return copy.state == CopyState.WRITING
+        return self._ladder.slower_copy(key) is not None
+
+    def _count_miss(self, request: RequestState, key: ChunkKey) -> None:
+        self._ram.eviction.on_miss(key, self._ladder.ctx)
+        if not request.missed:
+            request.missed = True
+            for tier in self._ladder.tiers:
+                tier.counters.misses += 1
+
+    def _store_new(
+        self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> StorePlan | None:
+        ram = self._ram
+        fits = self._room_for(len(new), request)
+        if fits is None:
+            return None
+        victims = self._ladder.make_room(ram, fits)
+        if victims is None:
+            ram.counters.refused += len(new)
+            return StorePlan((), (), 0, ())
+        ram.counters.refused += len(new) - fits
+        self._touch_offered(keys)
+        new = new[:fits]
+        slots = ram.slots.allocate(fits)
+        generation = self._ladder.next_generation()
+        copies = self._make_copies(new, slots, generation, keys, request)
+        ram.add_writing(copies)
+        self._truth.issue(slots)
+        if request is not None:
+            self._remember_tails(request, keys)
+        return StorePlan(new, slots, generation, [victim.key for victim in victims])
+
+    def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
+        """Return how many of ``chunks`` new chunks to take, or None to be asked again."""
+        room = self._ram.room
+        if chunks <= room:
+            if request is not None:
+                request.refusals = 0
+            return chunks
+        self._ram.want(chunks)
+        patience = self._ladder.limits.patience_stores
+        hopeless = chunks > self._ram.slots.capacity
+        if request is None or hopeless or request.refusals >= patience:
+            return room
+        request.refusals += 1
+        return None
+
+    def _touch_offered(self, keys: Sequence[ChunkKey]) -> None:
+        """Count being offered again as a use, in every tier that holds the chunk."""
+        for tier in self._ladder.tiers:
+            members = tier.copies
+            there = [
+                copy
+                for key in keys
+                if (copy := members.get(key)) is not None and copy.state == _RESIDENT
+            ]
+            if there:
+                tier.touch(there, self._ladder.ctx)
+
+    def _make_copies(
+        self,
+        new: Sequence[ChunkKey],
+        slots: Sequence[int],
+        generation: int,
+        offered: Sequence[ChunkKey],
+        request: RequestState | None,
+    ) -> list[ChunkCopy]:
+        tails = {} if request is None else dict(request.tails)
+        places: dict[ChunkKey, tuple[ChunkKey | None, int]] = {}
+        for key in offered:
+            group = key[-GROUP_NBYTES:]
+            tail = tails.get(group)
+            places[key] = (None, 0) if tail is None else (tail[0], tail[1] + 1)
+            tails[group] = (key, places[key][1])
+        copies = []
+        for key, slot in zip(new, slots, strict=True):
+            copy = ChunkCopy(key, slot, *places[key])
+            copy.generation = generation
+            copies.append(copy)
+        return copies
+
+    def _remember_tails(self, request: RequestState, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            group = key[-GROUP_NBYTES:]
+            tail = request.tails.get(group)
+            request.tails[group] = (key, 0 if tail is None else tail[1] + 1)
+
+    def _moving(self) -> Counter[int]:
+        """Return how many storage jobs hold each copy's slot, by the copy's id."""
+        return Counter(
+            id(copy)
+            for record in self._ladder.ledger.records()
+            for copy in (*record.sources, *record.destinations)
+        )
+
+    def _evacuate(self, tier: TierState, copy: ChunkCopy, moving: Counter[int]) -> None:
+        """Make ``copy`` a miss now and its slot free once nobody can touch it."""
+        self._ladder.drop(tier, copy)
+        if not copy.pins or tier.index:
+            return
+        # Requests' and workers' pins will not be taken back one by one: no completion is coming.
+        # One pin stands for the workers until they are quiet, one for each storage job.
+        copy.grants = 0
+        copy.pins = 1 + moving[id(copy)]
+        self._quarantine.append(copy)
+
+    def _release_quarantine(self) -> None:
+        if not self._quarantine:
+            return
+        held, self._quarantine = self._quarantine, []
+        quiet = self._truth.quiet([copy.slot for copy in held])
+        for copy, ok in zip(held, quiet, strict=True):
+            if ok:
+                self._ram.unpin(copy)
+            else:
+                self._quarantine.append(copy)
+
+    def _apply_stale(self, record: JobRecord, result: TransferResult) -> None:
+        """Free the slots of a job of before a reset."""
+        if not result.settled:
+            record.late = True
+            return
+        if record.destination:
+            # It may have written after the reset emptied the tier.
+            self._ladder.corrupt.extend(
+                (record.destination, copy.slot) for copy in record.destinations
+            )
+        for tier, copies in (
+            (record.source, record.sources),
+            (record.destination, record.destinations),
+        ):
+            for copy in copies:
+                self._ladder.tiers[tier].unpin(copy)
+
+
+def _slot_of(copy: ChunkCopy) -> int:
+    return copy.slot

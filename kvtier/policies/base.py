@@ -1,0 +1,221 @@
+"""What a policy sees and what it must answer.
+
+Two small protocols share the work. An :class:`Eviction` orders the copies of *one* tier and names
+victims. A :class:`Placement`, one per cache, decides what crosses tiers. Neither does I/O, awaits,
+reads a clock or draws its own random numbers: time and randomness arrive in a
+:class:`PolicyContext`. So the live engine and a simulator can drive the very same object, and a
+policy tuned on a trace is deployed unchanged.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from kvtier.keys import ChunkKey
+from kvtier.types import Why
+
+__all__ = [
+    "ChunkCopy",
+    "CopyState",
+    "Eviction",
+    "Placement",
+    "PolicyContext",
+    "Promotion",
+]
+
+
+class CopyState:
+    """The states of a copy, as plain integers because they are compared once per chunk."""
+
+    WRITING: ClassVar[int] = 0
+    """Bytes are on their way; whoever needs them may wait."""
+    LATE: ClassVar[int] = 1
+    """Bytes are still on their way but their deadline passed; nobody waits."""
+    RESIDENT: ClassVar[int] = 2
+    """Whole: a hit."""
+    GONE: ClassVar[int] = 3
+    """Left the tier; the object may still be referenced by a queue or a job."""
+
+
+class ChunkCopy:
+    """One chunk's copy in one tier.
+
+    Owned by the manager. A policy reads it, and owns :attr:`queued` and :attr:`policy` of the
+    copies in its tier.
+
+    Attributes:
+        key: The chunk's key.
+        slot: Where the bytes are in this tier.
+        state: One of :class:`CopyState`.
+        pins: Reasons not to evict: transfers that touch it and requests it is kept for.
+        dirty: Slower tiers that must still receive it before it may go.
+        hits: Loads served from this copy, and promotions begun from it.
+        parent: Key of the preceding chunk of the prefix, None at the root or where unknown.
+        depth: Chunks before it in the prefix.
+        kids: Copies in this tier whose parent this is; kept only for ``leaf_only`` policies.
+        queued: For the eviction policy: entries of its queue that name this copy.
+        policy: For the eviction policy: anything else.
+        grants: Waiting requests this copy is kept for; each is also a pin.
+        origin: Index of the tier the bytes came from when it is loaded the first time.
+        transient: Whether it goes as soon as the request it was fetched for has loaded it.
+        generation: Stamp of the write that fills the slot; never repeats.
+    """
+
+    __slots__ = (
+        "depth",
+        "dirty",
+        "generation",
+        "grants",
+        "hits",
+        "key",
+        "kids",
+        "origin",
+        "parent",
+        "pins",
+        "policy",
+        "queued",
+        "slot",
+        "state",
+        "transient",
+    )
+
+    def __init__(
+        self, key: ChunkKey, slot: int, parent: ChunkKey | None = None, depth: int = 0
+    ) -> None:
+        self.key = key
+        self.slot = slot
+        self.parent = parent
+        self.depth = depth
+        self.state = CopyState.WRITING
+        self.pins = 0
+        self.dirty = 0
+        self.hits = 0
+        self.kids = 0
+        self.queued = 0
+        self.policy: Any = None
+        self.grants = 0
+        self.origin = 0
+        self.transient = False
+        self.generation = 0
+
+    def __repr__(self) -> str:
+        state = ("writing", "late", "resident", "gone")[self.state]
+        return f"<ChunkCopy {self.key.hex()[:12]} slot={self.slot} {state} pins={self.pins}>"
+
+
+@dataclass(slots=True)
+class PolicyContext:
+    """What a policy may know besides the copy; one object, reused.
+
+    Attributes:
+        now: Seconds on a monotonic clock that the driver advances once per step.
+        rng: The only source of randomness; seeded by the driver.
+        request: Identifies the request being served, empty when there is none.
+    """
+
+    now: float = 0.0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    request: str = ""
+
+
+Evictable = Callable[[ChunkCopy], bool]
+
+
+class Eviction(ABC):
+    """Orders the copies of one tier.
+
+    Every method is O(1) amortised (O(log n) where scored). A policy may remember keys that left
+    (ghosts), at most twice the tier's capacity of them.
+
+    Args:
+        capacity: Slots of the tier.
+    """
+
+    leaf_only: ClassVar[bool] = False
+    """Whether only copies without resident children may be picked."""
+
+    touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
+    """Order in which the manager reports a request's hits. ``reverse`` is leaf to root, so that
+    of one prefix the root stays longest; ``forward`` is root to leaf."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        """Note that ``key`` was asked for and is not here; before any insertion.
+
+        Policies that keep no memory of absent keys have nothing to do.
+        """
+
+    @abstractmethod
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        """Note that ``copy`` became a member of the tier."""
+
+    @abstractmethod
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        """Note that ``copy`` was used."""
+
+    @abstractmethod
+    def on_remove(self, copy: ChunkCopy) -> None:
+        """Note that ``copy`` left for another reason than being picked; its state says GONE."""
+
+    @abstractmethod
+    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        """Remove one victim from the order and return it.
+
+        A candidate that ``evictable`` rejects counts as just used, so that scans stay O(1)
+        amortised.
+
+        Returns:
+            A copy with ``evictable(copy)``, or None when there is none.
+        """
+
+    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Do :meth:`on_insert` for ``copies``, root to leaf."""
+        for copy in copies:
+            self.on_insert(copy, ctx)
+
+    def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
+        """Do :meth:`on_hit` for ``copies``, already in :attr:`touch_order`."""
+        for copy in copies:
+            self.on_hit(copy, ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """How a chunk found in a slower tier is brought up.
+
+    Attributes:
+        keep_source: Whether the slower tier keeps its copy. If not, the copy in RAM stays.
+        stay: Whether the copy in RAM outlives the load it is made for.
+    """
+
+    keep_source: bool = True
+    stay: bool = True
+
+
+class Placement(ABC):
+    """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM."""
+
+    @abstractmethod
+    def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
+        """Return the slower tiers that a chunk new in RAM must reach as soon as possible."""
+
+    @abstractmethod
+    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
+        """Return whether ``copy`` may enter ``tier``; a refusal is counted, nothing is retried."""
+
+    @abstractmethod
+    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
+        """Return how to bring up ``copy``, found in tier ``source`` for a waiting request."""
+
+    @abstractmethod
+    def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
+        """Return the tier that a victim of ``source`` must reach before it goes, or None.
+
+        The manager asks only for victims without a copy in a slower tier.
+        """

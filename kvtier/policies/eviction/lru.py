@@ -1,0 +1,87 @@
+"""Least recently used, as a queue that is tidied lazily.
+
+The textbook structure, a doubly linked list, costs a dozen attribute writes for every touch, and
+touches outnumber evictions. Here a touch appends the copy to a queue and leaves its older entries
+where they are; ``copy.queued`` counts them. An entry met at the old end is the copy's true place
+only if it is its last one, otherwise it is skipped. Every entry is appended once and popped once,
+so the cost is O(1) amortised, and a batch of touches is one C call. When stale entries outnumber
+live ones the queue is rebuilt, which bounds it by twice the copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvtier.policies.base import ChunkCopy, CopyState, Eviction, Evictable, PolicyContext
+
+__all__ = ["Lru"]
+
+_SLACK = 64
+"""Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
+
+
+class Lru(Eviction):
+    """Evicts the copy whose last use is longest ago."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._queue: deque[ChunkCopy] = deque()
+        self._members = 0
+
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._members += 1
+        copy.queued = 1
+        self._queue.append(copy)
+
+    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        self._members += len(copies)
+        for copy in copies:
+            copy.queued = 1
+        self._queue.extend(copies)
+
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        copy.queued += 1
+        self._queue.append(copy)
+        self._bound()
+
+    def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
+        touched = list(copies)
+        for copy in touched:
+            copy.queued += 1
+        self._queue.extend(touched)
+        self._bound()
+
+    def on_remove(self, copy: ChunkCopy) -> None:
+        # Its entries stay; they are recognised by the copy's state and skipped.
+        self._members -= 1
+        self._bound()
+
+    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        queue = self._queue
+        rejected = 0
+        while queue and rejected < self._members:
+            copy = queue.popleft()
+            copy.queued -= 1
+            if copy.queued or copy.state == CopyState.GONE:
+                continue
+            if evictable(copy):
+                self._members -= 1
+                return copy
+            rejected += 1
+            copy.queued = 1
+            queue.append(copy)
+        return None
+
+    def _bound(self) -> None:
+        """Drop every entry that is not its copy's last, when they are too many."""
+        if len(self._queue) <= 2 * self._members + _SLACK:
+            return
+        kept: deque[ChunkCopy] = deque()
+        for copy in self._queue:
+            copy.queued -= 1
+            if not copy.queued and copy.state != CopyState.GONE:
+                kept.append(copy)
+        for copy in kept:
+            copy.queued = 1
+        self._queue = kept
