@@ -1,0 +1,106 @@
+"""What really happened to each slot, written by workers and read by the scheduler.
+
+vLLM's offloading contract lets a worker report only success: anything else kills the engine. So a
+worker acknowledges every job and leaves the truth here, in memory both sides map, *before* it
+acknowledges:
+
+``generation[rank, slot]``
+    Stamp of the write whose bytes of this rank are whole. The scheduler gives every write a new
+    stamp, so "whole" cannot be confused with "was whole before".
+``acknowledged[rank, slot]``
+    Jobs on this slot that the rank has finished, whatever came of them. The scheduler counts what
+    it issued; while the two differ a worker may still touch the slot.
+
+Each number has one writer and is an aligned machine word, so no lock is needed: the engine's own
+message, which follows the write, orders it before the scheduler's read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ControlBlock"]
+
+_PAGE_NBYTES = 4096
+
+
+class ControlBlock:
+    """A view of the control words at the end of the host region.
+
+    Implements :class:`kvtier.manager.SlotTruth` for the scheduler, which counts what it issues in
+    its own memory.
+
+    Args:
+        buffer: At least :meth:`nbytes` bytes, zero when the region is new.
+        slots: Number of slots.
+        ranks: Number of workers.
+    """
+
+    def __init__(self, buffer: memoryview, *, slots: int, ranks: int) -> None:
+        words = slots * ranks
+        self._generation: npt.NDArray[np.uint64] = np.frombuffer(
+            buffer, np.uint64, words
+        ).reshape(ranks, slots)
+        self._acknowledged: npt.NDArray[np.uint32] = np.frombuffer(
+            buffer, np.uint32, words, offset=words * 8
+        ).reshape(ranks, slots)
+        self._issued = np.zeros(slots, np.uint32)
+        self._buffer = buffer
+
+    @staticmethod
+    def nbytes(slots: int, ranks: int) -> int:
+        """Return the bytes a control block takes, in whole pages."""
+        nbytes = slots * ranks * (8 + 4)
+        return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+
+    # -- worker -------------------------------------------------------------------------------
+
+    def stamp(self, rank: int, slots: Sequence[int], generation: int) -> None:
+        """Record that this rank's bytes of ``slots`` are whole as of ``generation``."""
+        self._generation[rank, slots] = generation
+
+    def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
+        """Record that this rank is done with one job on each of ``slots``; no slot twice."""
+        self._acknowledged[rank, slots] += np.uint32(1)
+
+    def bears(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Return whether every slot bears the stamp it should, so that it may be loaded."""
+        wanted = np.asarray(generations, np.uint64)
+        return bool((self._generation[rank, slots] == wanted).all())
+
+    # -- scheduler ----------------------------------------------------------------------------
+
+    def issue(self, slots: Sequence[int]) -> None:
+        """Count one more job on each of ``slots``; no slot twice."""
+        self._issued[slots] += np.uint32(1)
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return for each slot whether every rank's bytes of that generation are whole."""
+        if not slots:
+            return []
+        wanted = np.asarray(generations, np.uint64)
+        whole: list[bool] = (self._generation[:, slots] == wanted).all(axis=0).tolist()
+        return whole
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Stamp slots for every rank: their bytes came whole from a slower tier."""
+        if slots:
+            self._generation[:, slots] = np.asarray(generations, np.uint64)
+
+    def quiet(self, slots: Sequence[int]) -> list[bool]:
+        """Return for each slot whether every rank acknowledged every job issued on it."""
+        if not slots:
+            return []
+        equal: list[bool] = (
+            (self._acknowledged[:, slots] == self._issued[slots]).all(axis=0).tolist()
+        )
+        return equal
+
+    def release(self) -> None:
+        """Let go of the shared memory; the block must not be used afterwards."""
+        self._generation = np.zeros((0, 0), np.uint64)
+        self._acknowledged = np.zeros((0, 0), np.uint32)
+        self._buffer.release()
