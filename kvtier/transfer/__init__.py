@@ -1,0 +1,18 @@
+"""Carries out what the manager decided."""
+
+from __future__ import annotations
+
+from kvtier.transfer.breaker import Breaker
+from kvtier.transfer.engine import ChannelStatistics, EngineLimits, TransferEngine
+from kvtier.transfer.routes import FromTier, Route, SlotMemory, ToTier
+
+__all__ = [
+    "Breaker",
+    "ChannelStatistics",
+    "EngineLimits",
+    "FromTier",
+    "Route",
+    "SlotMemory",
+    "ToTier",
+    "TransferEngine",
+]

@@ -1,0 +1,464 @@
+"""Runs jobs on an asyncio loop of its own, and never makes its caller wait.
+
+The engine's scheduler and the model runner are synchronous and must not block, so every engine has
+a thread with a loop. ``submit`` and ``poll`` only touch queues. Everything else follows from four
+rules:
+
+* **One settled result per job.** Whatever happens, refusal and shutdown included, each submitted
+  job ends in exactly one settled :class:`~kvtier.types.TransferResult`.
+* **Deadlines free the waiter, not the buffer.** When a job's deadline passes while a thread is
+  inside a system call, an unsettled result is posted at once, so that no request waits any longer;
+  the slots stay the job's until the call returned and the settled result says so.
+* **Urgent first.** A queue ordered by :class:`~kvtier.types.Why`; running bytes per channel are
+  bounded, so that little that is not urgent is ever ahead of a load.
+* **A sick tier is left alone.** After some consecutive failures a channel's breaker opens: jobs
+  are refused at once for a back-off time, then one job is let through to probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.errors import ClosedError
+from kvtier.transfer.breaker import Breaker
+from kvtier.transfer.routes import Route
+from kvtier.types import Job, JobId, Outcome, TransferResult
+
+__all__ = ["ChannelStatistics", "EngineLimits", "TransferEngine"]
+
+logger = logging.getLogger(__name__)
+
+Channel = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Bounds of one engine.
+
+    Attributes:
+        queued_bytes: Bytes that may be queued or running per channel; more is refused.
+        running_bytes: Bytes that may be running per channel; one job always may.
+        breaker_failures: Consecutive failed jobs that open a channel's breaker.
+        breaker_backoff_s: Seconds until an open breaker lets one job probe.
+    """
+
+    queued_bytes: int
+    running_bytes: int
+    breaker_failures: int = 5
+    breaker_backoff_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """One channel since the engine started; a snapshot.
+
+    Attributes:
+        jobs: Settled jobs.
+        nbytes: Bytes that reached their destination.
+        seconds: Summed run time of the jobs.
+        queued_s: Summed queueing time of the jobs.
+        queued_bytes: Bytes queued or running now.
+        refused: Jobs refused because the queue was full or the breaker open.
+        expired: Jobs whose deadline passed.
+        out_of_service: Whether the breaker is open now.
+    """
+
+    jobs: int
+    nbytes: int
+    seconds: float
+    queued_s: float
+    queued_bytes: int
+    refused: int
+    expired: int
+    out_of_service: bool
+
+
+@dataclass(slots=True)
+class _Channel:
+    """Queue accounting of one (source, destination) pair."""
+
+    route: Route
+    breaker: Breaker
+    queued_bytes: int = 0
+    running_bytes: int = 0
+    jobs: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    queued_s: float = 0.0
+    refused: int = 0
+    expired: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A job between submission and its settled result."""
+
+    job: Job
+    channel: _Channel
+    nbytes: int
+    submitted_s: float
+    alarm: asyncio.TimerHandle | None = None
+    late: bool = False
+    done: bool = False
+    order: tuple[int, int] = field(default=(0, 0))
+
+    def __lt__(self, other: _Pending) -> bool:
+        return self.order < other.order
+
+
+class TransferEngine:
+    """Moves chunks between tiers on its own thread.
+
+    Args:
+        name: Names the thread and log lines.
+        routes: How to move chunks, by (source tier, destination tier).
+        chunk_nbytes: Bytes of one chunk, for the bounds.
+        limits: The bounds.
+        closers: Awaited in order on the engine's loop once everything is settled at close.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        routes: Mapping[Channel, Route],
+        *,
+        chunk_nbytes: int,
+        limits: EngineLimits,
+        closers: Sequence[Callable[[], Awaitable[None]]] = (),
+    ) -> None:
+        self._name = name
+        self._chunk_nbytes = chunk_nbytes
+        self._limits = limits
+        self._closers = closers
+        self._channels = {
+            pair: _Channel(
+                route,
+                Breaker(
+                    failures=limits.breaker_failures, backoff_s=limits.breaker_backoff_s
+                ),
+            )
+            for pair, route in routes.items()
+        }
+        self._inbox: deque[_Pending] = deque()
+        self._cancels: deque[JobId] = deque()
+        self._results: deque[TransferResult] = deque()
+        self._sequence = itertools.count()
+        self._settled = threading.Condition()
+        self._unsettled: set[JobId] = set()
+        self._heap: list[_Pending] = []
+        self._queued: dict[JobId, _Pending] = {}
+        self._running: dict[JobId, _Pending] = {}
+        self._paused = False
+        self._closing = False
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._wake: asyncio.Event
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    # -- called from any one thread; none of these blocks -------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queue ``job``; its outcome arrives through :meth:`poll`, also when it is refused.
+
+        Raises:
+            ClosedError: The engine is closing.
+            KeyError: No route leads from the job's source to its destination.
+        """
+        if self._closing:
+            raise ClosedError(f"transfer engine {self._name} is closed")
+        channel = self._channels[job.source, job.destination]
+        nbytes = len(job.source_slots) * self._chunk_nbytes
+        pending = _Pending(job, channel, nbytes, time.monotonic())
+        pending.order = (int(job.why), next(self._sequence))
+        with self._settled:
+            self._unsettled.add(job.job_id)
+            fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes
+            if fits or not channel.queued_bytes:
+                channel.queued_bytes += nbytes
+                self._inbox.append(pending)
+                self._poke()
+                return
+            channel.refused += 1
+        self._post(pending, Outcome.REFUSED, error="the queue is full")
+
+    def cancel(self, job_id: JobId) -> None:
+        """Drop a job that has not started; one that has runs on."""
+        self._cancels.append(job_id)
+        self._poke()
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`poll` has anything to return."""
+        return bool(self._results)
+
+    def poll(self) -> list[TransferResult]:
+        """Return the results since the last call, in the order they came."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def statistics(self) -> dict[Channel, ChannelStatistics]:
+        """Return a snapshot of every channel."""
+        now = time.monotonic()
+        return {
+            pair: ChannelStatistics(
+                jobs=channel.jobs,
+                nbytes=channel.nbytes,
+                seconds=channel.seconds,
+                queued_s=channel.queued_s,
+                queued_bytes=channel.queued_bytes,
+                refused=channel.refused,
+                expired=channel.expired,
+                out_of_service=channel.breaker.is_open(now),
+            )
+            for pair, channel in self._channels.items()
+        }
+
+    # -- called from any one thread; these block, with a deadline -------------------------------
+
+    def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
+        """Block until ``job_ids`` are settled; unknown and settled ids count as settled.
+
+        Returns:
+            Whether all are settled; False when ``timeout_s`` passed first.
+        """
+        wanted = set(job_ids)
+        with self._settled:
+            return self._settled.wait_for(
+                lambda: wanted.isdisjoint(self._unsettled), timeout=timeout_s
+            )
+
+    def wait_any(self, *, timeout_s: float) -> bool:
+        """Block until :meth:`poll` has something to return, or nothing is submitted.
+
+        Returns:
+            False when ``timeout_s`` passed first.
+        """
+        with self._settled:
+            return self._settled.wait_for(
+                lambda: bool(self._results) or not self._unsettled, timeout=timeout_s
+            )
+
+    def exclusively(self, action: Callable[[], Awaitable[None]], *, timeout_s: float) -> bool:
+        """Cancel what is queued, let what runs finish, then await ``action`` before all else.
+
+        Jobs submitted meanwhile wait until it is over.
+
+        Returns:
+            Whether it is over; False when ``timeout_s`` passed first, and it still goes on.
+        """
+        future = asyncio.run_coroutine_threadsafe(self._exclusively(action), self._loop)
+        try:
+            future.result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Run what is queued, then stop; what does not finish in time is cancelled. Idempotent.
+
+        Returns:
+            Whether everything settled and the thread ended. False means that a system call is
+            stuck; the thread is a daemon and dies with the process.
+        """
+        if self._closing:
+            return not self._thread.is_alive()
+        deadline = time.monotonic() + timeout_s
+        with self._settled:
+            drained = self._settled.wait_for(lambda: not self._unsettled, timeout=timeout_s)
+        self._closing = True
+        self._poke()
+        self._thread.join(max(deadline - time.monotonic(), 1.0))
+        if self._thread.is_alive():
+            logger.error(
+                "transfer engine %s: jobs %s are stuck in the operating system",
+                self._name,
+                sorted(self._running),
+            )
+            return False
+        return drained
+
+    # -- on the engine's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    def _poke(self) -> None:
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._started.set()
+        async with asyncio.TaskGroup() as tasks:
+            while not (self._closing and not self._running):
+                await self._wake.wait()
+                self._wake.clear()
+                self._admit()
+                if self._closing:
+                    self._cancel_queued("the engine is closing")
+                if not self._paused:
+                    self._start(tasks)
+        for closer in self._closers:
+            try:
+                await closer()
+            except Exception:
+                logger.exception("transfer engine %s: closing", self._name)
+
+    def _admit(self) -> None:
+        """Move submitted jobs into the queue and honour cancellations."""
+        while self._inbox:
+            pending = self._inbox.popleft()
+            job = pending.job
+            self._queued[job.job_id] = pending
+            heapq.heappush(self._heap, pending)
+            left_s = pending.submitted_s + job.timeout_s - time.monotonic()
+            pending.alarm = self._loop.call_later(max(left_s, 0.0), self._expire, pending)
+        while self._cancels:
+            cancelled = self._queued.get(self._cancels.popleft())
+            if cancelled is not None:
+                self._finish(cancelled, Outcome.CANCELLED, error="nobody needs it any more")
+
+    def _start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start queued jobs, most urgent first, while their channels have room."""
+        blocked: list[_Pending] = []
+        while self._heap:
+            pending = heapq.heappop(self._heap)
+            if pending.done:
+                continue
+            channel = pending.channel
+            room = self._limits.running_bytes - channel.running_bytes
+            if channel.running_bytes and pending.nbytes > room:
+                blocked.append(pending)
+                continue
+            if not channel.breaker.allow(time.monotonic()):
+                channel.refused += 1
+                self._finish(pending, Outcome.REFUSED, error="the tier is out of service")
+                continue
+            del self._queued[pending.job.job_id]
+            self._running[pending.job.job_id] = pending
+            channel.running_bytes += pending.nbytes
+            tasks.create_task(self._execute(pending))
+        for pending in blocked:
+            heapq.heappush(self._heap, pending)
+
+    async def _execute(self, pending: _Pending) -> None:
+        """Run one job to its settled result; the top of its task, so nothing escapes."""
+        job, channel = pending.job, pending.channel
+        began_s = time.monotonic()
+        try:
+            moved = await channel.route.run(job)
+            outcomes, error = moved.outcomes, moved.error
+        except Exception as raised:
+            logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
+            outcomes = [Outcome.FAILED] * len(job.source_slots)
+            error = f"{type(raised).__name__}: {raised}"
+        ended_s = time.monotonic()
+        channel.running_bytes -= pending.nbytes
+        del self._running[job.job_id]
+        failed = Outcome.FAILED in outcomes
+        if not pending.late:
+            channel.breaker.record(failed=failed, now=ended_s)
+        if failed:
+            logger.warning(
+                "job %d, %s -> %s: %s", job.job_id, job.source, job.destination, error
+            )
+        done = sum(outcome is Outcome.DONE for outcome in outcomes)
+        channel.seconds += ended_s - began_s
+        channel.queued_s += began_s - pending.submitted_s
+        self._settle(
+            pending,
+            TransferResult(
+                job_id=job.job_id,
+                outcomes=outcomes,
+                nbytes=done * self._chunk_nbytes,
+                seconds=ended_s - began_s,
+                queued_s=began_s - pending.submitted_s,
+                error=error,
+            ),
+        )
+        self._wake.set()
+
+    def _expire(self, pending: _Pending) -> None:
+        """Answer whoever waits for a job whose deadline passed."""
+        if pending.done:
+            return
+        channel, job = pending.channel, pending.job
+        channel.expired += 1
+        now = time.monotonic()
+        if job.job_id in self._queued:
+            self._finish(pending, Outcome.EXPIRED, error="the deadline passed in the queue")
+            return
+        pending.late = True
+        channel.breaker.record(failed=True, now=now)
+        logger.warning(
+            "job %d, %s -> %s: no answer after %.1f s",
+            job.job_id,
+            job.source,
+            job.destination,
+            job.timeout_s,
+        )
+        outcomes = [Outcome.EXPIRED] * len(job.source_slots)
+        error = f"no answer after {job.timeout_s:.1f} s"
+        with self._settled:
+            self._results.append(
+                TransferResult(job.job_id, outcomes, settled=False, error=error)
+            )
+            self._settled.notify_all()
+
+    def _cancel_queued(self, reason: str) -> None:
+        for pending in list(self._queued.values()):
+            self._finish(pending, Outcome.CANCELLED, error=reason)
+
+    async def _exclusively(self, action: Callable[[], Awaitable[None]]) -> None:
+        self._paused = True
+        try:
+            self._admit()
+            self._cancel_queued("the cache was reset")
+            while self._running:
+                await self._wake.wait()
+                self._wake.clear()
+            await action()
+        finally:
+            self._paused = False
+            self._wake.set()
+
+    def _finish(self, pending: _Pending, outcome: Outcome, *, error: str) -> None:
+        """Settle a job that never ran."""
+        self._queued.pop(pending.job.job_id, None)
+        outcomes = [outcome] * len(pending.job.source_slots)
+        self._settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
+
+    def _post(self, pending: _Pending, outcome: Outcome, *, error: str) -> None:
+        """Settle a job that was never admitted."""
+        outcomes = [outcome] * len(pending.job.source_slots)
+        result = TransferResult(pending.job.job_id, outcomes, error=error)
+        with self._settled:
+            self._results.append(result)
+            self._unsettled.discard(pending.job.job_id)
+            self._settled.notify_all()
+
+    def _settle(self, pending: _Pending, result: TransferResult) -> None:
+        """Post a job's one settled result."""
+        pending.done = True
+        if pending.alarm is not None:
+            pending.alarm.cancel()
+        channel = pending.channel
+        channel.jobs += 1
+        channel.nbytes += result.nbytes
+        with self._settled:
+            channel.queued_bytes -= pending.nbytes
+            self._results.append(result)
+            self._unsettled.discard(pending.job.job_id)
+            self._settled.notify_all()
