@@ -1,0 +1,23 @@
+"""The doors into vLLM; the only package that imports it.
+
+``KVTierOffloadingSpec`` is loaded by vLLM's OffloadingConnector from
+``--kv-transfer-config``; ``kvtier vllm-args FILE`` prints the option.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.vllm.spec import KVTierOffloadingSpec
+
+__all__ = ["KVTierOffloadingSpec"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks for
+    # vLLM takes ten seconds to import, and tools such as the demo's parent do without it.
+    if name == "KVTierOffloadingSpec":
+        from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415
+
+        return KVTierOffloadingSpec
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,107 @@
+"""What vLLM's configuration means in kvtier's terms."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.config import KvtierConfig, check_chunk_fits, environment, slot_nbytes
+from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.memory import RegionGeometry
+from kvtier.types import LayoutFingerprint
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+__all__ = ["fingerprint", "region_geometry", "require_supported_layout"]
+
+_FORMAT = "kvtier-vllm-1"
+"""Raised when the bytes of a slot are laid out differently."""
+
+
+def require_supported_layout(engine: OffloadingConfig, config: KvtierConfig) -> None:
+    """Refuse what kvtier cannot store correctly, before anything is allocated.
+
+    Raises:
+        UnsupportedError: A parallelism or layout kvtier does not support.
+        ConfigError: The engine was started with another chunk size than the file says.
+    """
+    parallel = engine.parallel
+    if parallel.pp_size > 1 or parallel.pcp_size > 1 or parallel.dcp_size > 1:
+        raise UnsupportedError(
+            "kvtier supports tensor parallelism only; pipeline and context parallel sizes "
+            f"are {parallel.pp_size}, {parallel.pcp_size} and {parallel.dcp_size}"
+        )
+    if engine.canonical_layout:
+        raise UnsupportedError("kvtier does not support canonical_layout: remove it")
+    if engine.worker_kv_bytes_per_block <= 0:
+        raise UnsupportedError("the engine has no KV cache to offload")
+    if engine.cache.blocks_per_chunk != config.engine.blocks_per_chunk:
+        raise ConfigError(
+            f"engine.blocks_per_chunk is {config.engine.blocks_per_chunk} in the file but "
+            f"vLLM was started with {engine.cache.blocks_per_chunk}: start it with what "
+            "`kvtier vllm-args` prints"
+        )
+
+
+def region_geometry(engine: OffloadingConfig, config: KvtierConfig) -> RegionGeometry:
+    """Return the shape of the RAM tier.
+
+    Raises:
+        ConfigError: A tier is smaller than one chunk.
+    """
+    shard_nbytes = engine.worker_kv_bytes_per_block * engine.cache.blocks_per_chunk
+    chunk_nbytes = shard_nbytes * engine.parallel.world_size
+    check_chunk_fits(config, chunk_nbytes)
+    size = slot_nbytes(chunk_nbytes)
+    return RegionGeometry(
+        slots=config.tiers[0].capacity_bytes // size,
+        slot_nbytes=size,
+        shard_nbytes=shard_nbytes,
+        ranks=engine.parallel.world_size,
+    )
+
+
+def fingerprint(engine: OffloadingConfig, config: KvtierConfig) -> LayoutFingerprint:
+    """Return everything stored bytes depend on besides the tokens, which the keys name."""
+    parallel = engine.parallel
+    groups = ";".join(
+        f"{group.tokens_per_block}:{','.join(group.layer_names)}" for group in engine.groups
+    )
+    return LayoutFingerprint(
+        {
+            "format": _FORMAT,
+            "model": engine.model.name,
+            "model_files": _model_files(Path(engine.model.name)),
+            "model_revision": config.identity.model_revision or "",
+            "weights_epoch": config.identity.weights_epoch,
+            "kv_dtype": engine.model.dtype,
+            "kv_layout": engine.kv_cache_layout or "",
+            "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
+            "tokens_per_hash": engine.cache.tokens_per_hash,
+            "blocks_per_chunk": engine.cache.blocks_per_chunk,
+            "worker_kv_bytes_per_block": engine.worker_kv_bytes_per_block,
+            "world_size": parallel.world_size,
+            "tp_size": parallel.tp_size,
+            "hash_seed": environment().python_hash_seed or "",
+        }
+    )
+
+
+def _model_files(model: Path) -> str:
+    """Return a digest of a local model: its configuration's bytes, its weights' names and sizes.
+
+    A model that is not a local directory is identified by its name, ``identity.model_revision``
+    and ``identity.weights_epoch`` alone: vLLM does not tell an offloading spec more.
+    """
+    if not model.is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted(model.iterdir()):
+        if path.name == "config.json":
+            digest.update(path.read_bytes())
+        elif path.suffix in {".safetensors", ".bin", ".pt", ".gguf"}:
+            status = path.stat()
+            digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,294 @@
+"""The scheduler half: vLLM's OffloadingManager in front of kvtier's.
+
+It lives in the scheduler's thread, where an exception kills the engine and a wait stalls every
+request. So every call first takes what the storage engine finished, then asks the pure manager,
+then hands over new jobs; and an unexpected error is logged once, counted, and answered as a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.keys import group_of
+from kvtier.manager import Lookup
+from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.specs import SlotLoadStoreSpec
+from kvtier.vllm.statistics import EngineStatistics, engine_statistics
+from kvtier.vllm.storage import Storage
+
+__all__ = ["KVTierManager"]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ANSWERS = {
+    Lookup.HIT: LookupResult.HIT,
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.RETRY: LookupResult.RETRY,
+}
+_RESET_TIMEOUT_S = 10.0
+
+
+def _answered_with(
+    fallback: Callable[[], T],
+) -> Callable[
+    [Callable[Concatenate[KVTierManager, P], T]], Callable[Concatenate[KVTierManager, P], T]
+]:
+    """Answer an unexpected error with ``fallback()`` instead of letting it kill the engine."""
+
+    def decorate(
+        method: Callable[Concatenate[KVTierManager, P], T],
+    ) -> Callable[Concatenate[KVTierManager, P], T]:
+        @functools.wraps(method)
+        def guarded(self: KVTierManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                self.note_internal_error(method.__name__)
+                return fallback()
+
+        return guarded
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+class KVTierManager(OffloadingManager):
+    """Answers vLLM's scheduler.
+
+    Args:
+        storage: The engine's tiers; closed with the manager.
+        tokens_per_chunk: Tokens of a chunk of the first KV cache group, for hit counts.
+        report_metrics: Whether :meth:`get_stats` returns anything.
+        close_timeout_s: Longest :meth:`shutdown`.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        tokens_per_chunk: int,
+        report_metrics: bool,
+        close_timeout_s: float,
+    ) -> None:
+        self._storage = storage
+        self._manager = storage.manager
+        self._engine = storage.engine
+        self._tokens_per_chunk = tokens_per_chunk
+        self._report_metrics = report_metrics
+        self._close_timeout_s = close_timeout_s
+        self._hit_tokens = [0] * (len(storage.tiers) + 1)
+        self._internal_errors = 0
+        self._reporter = StatsReporter()
+        self._closed = False
+
+    # -- requests -------------------------------------------------------------------------------
+
+    @_answered_with(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Start remembering a request."""
+        self._manager.begin_request(req_context.req_id)
+        return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
+
+    @_answered_with(_nothing)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget a request; its loads and stores in flight go on."""
+        self._manager.end_request(req_context.req_id)
+
+    # -- lookup and load ------------------------------------------------------------------------
+
+    @_answered_with(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say whether a chunk can be loaded now, later or not at all."""
+        if self._engine.ready:
+            self._take_results()
+        return _ANSWERS[self._manager.lookup(key, req_context.req_id)]
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> LoadStoreSpec:
+        """Pin chunks that were hits in this step and say where they are.
+
+        Raises:
+            KeyError: One was not; there is no answer but a wrong token.
+        """
+        sources = [self._manager.load_source(key) for key in keys]
+        plan = self._manager.prepare_load(list(keys), req_context.req_id)
+        for key, source in zip(keys, sources, strict=True):
+            if group_of(key) == 0:
+                self._hit_tokens[source] += self._tokens_per_chunk
+        return SlotLoadStoreSpec(plan.slots, plan.generations)
+
+    @_answered_with(lambda: CacheHitSource.EXTERNAL_UNSPECIFIED)
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Say where a hit's bytes came from."""
+        source = self._manager.load_source(key)
+        return CacheHitSource.DISK if source else CacheHitSource.HOST
+
+    @_answered_with(_nothing)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Take back a load's pins."""
+        self._manager.complete_load(keys)
+
+    # -- store ----------------------------------------------------------------------------------
+
+    @_answered_with(lambda: PrepareStoreOutput([], SlotLoadStoreSpec((), ()), []))
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Give new chunks RAM slots; None when there is no room now."""
+        self._take_results()
+        plan = self._manager.prepare_store(list(keys), req_context.req_id)
+        if plan is None:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=[OffloadKey(key) for key in plan.keys],
+            store_spec=SlotLoadStoreSpec(plan.slots, [plan.generation] * len(plan.slots)),
+            evicted_keys=[OffloadKey(key) for key in plan.evicted],
+        )
+
+    @_answered_with(_nothing)
+    def complete_store(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,  # noqa: FBT001, FBT002 - vLLM's signature
+    ) -> None:
+        """Make stored chunks hits if every worker recorded that they are whole."""
+        self._manager.complete_store(keys)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @_answered_with(_nothing)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Close a scheduling step: start promotions and demotions."""
+        self._take_results()
+        self._manager.end_step(
+            started=context.new_req_ids,
+            preempted=context.preempted_req_ids,
+            now=time.monotonic(),
+        )
+        self._hand_over()
+
+    @_answered_with(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping while no request runs."""
+        return not self._closed and self._manager.has_work()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Yield residency changes, removals before the stores that use their room."""
+        for event in self._manager.take_events():
+            yield OffloadingEvent(
+                keys=[OffloadKey(key) for key in event.keys],
+                medium=Medium.STORAGE if event.tier else Medium.CPU,
+                removed=event.removed,
+            )
+
+    @_answered_with(_nothing)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return what changed since the last call."""
+        if not self._report_metrics:
+            return None
+        return self._reporter.report(self.statistics())
+
+    def statistics(self) -> EngineStatistics:
+        """Return all figures of this engine now."""
+        return engine_statistics(
+            self._manager.snapshot(),
+            self._engine.statistics(),
+            hit_tokens=self._hit_tokens,
+            internal_errors=self._internal_errors,
+        )
+
+    # -- reset and shutdown -----------------------------------------------------------------------
+
+    @_answered_with(_nothing)
+    def reset_cache(self) -> None:
+        """Make everything in every tier a miss, for good: weights may have changed."""
+        self._take_results()
+        self._manager.reset()
+        if not self._engine.exclusively(self._reset_tiers, timeout_s=_RESET_TIMEOUT_S):
+            logger.error(
+                "the tiers were not reset within %.0f s; nothing old is served, but do not "
+                "reuse their directories should this process be killed now",
+                _RESET_TIMEOUT_S,
+            )
+
+    def shutdown(self) -> None:
+        """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bring_down(time.monotonic() + self._close_timeout_s)
+        self._storage.close(timeout_s=self._close_timeout_s)
+
+    def note_internal_error(self, where: str) -> None:
+        """Count an unexpected error; called from an except block."""
+        self._internal_errors += 1
+        if self._internal_errors == 1:
+            logger.exception(
+                "%s: unexpected error, answered as a miss; later ones are only counted", where
+            )
+
+    # -- internals --------------------------------------------------------------------------------
+
+    def _take_results(self) -> None:
+        if not self._engine.ready:
+            return
+        for result in self._engine.poll():
+            self._manager.apply(result)
+        for tier, slot in self._manager.take_corrupt():
+            self._storage.tiers[tier - 1].forget((slot,))
+
+    def _hand_over(self) -> list[int]:
+        """Give the storage engine the jobs and cancellations planned since the last call."""
+        jobs = self._manager.take_jobs()
+        for job in jobs:
+            self._engine.submit(job)
+        for job_id in self._manager.take_cancels():
+            self._engine.cancel(job_id)
+        return [job.job_id for job in jobs]
+
+    def _bring_down(self, deadline: float) -> None:
+        """Run demotions until nothing is dirty, or until ``deadline``."""
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                self._manager.flush()
+                sent = self._hand_over()
+                if not sent and not self._manager.has_work():
+                    return
+                self._engine.wait_any(timeout_s=left_s)
+                self._take_results()
+        except Exception:
+            logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
+
+    async def _reset_tiers(self) -> None:
+        for tier in self._storage.tiers:
+            await tier.reset()

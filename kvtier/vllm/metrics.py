@@ -1,0 +1,110 @@
+"""kvtier's numbers in vLLM's metrics.
+
+vLLM's front end asserts that every name it is sent was declared, and dies otherwise, so the
+definitions and the values come from the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+from kvtier.vllm.statistics import EngineStatistics, TierFigures
+
+__all__ = ["StatsReporter", "metric_definitions"]
+
+_COUNTERS: Mapping[str, str] = {
+    "hit_chunks": "Chunks loaded into the GPU, by the tier their bytes came from.",
+    "hit_tokens": "Prompt tokens not computed, by the tier their KV came from.",
+    "miss_chunks": "Chunks asked for and not in the tier, once per request.",
+    "stored_chunks": "Chunks that became resident in the tier.",
+    "evicted_chunks": "Chunks that left the tier to make room.",
+    "refused_chunks": "Chunks not taken for lack of room or by policy.",
+    "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
+    "corrupt_chunks": "Chunks dropped because their bytes were not the bytes stored.",
+    "read_bytes": "Bytes read from the tier by transfers that completed.",
+    "written_bytes": "Bytes written to the tier by transfers that completed.",
+    "transfer_seconds": "Time spent in transfers to and from the tier, queueing excluded.",
+    "queue_seconds": "Time transfers to and from the tier waited for their turn.",
+    "refused_jobs": "Transfers refused: queue full or tier out of service.",
+    "expired_jobs": "Transfers whose deadline passed.",
+}
+_GAUGES: Mapping[str, str] = {
+    "capacity_chunks": "Chunks the tier can hold.",
+    "used_chunks": "Slots of the tier that are not free.",
+    "held_chunks": "Chunks that could not be evicted now.",
+    "dirty_chunks": "Chunks that must still reach a slower tier.",
+    "queued_bytes": "Bytes queued or running to and from the tier.",
+    "out_of_service": "1 while the tier is skipped after repeated failures.",
+}
+_FAILED = "kvtier_failed_chunks"
+_PREFIX = "kvtier_"
+_ENGINE_GAUGES: Mapping[str, str] = {
+    "waiting_requests": "Requests that wait for chunks on their way to RAM.",
+    "granted_chunks": "RAM slots kept for waiting requests.",
+}
+_INTERNAL_ERRORS = "kvtier_internal_errors"
+
+
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return every metric kvtier may report, for vLLM's front end."""
+    definitions: dict[str, OffloadingMetricMetadata] = {}
+    for name, text in _COUNTERS.items():
+        definitions[_PREFIX + name] = OffloadingCounterMetadata(text, ("tier",))
+    for name, text in _GAUGES.items():
+        definitions[_PREFIX + name] = OffloadingGaugeMetadata(text, ("tier",))
+    for name, text in _ENGINE_GAUGES.items():
+        definitions[_PREFIX + name] = OffloadingGaugeMetadata(text)
+    definitions[_FAILED] = OffloadingCounterMetadata(
+        "Chunks whose transfer failed, by tier and by read or write.", ("tier", "cause")
+    )
+    definitions[_INTERNAL_ERRORS] = OffloadingCounterMetadata(
+        "Unexpected errors in kvtier, answered as misses; anything but 0 is a bug."
+    )
+    return definitions
+
+
+class StatsReporter:
+    """Turns snapshots into what changed since the last one."""
+
+    def __init__(self) -> None:
+        self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def report(self, now: EngineStatistics) -> OffloadingConnectorStats:
+        """Return the changes since the last call, gauges as they are."""
+        stats = OffloadingConnectorStats()
+        for name, labels, total in self._totals(now):
+            change = total - self._reported.get((name, labels), 0)
+            if change:
+                self._reported[name, labels] = total
+                stats.increase_counter(name, change, labels)
+        for tier in now.tiers:
+            for name in _GAUGES:
+                stats.set_gauge(_PREFIX + name, getattr(tier, name), (tier.name,))
+        for name in _ENGINE_GAUGES:
+            stats.set_gauge(_PREFIX + name, getattr(now, name))
+        return stats
+
+    def _totals(self, now: EngineStatistics) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        for tier in now.tiers:
+            for name in _COUNTERS:
+                yield _PREFIX + name, (tier.name,), getattr(tier, name)
+            for cause, total in _failures(tier).items():
+                yield _FAILED, (tier.name, cause), total
+        yield _INTERNAL_ERRORS, (), now.internal_errors
+
+
+def _failures(tier: TierFigures) -> dict[str, int]:
+    return {
+        "read": tier.failed_reads,
+        "write": tier.failed_writes,
+        "corrupt": tier.corrupt_chunks,
+    }

@@ -1,0 +1,125 @@
+"""The first door: kvtier behind vLLM's OffloadingConnector.
+
+vLLM's scheduler half drives, so hybrid models work as they do with vLLM's own offloading; kvtier
+supplies the manager in the scheduler's process and the worker in each worker process. The spec
+object is built in every one of them from the same configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.config import load_config
+from kvtier.errors import ConfigError
+from kvtier.memory import HostRegion
+from kvtier.vllm.compat import require_supported_vllm
+from kvtier.vllm.layout import fingerprint, region_geometry, require_supported_layout
+from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.metrics import metric_definitions
+from kvtier.vllm.storage import open_storage
+from kvtier.vllm.worker import KVTierWorker
+
+__all__ = ["KVTierOffloadingSpec"]
+
+logger = logging.getLogger(__name__)
+
+_MEET_TIMEOUT_S = 600.0
+"""How long the processes of one engine wait for each other; loading weights comes before it."""
+
+
+class KVTierOffloadingSpec(OffloadingSpec):
+    """Builds kvtier's halves for vLLM.
+
+    Args:
+        config: vLLM's offloading configuration; ``extra_config["kvtier_config"]`` is the path of
+            kvtier's own file.
+
+    Raises:
+        ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
+        UnsupportedError: This vLLM or this layout is not supported.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        require_supported_vllm(KVTierManager, KVTierWorker)
+        super().__init__(config)
+        path = config.extra_config.get("kvtier_config")
+        if not path:
+            raise ConfigError(
+                "kv_connector_extra_config has no kvtier_config: start vLLM with what "
+                "`kvtier vllm-args FILE` prints"
+            )
+        self._settings = load_config(path)
+        require_supported_layout(config, self._settings)
+        self._geometry = region_geometry(config, self._settings)
+        self._manager: KVTierManager | None = None
+        self._worker: KVTierWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Return every metric kvtier may report."""
+        return metric_definitions()
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
+        if self._manager is None:
+            settings = self._settings
+            region = HostRegion.attach(
+                self.config.engine_id, self._geometry, timeout_s=_MEET_TIMEOUT_S
+            )
+            try:
+                storage = open_storage(
+                    settings,
+                    region,
+                    fingerprint(self.config, settings),
+                    record_events=self.kv_events_config.enable_kv_cache_events,
+                )
+            except BaseException:
+                region.close()
+                raise
+            self._manager = KVTierManager(
+                storage,
+                tokens_per_chunk=self.tokens_per_block[0] * self.blocks_per_chunk,
+                report_metrics=settings.metrics.enabled,
+                close_timeout_s=settings.transfer.close_timeout_s,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the worker half; the first worker creates the memory, the others attach."""
+        if self._worker is None:
+            rank = self.config.parallel.rank
+            name = self.config.engine_id
+            region = (
+                HostRegion.create(
+                    name,
+                    self._geometry,
+                    attachers=self.config.parallel.world_size,
+                    timeout_s=_MEET_TIMEOUT_S,
+                )
+                if rank == 0
+                else HostRegion.attach(name, self._geometry, timeout_s=_MEET_TIMEOUT_S)
+            )
+            try:
+                self._worker = KVTierWorker(
+                    kv_caches,
+                    region,
+                    rank=rank,
+                    blocks_per_chunk=self.blocks_per_chunk,
+                    close_timeout_s=self._settings.transfer.close_timeout_s,
+                )
+            except BaseException:
+                region.close()
+                raise
+        return self._worker

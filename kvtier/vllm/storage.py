@@ -1,0 +1,155 @@
+"""Opens an engine's tiers and puts manager and storage engine together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.config import KvtierConfig
+from kvtier.iopool import IoPool
+from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
+from kvtier.memory import HostRegion
+from kvtier.policies import LadderPlacement, build_eviction
+from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.registry import open_tier
+from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
+from kvtier.types import LayoutFingerprint
+
+__all__ = ["Storage", "open_storage"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One engine's tiers, opened.
+
+    Attributes:
+        manager: Decides.
+        engine: Moves chunks between RAM and the slower tiers.
+        tiers: The slower tiers, fastest first.
+        pool: Threads of the tiers' blocking calls.
+        region: The RAM tier.
+    """
+
+    manager: TieredOffloadingManager
+    engine: TransferEngine
+    tiers: Sequence[StorageTier]
+    pool: IoPool
+    region: HostRegion
+
+    def close(self, *, timeout_s: float) -> None:
+        """Settle what is queued and close everything. Idempotent."""
+        self.engine.close(timeout_s=timeout_s)
+        self.pool.close(timeout_s=timeout_s)
+        self.region.close()
+
+
+def open_storage(
+    config: KvtierConfig,
+    region: HostRegion,
+    fingerprint: LayoutFingerprint,
+    *,
+    record_events: bool,
+) -> Storage:
+    """Open every tier, recover what survived and start the storage engine.
+
+    Args:
+        config: The configuration.
+        region: The RAM tier; owned by the result.
+        fingerprint: What stored bytes mean.
+        record_events: Whether somebody listens to residency events.
+
+    Raises:
+        KvtierError: A tier cannot be opened; nothing is left open.
+    """
+    slot_nbytes = region.geometry.slot_nbytes
+    transfer = config.transfer
+    pool = IoPool(transfer.io_threads, name="kvtier-io")
+    context = TierContext(
+        slot_nbytes=slot_nbytes,
+        fingerprint=fingerprint,
+        pool=pool,
+        piece_nbytes=transfer.piece_bytes,
+    )
+    tiers: list[StorageTier] = []
+    try:
+        for options in config.tiers[1:]:
+            tiers.append(open_tier(options, context))  # noqa: PERF401 - closed if a later one fails
+        manager = _build_manager(config, region, tiers, record_events=record_events)
+    except BaseException:
+        asyncio.run(_close_all(tiers))
+        pool.close(timeout_s=transfer.close_timeout_s)
+        raise
+    ram = config.tiers[0].name
+    routes: dict[tuple[str, str], Route] = {}
+    for tier in tiers:
+        routes[ram, tier.name] = ToTier(region, tier)
+        routes[tier.name, ram] = FromTier(region, tier)
+    engine = TransferEngine(
+        "storage",
+        routes,
+        chunk_nbytes=slot_nbytes,
+        limits=EngineLimits(
+            queued_bytes=max(transfer.queue_limit_bytes, slot_nbytes),
+            running_bytes=2 * transfer.io_threads * transfer.piece_bytes,
+            breaker_failures=transfer.breaker_failures,
+            breaker_backoff_s=transfer.breaker_backoff_s,
+        ),
+        closers=[tier.aclose for tier in tiers],
+    )
+    return Storage(manager, engine, tiers, pool, region)
+
+
+async def _close_all(tiers: Sequence[StorageTier]) -> None:
+    for tier in tiers:
+        await tier.aclose()
+
+
+def _build_manager(
+    config: KvtierConfig,
+    region: HostRegion,
+    tiers: Sequence[StorageTier],
+    *,
+    record_events: bool,
+) -> TieredOffloadingManager:
+    placement, transfer = config.placement, config.transfer
+    slot_nbytes = region.geometry.slot_nbytes
+    capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
+    states = [
+        TierState(
+            options.name,
+            number,
+            capacity,
+            build_eviction(options.eviction, capacity=capacity),
+        )
+        for number, (options, capacity) in enumerate(zip(config.tiers, capacities, strict=True))
+    ]
+    queue = max(transfer.queue_limit_bytes // slot_nbytes, 1)
+    manager = TieredOffloadingManager(
+        states,
+        placement=LadderPlacement(
+            tiers=len(states),
+            write=placement.write,
+            promote_after=placement.promote_after,
+        ),
+        limits=ManagerLimits(
+            pin_budget=max(min(int(placement.pin_budget * capacities[0]), queue), 1),
+            reserve=placement.clean_reserve,
+            queue=queue,
+            load_timeout_s=transfer.load_timeout_s,
+            store_timeout_s=transfer.store_timeout_s,
+        ),
+        truth=region.control,
+        record_events=record_events,
+    )
+    for number, tier in enumerate(tiers, start=1):
+        chunks = manager.recover(
+            number, ((chunk.key, chunk.slot) for chunk in tier.recovered())
+        )
+        logger.info(
+            "tier %s: %d of %d chunks recovered", tier.name, chunks, tier.capacity_slots
+        )
+    return manager
