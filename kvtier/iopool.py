@@ -113,7 +113,8 @@ class IoPool:
         if cancelled is not None:
             job.future.exception()  # retrieved, so asyncio does not report it as lost
             raise cancelled
-        return job.future.result()
+        result: T = job.future.result()
+        return result
 
     def close(self, *, timeout_s: float) -> bool:
         """Let queued calls finish, then end the threads.

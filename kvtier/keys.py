@@ -13,8 +13,8 @@ GROUP_NBYTES = 4
 def make_key(block_hash: bytes, group: int) -> ChunkKey:
     """Build the key of the chunk whose last block hashes to ``block_hash``.
 
-    >>> make_key(b"abc", 1)
-    b'abc\\x00\\x00\\x00\\x01'
+    >>> make_key(b"abc", 1).hex()
+    '61626300000001'
     """
     return block_hash + group.to_bytes(GROUP_NBYTES, "big")
 

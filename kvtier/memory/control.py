@@ -1,18 +1,18 @@
 """What really happened to each slot, written by workers and read by the scheduler.
 
-vLLM's offloading contract lets a worker report only success: anything else kills the engine. So a
-worker acknowledges every job and leaves the truth here, in memory both sides map, *before* it
-acknowledges:
+vLLM's offloading contract lets a worker report only success: anything else kills the engine.
+So a worker acknowledges every job and leaves the truth here, in memory both sides map,
+*before* it acknowledges:
 
 ``generation[rank, slot]``
     Stamp of the write whose bytes of this rank are whole. The scheduler gives every write a new
     stamp, so "whole" cannot be confused with "was whole before".
 ``acknowledged[rank, slot]``
-    Jobs on this slot that the rank has finished, whatever came of them. The scheduler counts what
-    it issued; while the two differ a worker may still touch the slot.
+    Jobs on this slot that the rank has finished, whatever came of them. The scheduler counts
+    what it issued; while the two differ a worker may still touch the slot.
 
-Each number has one writer and is an aligned machine word, so no lock is needed: the engine's own
-message, which follows the write, orders it before the scheduler's read.
+Each number has one writer and is an aligned machine word, so no lock is needed: the engine's
+own message, which follows the write, orders it before the scheduler's read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PAGE_NBYTES = 4096
 class ControlBlock:
     """A view of the control words at the end of the host region.
 
-    Implements :class:`kvtier.manager.SlotTruth` for the scheduler, which counts what it issues in
-    its own memory.
+    Implements :class:`kvtier.manager.SlotTruth` for the scheduler, which counts what it
+    issues in its own memory.
 
     Args:
         buffer: At least :meth:`nbytes` bytes, zero when the region is new.

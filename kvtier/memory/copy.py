@@ -5,16 +5,16 @@ after the other, and a block holds the pages of all its layers one after the oth
 
     slot | rank 0: block 0 [layer 0 | layer 1 | ...] block 1 [...] | rank 1: ... | padding |
 
-The engine keeps the same pages layer by layer. Copying page by page would cost one call for each,
-so blocks are gathered into a staging tensor on their own device, one call per layer, and rows of
-it go to consecutive slots in one copy.
+The engine keeps the same pages layer by layer. Copying page by page would cost one call for
+each, so blocks are gathered into a staging tensor on their own device, one call per layer,
+and rows of it go to consecutive slots in one copy.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,9 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory.host_region import HostRegion
+from kvtier.memory.streams import Fence, open_stream
 
 __all__ = ["BlockCopier", "BlockCopyPlan", "GroupCopy", "KVBlocks", "plan_copy"]
-
-logger = logging.getLogger(__name__)
 
 Indices = npt.NDArray[np.int64]
 
@@ -86,8 +85,9 @@ def plan_copy(
     Args:
         block_ids: Block numbers, group after group.
         group_sizes: How many of them belong to each group.
-        block_indices: Logical index in the request of each group's first block; where it is not a
-            multiple of ``blocks_per_chunk`` the group's first chunk is partial. The last may be.
+        block_indices: Logical index in the request of each group's first block; where it is
+            not a multiple of ``blocks_per_chunk`` the group's first chunk is partial. The
+            last may be.
         slots: RAM slots of the chunks, group after group.
         blocks_per_chunk: Blocks of a chunk.
 
@@ -147,38 +147,29 @@ class BlockCopier:
         self._kv = kv
         self._device = kv.tensors[0].device if kv.tensors else torch.device("cpu")
         flat = torch.frombuffer(region.payload, dtype=torch.int8)
-        self._pinned_at = _pin(flat) if self._device.type == "cuda" else 0
+        self._stream = open_stream(self._device, flat)
         self._host = flat.as_strided(
             (geometry.slots, blocks_per_chunk, block_nbytes),
             (geometry.slot_nbytes, block_nbytes, 1),
             rank * geometry.shard_nbytes,
         )
-        self._stream = torch.cuda.Stream(self._device) if self._pinned_at else None
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return the point in the compute stream that a copy must come after.
+    def mark(self) -> Fence | None:
+        """Return the point in the compute stream that a copy asked for now must come after."""
+        return self._stream.mark()
 
-        Called on the engine's thread: a store reads what the forward pass just wrote, a load
-        overwrites blocks that the engine may still be clearing.
-        """
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def store(self, plan: BlockCopyPlan, *, after: torch.cuda.Event | None) -> None:
+    def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy blocks to slots; returns when the bytes are there."""
-        with self._ordered(after):
+        with self._stream.after(after):
             for copy in plan.groups:
                 staged = self._gather(copy)
                 width = staged.shape[1]
                 for rows, slots, sub in _runs(copy):
                     self._host[slots, sub, :width].copy_(staged[rows], non_blocking=True)
 
-    def load(self, plan: BlockCopyPlan, *, after: torch.cuda.Event | None) -> None:
+    def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy slots to blocks; returns when the bytes are there."""
-        with self._ordered(after):
+        with self._stream.after(after):
             for copy in plan.groups:
                 staged = self._staging(copy)
                 width = staged.shape[1]
@@ -187,10 +178,8 @@ class BlockCopier:
                 self._scatter(copy, staged)
 
     def close(self) -> None:
-        """Unpin the slots."""
-        if self._pinned_at:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_at)
-            self._pinned_at = 0
+        """Unpin the slots and let go of them. Idempotent; no copy may be running."""
+        self._stream.close()
         self._host = torch.empty((0, 0, 0), dtype=torch.int8)
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
@@ -215,55 +204,12 @@ class BlockCopier:
             pages.index_copy_(0, blocks, staged[:, at : at + page])
             at += page
 
-    def _ordered(self, after: torch.cuda.Event | None) -> _Ordered:
-        return _Ordered(self._stream, after)
-
-
-class _Ordered:
-    """Runs copies on a stream of their own after ``after``, and waits for them; on a CPU nothing."""
-
-    def __init__(self, stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> None:
-        self._stream = stream
-        self._after = after
-        self._context = None if stream is None else torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        if self._stream is None or self._context is None:
-            return
-        self._context.__enter__()
-        if self._after is not None:
-            self._stream.wait_event(self._after)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._stream is None or self._context is None:
-            return
-        self._context.__exit__(None, None, None)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        done.synchronize()
-
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:
     """Yield (rows, slots, sub) of maximal runs of consecutive slots."""
     slots, subs = copy.slots, copy.subs
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(subs) != 0)) + 1
     edges = [0, *breaks.tolist(), len(slots)]
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         first = int(slots[start])
         yield slice(start, end), slice(first, first + end - start), int(subs[start])
-
-
-def _pin(flat: torch.Tensor) -> int:
-    """Page-lock ``flat`` for CUDA; returns its address.
-
-    Raises:
-        UnsupportedError: The driver refused.
-    """
-    address = flat.data_ptr()
-    error = torch.cuda.cudart().cudaHostRegister(address, flat.numel(), 0)
-    if int(error) != 0:
-        raise UnsupportedError(
-            f"CUDA cannot page-lock the RAM tier (error {int(error)}): raise the memlock limit "
-            "(ulimit -l unlimited) or lower tiers[0].capacity"
-        )
-    return address

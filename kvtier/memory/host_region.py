@@ -1,17 +1,19 @@
 """The RAM tier's memory, shared by the scheduler and every worker of one engine.
 
 Workers copy KV blocks in and out of it, the scheduler's side moves whole slots between it and
-slower tiers, and both are different processes. The memory is an anonymous file (``memfd_create``)
-whose descriptor is handed over an abstract Unix socket named after the engine:
+slower tiers, and both are different processes. The memory is an anonymous file
+(``memfd_create``) whose descriptor is handed over an abstract Unix socket named after the
+engine:
 
-* Neither has a name in a file system. Both vanish with the last process that uses them, however it
-  ends; a SIGKILL at any moment, also during start, leaves nothing behind.
-* Its size is not limited by how ``/dev/shm`` happens to be mounted, which in containers is 64 MiB
-  unless somebody thought of it. What does limit it, available memory and the control group, is
-  checked beforehand, because the alternative is a SIGBUS or the OOM killer later.
+* Neither has a name in a file system. Both vanish with the last process that uses them,
+  however it ends; a SIGKILL at any moment, also during start, leaves nothing behind.
+* Its size is not limited by how ``/dev/shm`` happens to be mounted, which in containers is
+  64 MiB unless somebody thought of it. What does limit it, available memory and the control
+  group, is checked beforehand: the alternative is a SIGBUS or the OOM killer later.
 
-The first worker creates the region and serves it until everybody else has it; the others attach.
-Layout: ``slots`` slots of ``slot_nbytes`` bytes, then the :class:`~kvtier.memory.control.ControlBlock`.
+The first worker creates the region and serves it until everybody else has it; the others
+attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then the
+:class:`~kvtier.memory.control.ControlBlock`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from typing_extensions import Self
+from typing import Self
 
 from kvtier.errors import CapacityError, UnsupportedError
 from kvtier.memory.control import ControlBlock
@@ -53,7 +54,8 @@ class RegionGeometry:
     Attributes:
         slots: Number of slots.
         slot_nbytes: Bytes of one slot, a multiple of the page size.
-        shard_nbytes: Bytes of a slot that one rank owns; rank r's begin at ``r * shard_nbytes``.
+        shard_nbytes: Bytes of a slot that one rank owns; rank r's begin at
+            ``r * shard_nbytes``.
         ranks: Workers of the engine.
     """
 
@@ -118,7 +120,7 @@ class HostRegion:
             if descriptor >= 0:
                 os.close(descriptor)
             raise
-        region._server = _Server(listener, descriptor, geometry, attachers, timeout_s)
+        region._server = _Server(name, listener, descriptor, geometry, attachers, timeout_s)
         return region
 
     @classmethod
@@ -126,7 +128,8 @@ class HostRegion:
         """Map the region that the first worker serves under ``name``; waits for it.
 
         Raises:
-            CapacityError: Nobody served it in time, so its creation failed or is on another host.
+            CapacityError: Nobody served it in time, so its creation failed or is on another
+                host.
             UnsupportedError: Its shape is another one, or another user serves it.
         """
         deadline = time.monotonic() + timeout_s
@@ -176,29 +179,36 @@ class _Server:
 
     def __init__(
         self,
+        name: str,
         listener: socket.socket,
         descriptor: int,
         geometry: RegionGeometry,
         attachers: int,
         timeout_s: float,
     ) -> None:
+        self._name = name
         self._listener = listener
         self._descriptor = descriptor
         self._hello = json.dumps(asdict(geometry)).encode()
         self._attachers = attachers
         self._deadline = time.monotonic() + timeout_s
+        self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="kvtier-region", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop serving."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        self._stopping = True
+        # Nothing but a connection wakes a thread that waits in accept.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
+            with contextlib.suppress(ConnectionError):
+                knock.connect(_address(self._name))
+            self._thread.join()
 
     def _serve(self) -> None:
         with self._listener, _closing_descriptor(self._descriptor):
-            for _ in range(self._attachers):
+            served = 0
+            while served < self._attachers:
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     return
@@ -207,9 +217,20 @@ class _Server:
                     peer, _ = self._listener.accept()
                 except OSError:
                     return
-                with peer, contextlib.suppress(OSError):
-                    if _uid_of(peer) == os.getuid():
-                        socket.send_fds(peer, [self._hello], [self._descriptor])
+                with peer:
+                    if self._stopping:
+                        return
+                    served += self._hand_over(peer)
+
+    def _hand_over(self, peer: socket.socket) -> bool:
+        """Give ``peer`` the descriptor, if it belongs to the same user and still listens."""
+        if _uid_of(peer) != os.getuid():
+            return False
+        try:
+            socket.send_fds(peer, [self._hello], [self._descriptor])
+        except OSError:
+            return False
+        return True
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvtier.iopool import IoPool
 from kvtier.memory import ControlBlock
 from kvtier.tiers.base import SlotOutcomes
@@ -13,9 +15,8 @@ from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome
 
 if TYPE_CHECKING:
-    import torch
-
     from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+    from kvtier.memory.streams import Fence
 
 __all__ = ["DeviceLoad", "DevicePayload", "DeviceStore"]
 
@@ -31,7 +32,7 @@ class DevicePayload:
     """
 
     plan: BlockCopyPlan
-    after: torch.cuda.Event | None
+    after: Fence | None
     generations: Sequence[int]
 
 
@@ -51,6 +52,7 @@ class DeviceStore(Route):
         """Keep a store from counting as whole: its blocks may be overwritten from now on."""
         self._revoked.add(job_id)
 
+    @override
     async def run(self, job: Job) -> SlotOutcomes:
         payload: DevicePayload = job.payload
         slots = payload.plan.slots
@@ -79,6 +81,7 @@ class DeviceLoad(Route):
         self._rank = rank
         self._pool = pool
 
+    @override
     async def run(self, job: Job) -> SlotOutcomes:
         payload: DevicePayload = job.payload
         slots = payload.plan.slots

@@ -1,14 +1,14 @@
 """Runs jobs on an asyncio loop of its own, and never makes its caller wait.
 
-The engine's scheduler and the model runner are synchronous and must not block, so every engine has
-a thread with a loop. ``submit`` and ``poll`` only touch queues. Everything else follows from four
-rules:
+The engine's scheduler and the model runner are synchronous and must not block, so every
+engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Everything else
+follows from four rules:
 
-* **One settled result per job.** Whatever happens, refusal and shutdown included, each submitted
-  job ends in exactly one settled :class:`~kvtier.types.TransferResult`.
+* **One settled result per job.** Whatever happens, refusal and shutdown included, each
+  submitted job ends in exactly one settled :class:`~kvtier.types.TransferResult`.
 * **Deadlines free the waiter, not the buffer.** When a job's deadline passes while a thread is
-  inside a system call, an unsettled result is posted at once, so that no request waits any longer;
-  the slots stay the job's until the call returned and the settled result says so.
+  inside a system call, an unsettled result is posted at once, so that no request waits any
+  longer; the slots stay the job's until the call returned and the settled result says so.
 * **Urgent first.** A queue ordered by :class:`~kvtier.types.Why`; running bytes per channel are
   bounded, so that little that is not urgent is ever ahead of a load.
 * **A sick tier is left alone.** After some consecutive failures a channel's breaker opens: jobs
@@ -141,9 +141,7 @@ class TransferEngine:
         self._channels = {
             pair: _Channel(
                 route,
-                Breaker(
-                    failures=limits.breaker_failures, backoff_s=limits.breaker_backoff_s
-                ),
+                Breaker(failures=limits.breaker_failures, backoff_s=limits.breaker_backoff_s),
             )
             for pair, route in routes.items()
         }
@@ -225,7 +223,8 @@ class TransferEngine:
             for pair, channel in self._channels.items()
         }
 
-    # -- called from any one thread; these block, with a deadline -------------------------------
+    # -- called from any one thread; these block, with a deadline
+    # -------------------------------
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
         """Block until ``job_ids`` are settled; unknown and settled ids count as settled.
@@ -289,7 +288,8 @@ class TransferEngine:
             return False
         return drained
 
-    # -- on the engine's thread -----------------------------------------------------------------
+    # -- on the engine's thread
+    # -----------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.run(self._main())

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from typing_extensions import override
+
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.types import Job
 
@@ -38,6 +40,7 @@ class ToTier(Route):
         self._memory = memory
         self._tier = tier
 
+    @override
     async def run(self, job: Job) -> SlotOutcomes:
         return await self._tier.write(
             job.keys,
@@ -54,6 +57,7 @@ class FromTier(Route):
         self._memory = memory
         self._tier = tier
 
+    @override
     async def run(self, job: Job) -> SlotOutcomes:
         outcomes = await self._tier.read(
             job.keys,

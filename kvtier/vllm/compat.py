@@ -1,8 +1,8 @@
 """Refuses a vLLM whose offloading contract is not the one this door speaks.
 
-Chosen by features, not by version string: forks and nightlies carry any version. What is checked
-are the shapes the door relies on; a method that a newer vLLM made abstract and kvtier does not
-have would fail here, at start, instead of in the middle of a request.
+Chosen by features, not by version string: forks and nightlies carry any version. What is
+checked are the shapes the door relies on; a method that a newer vLLM made abstract and kvtier
+does not have would fail here, at start, instead of in the middle of a request.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def fingerprint(engine: OffloadingConfig, config: KvtierConfig) -> LayoutFingerp
 
 
 def _model_files(model: Path) -> str:
-    """Return a digest of a local model: its configuration's bytes, its weights' names and sizes.
+    """Return a digest of a local model: its configuration, its weight files' sizes and dates.
 
     A model that is not a local directory is identified by its name, ``identity.model_revision``
     and ``identity.weights_epoch`` alone: vLLM does not tell an offloading spec more.

@@ -1,8 +1,9 @@
 """The scheduler half: vLLM's OffloadingManager in front of kvtier's.
 
-It lives in the scheduler's thread, where an exception kills the engine and a wait stalls every
-request. So every call first takes what the storage engine finished, then asks the pure manager,
-then hands over new jobs; and an unexpected error is logged once, counted, and answered as a miss.
+It lives in the scheduler's thread, where an exception kills the engine and a wait stalls
+every request. So every call first takes what the storage engine finished, then asks the pure
+manager, then hands over new jobs; and an unexpected error is logged once, counted, and
+answered as a miss.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -37,6 +36,11 @@ from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.statistics import EngineStatistics, engine_statistics
 from kvtier.vllm.storage import Storage
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
 
 __all__ = ["KVTierManager"]
 
@@ -67,8 +71,8 @@ def _answered_with(
         def guarded(self: KVTierManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 return method(self, *args, **kwargs)
-            except Exception:
-                self.note_internal_error(method.__name__)
+            except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+                self.note_internal_error(method.__name__, error)
                 return fallback()
 
         return guarded
@@ -109,21 +113,26 @@ class KVTierManager(OffloadingManager):
         self._reporter = StatsReporter()
         self._closed = False
 
-    # -- requests -------------------------------------------------------------------------------
+    # -- requests
+    # -------------------------------------------------------------------------------
 
+    @override
     @_answered_with(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start remembering a request."""
         self._manager.begin_request(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
+    @override
     @_answered_with(_nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
         self._manager.end_request(req_context.req_id)
 
-    # -- lookup and load ------------------------------------------------------------------------
+    # -- lookup and load
+    # ------------------------------------------------------------------------
 
+    @override
     @_answered_with(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded now, later or not at all."""
@@ -131,6 +140,7 @@ class KVTierManager(OffloadingManager):
             self._take_results()
         return _ANSWERS[self._manager.lookup(key, req_context.req_id)]
 
+    @override
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
@@ -146,19 +156,23 @@ class KVTierManager(OffloadingManager):
                 self._hit_tokens[source] += self._tokens_per_chunk
         return SlotLoadStoreSpec(plan.slots, plan.generations)
 
+    @override
     @_answered_with(lambda: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Say where a hit's bytes came from."""
         source = self._manager.load_source(key)
         return CacheHitSource.DISK if source else CacheHitSource.HOST
 
+    @override
     @_answered_with(_nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Take back a load's pins."""
         self._manager.complete_load(keys)
 
-    # -- store ----------------------------------------------------------------------------------
+    # -- store
+    # ----------------------------------------------------------------------------------
 
+    @override
     @_answered_with(lambda: PrepareStoreOutput([], SlotLoadStoreSpec((), ()), []))
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -174,18 +188,21 @@ class KVTierManager(OffloadingManager):
             evicted_keys=[OffloadKey(key) for key in plan.evicted],
         )
 
+    @override
     @_answered_with(_nothing)
     def complete_store(
         self,
         keys: Collection[OffloadKey],
         req_context: ReqContext,
-        success: bool = True,  # noqa: FBT001, FBT002 - vLLM's signature
+        success: bool = True,
     ) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
         self._manager.complete_store(keys)
 
-    # -- steps ----------------------------------------------------------------------------------
+    # -- steps
+    # ----------------------------------------------------------------------------------
 
+    @override
     @_answered_with(_nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Close a scheduling step: start promotions and demotions."""
@@ -197,11 +214,13 @@ class KVTierManager(OffloadingManager):
         )
         self._hand_over()
 
+    @override
     @_answered_with(lambda: False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
         return not self._closed and self._manager.has_work()
 
+    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Yield residency changes, removals before the stores that use their room."""
         for event in self._manager.take_events():
@@ -211,6 +230,7 @@ class KVTierManager(OffloadingManager):
                 removed=event.removed,
             )
 
+    @override
     @_answered_with(_nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what changed since the last call."""
@@ -227,8 +247,10 @@ class KVTierManager(OffloadingManager):
             internal_errors=self._internal_errors,
         )
 
-    # -- reset and shutdown -----------------------------------------------------------------------
+    # -- reset and shutdown
+    # -----------------------------------------------------------------------
 
+    @override
     @_answered_with(_nothing)
     def reset_cache(self) -> None:
         """Make everything in every tier a miss, for good: weights may have changed."""
@@ -241,6 +263,7 @@ class KVTierManager(OffloadingManager):
                 _RESET_TIMEOUT_S,
             )
 
+    @override
     def shutdown(self) -> None:
         """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""
         if self._closed:
@@ -249,15 +272,18 @@ class KVTierManager(OffloadingManager):
         self._bring_down(time.monotonic() + self._close_timeout_s)
         self._storage.close(timeout_s=self._close_timeout_s)
 
-    def note_internal_error(self, where: str) -> None:
-        """Count an unexpected error; called from an except block."""
+    def note_internal_error(self, where: str, error: Exception) -> None:
+        """Count an unexpected error, and log the first with its traceback."""
         self._internal_errors += 1
         if self._internal_errors == 1:
-            logger.exception(
-                "%s: unexpected error, answered as a miss; later ones are only counted", where
+            logger.error(
+                "%s: unexpected error, answered as a miss; later ones are only counted",
+                where,
+                exc_info=error,
             )
 
-    # -- internals --------------------------------------------------------------------------------
+    # -- internals
+    # --------------------------------------------------------------------------------
 
     def _take_results(self) -> None:
         if not self._engine.ready:

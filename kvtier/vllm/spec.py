@@ -1,15 +1,16 @@
 """The first door: kvtier behind vLLM's OffloadingConnector.
 
-vLLM's scheduler half drives, so hybrid models work as they do with vLLM's own offloading; kvtier
-supplies the manager in the scheduler's process and the worker in each worker process. The spec
-object is built in every one of them from the same configuration.
+vLLM's scheduler half drives, so hybrid models work as they do with vLLM's own offloading;
+kvtier supplies the manager in the scheduler's process and the worker in each worker process.
+The spec object is built in every one of them from the same configuration.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -17,7 +18,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingSpec,
     OffloadingWorker,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
@@ -28,6 +28,9 @@ from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.storage import open_storage
 from kvtier.vllm.worker import KVTierWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 __all__ = ["KVTierOffloadingSpec"]
 
@@ -41,7 +44,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
     """Builds kvtier's halves for vLLM.
 
     Args:
-        config: vLLM's offloading configuration; ``extra_config["kvtier_config"]`` is the path of
+        config: vLLM's offloading configuration; ``extra_config["kvtier_config"]`` is the path
+            of
             kvtier's own file.
 
     Raises:
@@ -65,12 +69,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._worker: KVTierWorker | None = None
 
     @classmethod
+    @override
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """Return every metric kvtier may report."""
         return metric_definitions()
 
+    @override
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
@@ -96,6 +102,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             )
         return self._manager
 
+    @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker half; the first worker creates the memory, the others attach."""
         if self._worker is None:

@@ -76,8 +76,7 @@ def open_storage(
     )
     tiers: list[StorageTier] = []
     try:
-        for options in config.tiers[1:]:
-            tiers.append(open_tier(options, context))  # noqa: PERF401 - closed if a later one fails
+        tiers.extend(open_tier(options, context) for options in config.tiers[1:])
         manager = _build_manager(config, region, tiers, record_events=record_events)
     except BaseException:
         asyncio.run(_close_all(tiers))

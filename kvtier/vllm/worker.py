@@ -1,8 +1,9 @@
 """The worker half: copies blocks between the device and RAM slots.
 
-vLLM kills the engine when a worker reports a failure, so every store is acknowledged as a success
-and the truth is left in the control block. A load that found another stamp than it was promised is
-the one exception: serving those bytes would be a wrong token, and no later message could undo it.
+vLLM kills the engine when a worker reports a failure, so every store is acknowledged as a
+success and the truth is left in the control block. A load that found another stamp than it
+was promised is the one exception: serving those bytes would be a wrong token, and no later
+message could undo it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -85,6 +87,7 @@ class KVTierWorker(OffloadingWorker):
         )
         self._loads: set[int] = set()
 
+    @override
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
@@ -92,18 +95,20 @@ class KVTierWorker(OffloadingWorker):
         self._submit(job_id, Why.STORE, src_spec, dst_spec)
         return True
 
+    @override
     def submit_load(
         self,
         job_id: int,
         src_spec: LoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: FBT001, FBT002 - vLLM 0.33's signature
+        expedited: bool = False,
     ) -> bool:
         """Start copying RAM slots to blocks."""
         self._loads.add(job_id)
         self._submit(job_id, Why.LOAD, dst_spec, src_spec)
         return True
 
+    @override
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
         finished: list[TransferResult] = []
@@ -128,6 +133,7 @@ class KVTierWorker(OffloadingWorker):
             )
         return finished
 
+    @override
     def wait(self, job_ids: set[int]) -> None:
         """Block until ``job_ids`` ended; their blocks are about to be overwritten."""
         if self._engine.wait(job_ids, timeout_s=_COPY_TIMEOUT_S):
@@ -136,6 +142,7 @@ class KVTierWorker(OffloadingWorker):
         for job_id in job_ids:
             self._store.revoke(job_id)
 
+    @override
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
         self._engine.close(timeout_s=self._close_timeout_s)

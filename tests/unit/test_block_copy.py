@@ -1,0 +1,271 @@
+"""Copies between an engine's blocks and RAM slots, on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import UnsupportedError
+from kvtier.iopool import IoPool
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.streams import open_stream
+from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
+from kvtier.types import Job, Outcome, Why
+
+PAGES = ((0, 96), (1, 160))
+BLOCK_NBYTES = 256
+BLOCKS = 32
+
+MakeRegion = Callable[..., HostRegion]
+
+
+def make_kv(fill: bool = True) -> KVBlocks:
+    generator = torch.Generator().manual_seed(1)
+    tensors = []
+    for _, page in PAGES:
+        tensor = torch.zeros((BLOCKS, page + 32), dtype=torch.int8)
+        if fill:
+            tensor[:] = torch.randint(-128, 127, tensor.shape, generator=generator)
+        tensors.append(tensor)
+    return KVBlocks(tensors, [PAGES, PAGES[:1]])
+
+
+@pytest.fixture
+def make_region() -> Iterator[MakeRegion]:
+    regions: list[HostRegion] = []
+
+    def make(*, blocks_per_chunk: int, ranks: int = 1, slots: int = 16) -> HostRegion:
+        shard = BLOCK_NBYTES * blocks_per_chunk
+        geometry = RegionGeometry(
+            slots=slots,
+            slot_nbytes=-(-shard * ranks // 4096) * 4096,
+            shard_nbytes=shard,
+            ranks=ranks,
+        )
+        name = f"copy-{os.getpid()}-{len(regions)}-{blocks_per_chunk}"
+        region = HostRegion.create(name, geometry, attachers=0, timeout_s=1)
+        regions.append(region)
+        return region
+
+    yield make
+    for region in regions:
+        region.close()
+
+
+def block_bytes(kv: KVBlocks, group: int, block: int) -> bytes:
+    return b"".join(
+        kv.tensors[tensor][block, :page].numpy().tobytes() for tensor, page in kv.groups[group]
+    )
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_was_stored_is_loaded_into_other_blocks_bit_for_bit(
+    make_region: MakeRegion, blocks_per_chunk: int, rank: int
+) -> None:
+    region = make_region(blocks_per_chunk=blocks_per_chunk, ranks=2)
+    source, target = make_kv(), make_kv(fill=False)
+    blocks = [7, 3, 21, 30, 4, 0, 9]
+    chunks = -(-len(blocks) // blocks_per_chunk)
+    slots = [5, 6, 2, 15, 0, 9, 10][:chunks]
+    plan = plan_copy(blocks, [7, 0], [0, 0], slots, blocks_per_chunk=blocks_per_chunk)
+    out = BlockCopier(source, region, rank=rank, blocks_per_chunk=blocks_per_chunk)
+    out.store(plan, after=out.mark())
+    into = [11, 12, 13, 14, 15, 16, 17]
+    back = plan_copy(into, [7, 0], [0, 0], slots, blocks_per_chunk=blocks_per_chunk)
+    load = BlockCopier(target, region, rank=rank, blocks_per_chunk=blocks_per_chunk)
+    load.load(back, after=load.mark())
+    for old, new in zip(blocks, into, strict=True):
+        assert block_bytes(target, 0, new) == block_bytes(source, 0, old)
+    untouched = [block for block in range(BLOCKS) if block not in into]
+    assert not target.tensors[0][untouched].any()
+    assert not target.tensors[0][:, PAGES[0][1] :].any()
+    for copier in (out, load):
+        copier.close()
+        copier.close()
+
+
+def test_each_rank_writes_only_its_own_shard(make_region: MakeRegion) -> None:
+    region = make_region(blocks_per_chunk=1, ranks=2)
+    kv = make_kv()
+    copier = BlockCopier(kv, region, rank=1, blocks_per_chunk=1)
+    copier.store(plan_copy([3], [1, 0], [0, 0], [2], blocks_per_chunk=1), after=None)
+    slot = bytes(region.slot(2))
+    assert slot[BLOCK_NBYTES : 2 * BLOCK_NBYTES] == block_bytes(kv, 0, 3)
+    assert not any(slot[:BLOCK_NBYTES])
+    assert not any(slot[2 * BLOCK_NBYTES :])
+    copier.close()
+
+
+def test_partial_first_and_last_chunks_take_only_their_own_blocks(
+    make_region: MakeRegion,
+) -> None:
+    region = make_region(blocks_per_chunk=4)
+    source, target = make_kv(), make_kv(fill=False)
+    out = BlockCopier(source, region, rank=0, blocks_per_chunk=4)
+    out.store(plan_copy(list(range(8)), [8, 0], [0, 0], [4, 1], blocks_per_chunk=4), after=None)
+    # Blocks 2 to 5 of the request: the end of the first chunk, the start of the second.
+    part = plan_copy([20, 21, 22, 23], [4, 0], [2, 0], [4, 1], blocks_per_chunk=4)
+    into = BlockCopier(target, region, rank=0, blocks_per_chunk=4)
+    into.load(part, after=None)
+    for old, new in zip([2, 3, 4, 5], [20, 21, 22, 23], strict=True):
+        assert block_bytes(target, 0, new) == block_bytes(source, 0, old)
+    out.close()
+    into.close()
+
+
+def test_groups_follow_one_another_and_a_skipped_group_takes_no_slot(
+    make_region: MakeRegion,
+) -> None:
+    region = make_region(blocks_per_chunk=2)
+    source, target = make_kv(), make_kv(fill=False)
+    plan = plan_copy([1, 2, 3, 4, 5], [3, 2], [0, 3], [8, 9, 2, 3], blocks_per_chunk=2)
+    assert [group.group for group in plan.groups] == [0, 1]
+    assert sorted(zip(plan.groups[1].slots, plan.groups[1].subs, strict=True)) == [
+        (2, 1),
+        (3, 0),
+    ]
+    copier = BlockCopier(source, region, rank=0, blocks_per_chunk=2)
+    copier.store(plan, after=None)
+    back = BlockCopier(target, region, rank=0, blocks_per_chunk=2)
+    back.load(plan_copy([9, 10], [0, 2], [0, 3], [2, 3], blocks_per_chunk=2), after=None)
+    assert block_bytes(target, 1, 9) == block_bytes(source, 1, 4)
+    assert block_bytes(target, 1, 10) == block_bytes(source, 1, 5)
+    copier.close()
+    back.close()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    first=st.integers(0, 7),
+    blocks_per_chunk=st.integers(1, 4),
+)
+def test_every_block_gets_its_place_once(
+    sizes: list[int], first: int, blocks_per_chunk: int
+) -> None:
+    starts = [first] * len(sizes)
+    chunks = [
+        (size + first % blocks_per_chunk + blocks_per_chunk - 1) // blocks_per_chunk
+        if size
+        else 0
+        for size in sizes
+    ]
+    slots = [int(slot) for slot in np.random.default_rng(0).permutation(sum(chunks))]
+    blocks = list(range(100, 100 + sum(sizes)))
+    plan = plan_copy(blocks, sizes, starts, slots, blocks_per_chunk=blocks_per_chunk)
+    seen = [
+        (int(slot), int(sub))
+        for group in plan.groups
+        for slot, sub in zip(group.slots, group.subs, strict=True)
+    ]
+    assert len(set(seen)) == len(blocks)
+    assert [b for group in plan.groups for b in sorted(group.blocks)] == blocks
+    at = 0
+    for group in plan.groups:
+        order = np.argsort(group.blocks)
+        expected = first % blocks_per_chunk + np.arange(len(group.blocks))
+        own = slots[at : at + chunks[group.group]]
+        assert [int(s) for s in group.slots[order]] == [
+            own[i // blocks_per_chunk] for i in expected
+        ]
+        assert [int(s) for s in group.subs[order]] == [i % blocks_per_chunk for i in expected]
+        at += chunks[group.group]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sizes", "slots"), [([1, 2], [2], [0]), ([1, 2], [2], [0, 1, 2]), ([1], [0], [])]
+)
+def test_blocks_and_slots_that_do_not_match_are_refused(
+    blocks: list[int], sizes: list[int], slots: list[int]
+) -> None:
+    with pytest.raises(UnsupportedError):
+        plan_copy(blocks, sizes, [0] * len(sizes), slots, blocks_per_chunk=1)
+
+
+def test_a_group_whose_blocks_do_not_fit_their_slots_is_refused(
+    make_region: MakeRegion,
+) -> None:
+    region = make_region(blocks_per_chunk=1)
+    kv = KVBlocks([torch.zeros((4, 512), dtype=torch.int8)], [[(0, 512)]])
+    with pytest.raises(UnsupportedError, match=r"group 0 has 512 bytes.*room for 256"):
+        BlockCopier(kv, region, rank=0, blocks_per_chunk=1)
+
+
+def test_a_device_nobody_can_copy_to_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="meta"):
+        open_stream(torch.device("meta"), torch.zeros(1))
+
+
+def device_job(why: Why, plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
+    ends = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
+    payload = DevicePayload(plan, None, generations)
+    return Job(1, why, *ends, (), plan.slots, plan.slots, 1.0, payload)
+
+
+@pytest.fixture
+def pool() -> Iterator[IoPool]:
+    pool = IoPool(1, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=5)
+
+
+def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(
+    make_region: MakeRegion, pool: IoPool
+) -> None:
+    region = make_region(blocks_per_chunk=1)
+    control = region.control
+    copier = BlockCopier(make_kv(), region, rank=0, blocks_per_chunk=1)
+    plan = plan_copy([3, 4], [2, 0], [0, 0], [0, 1], blocks_per_chunk=1)
+    control.issue([0, 1])
+    store = DeviceStore(copier, control, rank=0, pool=pool)
+    moved = asyncio.run(store.run(device_job(Why.STORE, plan, [8, 8])))
+    assert list(moved.outcomes) == [Outcome.DONE] * 2
+    assert control.stored([0, 1], [8, 8]) == [True, True]
+    assert control.quiet([0, 1]) == [True, True]
+    load = DeviceLoad(copier, control, rank=0, pool=pool)
+    loaded = asyncio.run(load.run(device_job(Why.LOAD, plan, [8, 8])))
+    assert list(loaded.outcomes) == [Outcome.DONE] * 2
+    refused = asyncio.run(load.run(device_job(Why.LOAD, plan, [8, 9])))
+    assert list(refused.outcomes) == [Outcome.CORRUPT] * 2
+    copier.close()
+
+
+def test_a_revoked_store_is_acknowledged_but_never_whole(
+    make_region: MakeRegion, pool: IoPool
+) -> None:
+    region = make_region(blocks_per_chunk=1)
+    control = region.control
+    copier = BlockCopier(make_kv(), region, rank=0, blocks_per_chunk=1)
+    plan = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
+    control.issue([0])
+    store = DeviceStore(copier, control, rank=0, pool=pool)
+    job = device_job(Why.STORE, plan, [8])
+    store.revoke(job.job_id)
+    assert asyncio.run(store.run(job)).outcomes == [Outcome.EXPIRED]
+    assert control.stored([0], [8]) == [False]
+    assert control.quiet([0]) == [True]
+    copier.close()
+
+
+def test_a_store_that_fails_is_acknowledged_but_never_whole(
+    make_region: MakeRegion, pool: IoPool
+) -> None:
+    region = make_region(blocks_per_chunk=1)
+    control = region.control
+    copier = BlockCopier(make_kv(), region, rank=0, blocks_per_chunk=1)
+    plan = plan_copy([BLOCKS + 5], [1, 0], [0, 0], [0], blocks_per_chunk=1)
+    control.issue([0])
+    store = DeviceStore(copier, control, rank=0, pool=pool)
+    with pytest.raises((IndexError, RuntimeError)):
+        asyncio.run(store.run(device_job(Why.STORE, plan, [8])))
+    assert control.stored([0], [8]) == [False]
+    assert control.quiet([0]) == [True]
+    copier.close()

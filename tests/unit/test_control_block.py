@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from kvtier.memory import ControlBlock
+
+SLOTS, RANKS = 4, 2
+
+
+@pytest.fixture
+def block() -> ControlBlock:
+    nbytes = ControlBlock.nbytes(SLOTS, RANKS)
+    return ControlBlock(memoryview(bytearray(nbytes)), slots=SLOTS, ranks=RANKS)
+
+
+def test_a_slot_is_stored_when_every_rank_stamped_this_very_write(block: ControlBlock) -> None:
+    block.stamp(0, [0, 1], 5)
+    assert block.stored([0, 1], [5, 5]) == [False, False]
+    block.stamp(1, [0, 1], 5)
+    assert block.stored([0, 1], [5, 5]) == [True, True]
+    assert block.stored([0], [6]) == [False]
+
+
+def test_a_slot_is_quiet_when_every_rank_acknowledged_every_job(block: ControlBlock) -> None:
+    assert block.quiet([0, 1]) == [True, True]
+    block.issue([0, 1])
+    block.issue([1])
+    for rank in range(RANKS):
+        block.acknowledge(rank, [0, 1])
+    assert block.quiet([0, 1]) == [True, False]
+    block.acknowledge(0, [1])
+    assert block.quiet([1]) == [False]
+    block.acknowledge(1, [1])
+    assert block.quiet([1]) == [True]
+
+
+def test_a_worker_may_load_what_it_stored_or_what_was_published(block: ControlBlock) -> None:
+    block.stamp(0, [2], 9)
+    block.publish([3], [10])
+    assert block.bears(0, [2, 3], [9, 10])
+    assert not block.bears(1, [2, 3], [9, 10])
+    assert block.bears(1, [3], [10])
+
+
+def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
+    block.publish([], [])
+    block.issue([])
+    assert block.stored([], []) == []
+    assert block.quiet([]) == []
+    assert block.bears(0, [], [])
+
+
+def test_its_size_is_whole_pages() -> None:
+    assert ControlBlock.nbytes(1, 1) == 4096
+    assert ControlBlock.nbytes(4096, 1) == 12 * 4096

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import CapacityError, UnsupportedError
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory import host_region as module
+
+SMALL = RegionGeometry(slots=4, slot_nbytes=8192, shard_nbytes=4096, ranks=2)
+
+
+def name_of(request: pytest.FixtureRequest) -> str:
+    return f"test-{os.getpid()}-{request.node.name}"
+
+
+def test_every_process_sees_the_same_slots_and_control_words(
+    request: pytest.FixtureRequest,
+) -> None:
+    name = name_of(request)
+    first = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    second = HostRegion.attach(name, SMALL, timeout_s=10)
+    first.slot(3)[:5] = b"bytes"
+    assert bytes(second.slot(3)[:5]) == b"bytes"
+    assert len(second.payload) == 4 * 8192
+    first.control.stamp(1, [2], 7)
+    first.control.stamp(0, [2], 7)
+    assert second.control.stored([2, 3], [7, 7]) == [True, False]
+    second.close()
+    first.close()
+    first.close()
+
+
+def test_an_attacher_that_comes_first_waits(request: pytest.FixtureRequest) -> None:
+    name = name_of(request)
+    attached: list[HostRegion] = []
+    waiter = threading.Thread(
+        target=lambda: attached.append(HostRegion.attach(name, SMALL, timeout_s=10))
+    )
+    waiter.start()
+    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    waiter.join(10)
+    assert attached
+    attached[0].close()
+    region.close()
+
+
+def test_a_region_that_nobody_creates_is_an_error_that_says_what_to_look_for(
+    request: pytest.FixtureRequest,
+) -> None:
+    with pytest.raises(CapacityError, match=r"first worker failed to create it"):
+        HostRegion.attach(name_of(request), SMALL, timeout_s=0.01)
+
+
+def test_a_second_region_of_one_name_is_refused(request: pytest.FixtureRequest) -> None:
+    name = name_of(request)
+    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    with pytest.raises(UnsupportedError, match="its own engine_id"):
+        HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    region.close()
+
+
+def test_processes_that_disagree_about_the_shape_are_told_so(
+    request: pytest.FixtureRequest,
+) -> None:
+    name = name_of(request)
+    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    other = RegionGeometry(slots=5, slot_nbytes=8192, shard_nbytes=4096, ranks=2)
+    with pytest.raises(UnsupportedError, match="same configuration file"):
+        HostRegion.attach(name, other, timeout_s=10)
+    region.close()
+
+
+def test_a_region_larger_than_memory_is_refused_before_anything_is_allocated(
+    request: pytest.FixtureRequest,
+) -> None:
+    huge = RegionGeometry(slots=1 << 40, slot_nbytes=4096, shard_nbytes=4096, ranks=1)
+    with pytest.raises(CapacityError, match=r"available memory leaves .*tiers\[0\].capacity"):
+        HostRegion.create(name_of(request), huge, attachers=0, timeout_s=1)
+    # The name is free again.
+    HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1).close()
+
+
+def test_the_control_groups_limit_counts_too(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [("available memory", 1 << 40), ("the control group's memory.max", 4096)]
+    monkeypatch.setattr(module, "_memory_limits", lambda: iter(limits))
+    with pytest.raises(CapacityError, match=r"memory\.max leaves 4KiB"):
+        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1)
+
+
+def test_memory_that_cannot_be_allocated_is_a_clear_error(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CapacityError, match=r"No space left.*lower tiers\[0\].capacity"):
+        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1)
+
+
+CREATE_AND_WAIT = textwrap.dedent(
+    """
+    import sys
+    from kvtier.memory import HostRegion, RegionGeometry
+    region = HostRegion.create(
+        sys.argv[1],
+        RegionGeometry(slots=64, slot_nbytes=1 << 20, shard_nbytes=1 << 20, ranks=1),
+        attachers=5,
+        timeout_s=60,
+    )
+    sys.stdout.write("ready\\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    """
+)
+
+
+def test_a_killed_process_leaves_nothing_and_its_name_can_be_used_again(
+    request: pytest.FixtureRequest,
+) -> None:
+    name = name_of(request)
+    shared_before = set(Path("/dev/shm").iterdir())
+    for _ in range(2):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CREATE_AND_WAIT, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+        child.stdout.close()
+        child.stdin.close()
+        assert set(Path("/dev/shm").iterdir()) == shared_before
+        assert f"kvtier-region-{name}" not in Path("/proc/net/unix").read_text("ascii")

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.errors import ClosedError
+from kvtier.iopool import IoPool
+
+
+@pytest.fixture
+def pool() -> Iterator[IoPool]:
+    pool = IoPool(1, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=5)
+
+
+async def test_a_call_returns_its_result(pool: IoPool) -> None:
+    assert await pool.run(lambda: 7, priority=0) == 7
+
+
+async def test_a_call_that_raises_raises_in_the_task(pool: IoPool) -> None:
+    def fail() -> None:
+        raise OSError(5, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        await pool.run(fail, priority=0)
+
+
+async def test_the_urgent_call_overtakes_those_that_wait(pool: IoPool) -> None:
+    gate = threading.Event()
+    order: list[str] = []
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(pool.run(gate.wait, priority=0))
+        await asyncio.sleep(0)
+        for name, priority in (("demote", 3), ("store", 2), ("load", 0)):
+            tasks.create_task(pool.run(lambda name=name: order.append(name), priority=priority))
+        await asyncio.sleep(0)
+        gate.set()
+    assert order == ["load", "store", "demote"]
+
+
+async def test_cancellation_waits_until_the_thread_left_the_buffer(pool: IoPool) -> None:
+    inside, gate = threading.Event(), threading.Event()
+    buffer = bytearray(4)
+
+    def write() -> None:
+        inside.set()
+        gate.wait()
+        buffer[:] = b"done"
+
+    task = asyncio.create_task(pool.run(write, priority=0))
+    await asyncio.get_running_loop().run_in_executor(None, inside.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert buffer == b"done"
+
+
+async def close(pool: IoPool, *, timeout_s: float) -> bool:
+    call = functools.partial(pool.close, timeout_s=timeout_s)
+    return await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+async def test_a_closed_pool_says_so() -> None:
+    pool = IoPool(2, name="kvtier-test")
+    assert await close(pool, timeout_s=5)
+    with pytest.raises(ClosedError):
+        await pool.run(lambda: None, priority=0)
+
+
+async def test_closing_a_pool_with_a_stuck_call_gives_up_and_says_so() -> None:
+    pool = IoPool(1, name="kvtier-test")
+    gate, inside = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        inside.set()
+        gate.wait()
+
+    task = asyncio.create_task(pool.run(stick, priority=0))
+    await asyncio.get_running_loop().run_in_executor(None, inside.wait)
+    assert not await close(pool, timeout_s=0.01)
+    gate.set()
+    await task

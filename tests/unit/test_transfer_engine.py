@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ClosedError
+from kvtier.tiers.base import SlotOutcomes
+from kvtier.transfer import EngineLimits, Route, TransferEngine
+from kvtier.types import Job, Outcome, TransferResult, Why
+
+CHUNK_NBYTES = 4096
+IDS = itertools.count()
+
+MakeEngine = Callable[..., TransferEngine]
+Seen = dict[int, tuple[list[Outcome], bool]]
+
+
+class Scripted(Route):
+    """Does what the test says: waits at a gate, answers with given outcomes, or raises."""
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.gates: dict[int, threading.Event] = {}
+        self.entered: dict[int, threading.Event] = {}
+        self.answers: dict[int, Outcome | Exception] = {}
+
+    def hold(self, job: Job) -> threading.Event:
+        self.entered[job.job_id] = threading.Event()
+        return self.gates.setdefault(job.job_id, threading.Event())
+
+    async def run(self, job: Job) -> SlotOutcomes:
+        self.began.append(job.job_id)
+        if job.job_id in self.entered:
+            self.entered[job.job_id].set()
+        gate = self.gates.get(job.job_id)
+        if gate is not None:
+            await asyncio.get_running_loop().run_in_executor(None, gate.wait)
+        answer = self.answers.get(job.job_id, Outcome.DONE)
+        if isinstance(answer, Exception):
+            raise answer
+        error = "" if answer is Outcome.DONE else "scripted"
+        return SlotOutcomes([answer] * len(job.keys), error)
+
+
+def job(why: Why = Why.PROMOTE, *, chunks: int = 1, timeout_s: float = 30.0) -> Job:
+    source, destination = ("ram", "nvme") if why is Why.DEMOTE else ("nvme", "ram")
+    slots = list(range(chunks))
+    keys = [bytes([slot]) for slot in slots]
+    return Job(next(IDS), why, source, destination, keys, slots, slots, timeout_s)
+
+
+@pytest.fixture
+def route() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def make_engine(route: Scripted) -> Iterator[MakeEngine]:
+    engines: list[TransferEngine] = []
+
+    def make(**limits: Any) -> TransferEngine:
+        defaults = {"queued_bytes": 1 << 20, "running_bytes": CHUNK_NBYTES}
+        engine = TransferEngine(
+            "test",
+            {("nvme", "ram"): route, ("ram", "nvme"): route},
+            chunk_nbytes=CHUNK_NBYTES,
+            limits=EngineLimits(**{**defaults, **limits}),
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for gate in route.gates.values():
+        gate.set()
+    for engine in engines:
+        engine.close(timeout_s=10)
+
+
+def outcomes(results: Iterable[TransferResult]) -> Seen:
+    return {result.job_id: (list(result.outcomes), result.settled) for result in results}
+
+
+def wait_for(engine: TransferEngine, *jobs: Job) -> Seen:
+    assert engine.wait([job.job_id for job in jobs], timeout_s=10)
+    return outcomes(engine.poll())
+
+
+def test_a_job_ends_in_one_settled_result_with_an_outcome_per_chunk(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    work = job(chunks=3)
+    engine.submit(work)
+    assert wait_for(engine, work) == {work.job_id: ([Outcome.DONE] * 3, True)}
+    assert engine.poll() == []
+    stats = engine.statistics()["nvme", "ram"]
+    assert (stats.jobs, stats.nbytes, stats.queued_bytes) == (1, 3 * CHUNK_NBYTES, 0)
+
+
+def test_the_urgent_job_starts_first(make_engine: MakeEngine, route: Scripted) -> None:
+    engine = make_engine()
+    first, slow, urgent = job(), job(Why.STORE), job(Why.LOAD)
+    gate = route.hold(first)
+    engine.submit(first)
+    assert route.entered[first.job_id].wait(10)
+    engine.submit(slow)
+    engine.submit(urgent)
+    gate.set()
+    wait_for(engine, first, slow, urgent)
+    assert route.began == [first.job_id, urgent.job_id, slow.job_id]
+
+
+def test_a_full_queue_refuses_and_never_blocks(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(queued_bytes=2 * CHUNK_NBYTES)
+    held, waiting, refused = job(), job(), job()
+    route.hold(held)
+    engine.submit(held)
+    engine.submit(waiting)
+    engine.submit(refused)
+    assert outcomes(engine.poll()) == {refused.job_id: ([Outcome.REFUSED], True)}
+    assert engine.statistics()["nvme", "ram"].refused == 1
+
+
+def test_one_job_larger_than_the_queue_is_taken_when_the_queue_is_empty(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(queued_bytes=CHUNK_NBYTES)
+    large = job(chunks=8)
+    engine.submit(large)
+    assert wait_for(engine, large) == {large.job_id: ([Outcome.DONE] * 8, True)}
+
+
+def test_a_deadline_that_passes_in_the_queue_settles_the_job_unstarted(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    held, late = job(), job(timeout_s=0.01)
+    route.hold(held)
+    engine.submit(held)
+    engine.submit(late)
+    assert wait_for(engine, late) == {late.job_id: ([Outcome.EXPIRED], True)}
+    assert late.job_id not in route.began
+
+
+def test_a_deadline_that_passes_while_running_frees_the_waiter_but_not_the_slots(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    stuck = job(timeout_s=0.01)
+    gate = route.hold(stuck)
+    engine.submit(stuck)
+    assert engine.wait_any(timeout_s=10)
+    assert outcomes(engine.poll()) == {stuck.job_id: ([Outcome.EXPIRED], False)}
+    assert not engine.wait([stuck.job_id], timeout_s=0.01)
+    gate.set()
+    assert wait_for(engine, stuck) == {stuck.job_id: ([Outcome.DONE], True)}
+    assert engine.statistics()["nvme", "ram"].expired == 1
+
+
+def test_an_unexpected_error_fails_the_job_and_the_engine_lives_on(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    broken, fine = job(chunks=2), job()
+    route.answers[broken.job_id] = ZeroDivisionError("a bug")
+    engine.submit(broken)
+    engine.submit(fine)
+    seen = wait_for(engine, broken, fine)
+    assert seen[broken.job_id] == ([Outcome.FAILED] * 2, True)
+    assert seen[fine.job_id] == ([Outcome.DONE], True)
+
+
+def test_a_cancelled_job_that_waits_is_dropped_and_one_that_runs_is_not(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    running, waiting = job(), job()
+    gate = route.hold(running)
+    engine.submit(running)
+    assert route.entered[running.job_id].wait(10)
+    engine.submit(waiting)
+    engine.cancel(waiting.job_id)
+    engine.cancel(running.job_id)
+    assert wait_for(engine, waiting) == {waiting.job_id: ([Outcome.CANCELLED], True)}
+    gate.set()
+    assert wait_for(engine, running) == {running.job_id: ([Outcome.DONE], True)}
+
+
+def test_a_tier_that_keeps_failing_is_taken_out_of_service(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=2, breaker_backoff_s=1000.0)
+    for _ in range(2):
+        failing = job()
+        route.answers[failing.job_id] = Outcome.FAILED
+        engine.submit(failing)
+        wait_for(engine, failing)
+    refused, other = job(), job(Why.DEMOTE)
+    engine.submit(refused)
+    engine.submit(other)
+    seen = wait_for(engine, refused, other)
+    assert seen[refused.job_id] == ([Outcome.REFUSED], True)
+    assert seen[other.job_id] == ([Outcome.DONE], True)
+    assert engine.statistics()["nvme", "ram"].out_of_service
+
+
+def test_a_corrupt_chunk_does_not_count_against_the_medium(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=1, breaker_backoff_s=1000.0)
+    for answer in (Outcome.CORRUPT, Outcome.DONE):
+        work = job()
+        route.answers[work.job_id] = answer
+        engine.submit(work)
+        assert wait_for(engine, work) == {work.job_id: ([answer], True)}
+
+
+def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_the_rest(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    running, waiting, later = job(), job(), job()
+    gate = route.hold(running)
+    engine.submit(running)
+    assert route.entered[running.job_id].wait(10)
+    engine.submit(waiting)
+    seen: list[list[int]] = []
+
+    async def act() -> None:
+        seen.append(list(route.began))
+
+    assert not engine.exclusively(act, timeout_s=0.01)
+    engine.submit(later)
+    assert not engine.wait([later.job_id], timeout_s=0.01)
+    gate.set()
+    wait_for(engine, running, waiting, later)
+    assert seen == [[running.job_id]]
+    assert route.began == [running.job_id, later.job_id]
+
+
+def test_closing_runs_what_is_queued_then_the_closers(route: Scripted) -> None:
+    closed = threading.Event()
+
+    async def closer() -> None:
+        closed.set()
+
+    async def broken_closer() -> None:
+        raise OSError(5, "no")
+
+    engine = TransferEngine(
+        "test",
+        {("nvme", "ram"): route},
+        chunk_nbytes=CHUNK_NBYTES,
+        limits=EngineLimits(queued_bytes=1 << 20, running_bytes=CHUNK_NBYTES),
+        closers=[broken_closer, closer],
+    )
+    work = [job() for _ in range(5)]
+    for each in work:
+        engine.submit(each)
+    assert engine.close(timeout_s=10)
+    assert closed.is_set()
+    assert len(outcomes(engine.poll())) == 5
+    assert engine.close(timeout_s=10)
+    with pytest.raises(ClosedError):
+        engine.submit(job())
+
+
+def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    stuck, waiting = job(), job()
+    gate = route.hold(stuck)
+    engine.submit(stuck)
+    assert route.entered[stuck.job_id].wait(10)
+    engine.submit(waiting)
+    assert not engine.close(timeout_s=0.01)
+    assert wait_for(engine, waiting) == {waiting.job_id: ([Outcome.CANCELLED], True)}
+    gate.set()
+    assert wait_for(engine, stuck) == {stuck.job_id: ([Outcome.DONE], True)}
+
+
+def test_a_job_without_a_route_is_the_callers_mistake(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(KeyError):
+        engine.submit(Job(next(IDS), Why.STORE, "gpu", "moon", [b""], [0], [0], 1.0))
