@@ -1,0 +1,147 @@
+"""The commands. Each reads a configuration, calls one function and shows what it returned."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import kvtier
+from kvtier.cli._plan import PlanRequest, make_plan
+from kvtier.cli._render import show_plan, show_tiers
+from kvtier.config import (
+    KvtierConfig,
+    check_environment,
+    load_config,
+    schema,
+    vllm_transfer_config,
+)
+from kvtier.errors import ConfigError
+from kvtier.model_geometry import KvDtype, read_model_geometry
+from kvtier.units import UnitError, parse_rate
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="kvtier",
+    help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe.",
+    epilog="Start with: kvtier check configs/demo.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _on_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract
+    if wanted:
+        typer.echo(f"kvtier {kvtier.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_on_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def check(file: File, *, as_json: AsJson = False) -> None:
+    """Check FILE, and the disks and memory of this machine.
+
+    Exits with 2 and one line per problem if kvtier could not start with FILE here.
+    Run it as the user that runs the engine.
+    """
+    config = load_config(file)
+    warnings = check_environment(config)
+    if as_json:
+        document = config.model_dump(mode="json", by_alias=True)
+        _echo_json({"file": str(file), "warnings": warnings, "config": document})
+        return
+    console = Console(highlight=False)
+    show_tiers(console, config)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(f"{file}: ok")
+
+
+@app.command()
+def plan(  # noqa: PLR0913 - each is an option of the command
+    file: File,
+    *,
+    model: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the model, with its config.json.")
+    ],
+    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
+    kv_dtype: Annotated[KvDtype, typer.Option(metavar="TYPE", help=_DTYPES)] = KvDtype.AUTO,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens per engine block.")
+    ] = 16,
+    fill_rate: Annotated[
+        str, typer.Option(metavar="SIZE/s", help="Rate at which new KV arrives.")
+    ] = "2GiB/s",
+    as_json: AsJson = False,
+) -> None:
+    """Say how many tokens of a model each tier of FILE holds.
+
+    Reads the model's config.json; looks at no weights, no GPU and no disk.
+    """
+    config = load_config(file)
+    request = PlanRequest(tp, kv_dtype, block_tokens, _rate(fill_rate))
+    result = make_plan(config, read_model_geometry(model), request)
+    if as_json:
+        _echo_json(result.as_dict())
+        return
+    show_plan(Console(highlight=False), result)
+
+
+@app.command()
+def vllm_args(
+    file: File,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
+) -> None:
+    """Print the vLLM arguments that load FILE.
+
+    Append the line, which is quoted for a shell, to 'vllm serve MODEL'.
+    """
+    config: KvtierConfig = load_config(file)
+    value = json.dumps(vllm_transfer_config(file, config))
+    typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON Schema of configuration files.
+
+    Editors that know YAML check and complete a file with it.
+    """
+    _echo_json(schema())
+
+
+def _rate(text: str) -> int:
+    try:
+        return parse_rate(text)
+    except UnitError as error:
+        raise ConfigError(f"--fill-rate {text}: {error}") from error
+
+
+def _echo_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,89 @@
+"""Values to tables that a person reads."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.cli._plan import Plan
+from kvtier.config import KvtierConfig, NvmeTierConfig
+from kvtier.units import approximate_duration, approximate_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["show_plan", "show_tiers"]
+
+_UNKNOWN = (
+    "Not known here: the engine's real layout (padding, KV cache groups, pipeline "
+    "parallelism), how much of a prompt repeats, and how fast the disk is. "
+    "The engine's log states the chunk size it uses."
+)
+
+
+def show_tiers(console: Console, config: KvtierConfig) -> None:
+    """Print the ladder of ``config``."""
+    table = _table("tier", "kind", "eviction", "place", numbers=("capacity",))
+    for tier in config.tiers:
+        place = str(tier.path) if isinstance(tier, NvmeTierConfig) else ""
+        size = approximate_size(tier.capacity_bytes)
+        table.add_row(tier.name, tier.kind, tier.eviction, place, size)
+    console.print(table)
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Print ``plan``."""
+    layers = f"{plan.layers} layers that keep KV"
+    ranks = f"{plan.tp} ranks" if plan.tp > 1 else "1 rank"
+    head = f"{plan.model}: {plan.attention}, {layers}, KV in {plan.kv_dtype}, {ranks}"
+    console.print(Text(head, style="bold"))
+    console.print()
+    console.print(_sizes(plan))
+    console.print()
+    console.print(_tiers(plan))
+    console.print()
+    rate = f"{approximate_size(plan.fill_bytes_per_s)}/s"
+    tokens = f"{plan.fill_tokens_per_s:,} new tokens per second"
+    for note in (f"Filling at {rate} is {tokens}.", *plan.notes, _UNKNOWN):
+        text = textwrap.fill(
+            note, width=console.width, initial_indent="- ", subsequent_indent="  "
+        )
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _sizes(plan: Plan) -> Table:
+    table = _table("", numbers=("tokens", "size", "bytes"))
+    rows = (
+        ("one token", 1, plan.token_nbytes),
+        ("one chunk", plan.chunk_tokens, plan.chunk_nbytes),
+        ("its slot in a tier", plan.chunk_tokens, plan.slot_nbytes),
+    )
+    for name, tokens, nbytes in rows:
+        table.add_row(name, f"{tokens:,}", approximate_size(nbytes), f"{nbytes:,}")
+    return table
+
+
+def _tiers(plan: Plan) -> Table:
+    table = _table("tier", "kind", numbers=("capacity", "chunks", "tokens", "time to fill"))
+    for tier in plan.tiers:
+        table.add_row(
+            tier.name,
+            tier.kind,
+            approximate_size(tier.capacity_bytes),
+            f"{tier.chunks:,}",
+            f"{tier.tokens:,}",
+            approximate_duration(tier.fill_s),
+        )
+    return table
+
+
+def _table(*words: str, numbers: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), header_style="dim")
+    for word in words:
+        table.add_column(word, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table

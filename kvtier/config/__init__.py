@@ -1,0 +1,46 @@
+"""Configuration: YAML to strict, frozen models, once.
+
+Nobody else in kvtier sees a dict of options or an environment variable.
+"""
+
+from __future__ import annotations
+
+from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
+from kvtier.config._engine_args import vllm_transfer_config
+from kvtier.config._environment import Environment, environment
+from kvtier.config._load import load_config, parse_config
+from kvtier.config._models import (
+    EngineConfig,
+    IdentityConfig,
+    KvtierConfig,
+    MetricsConfig,
+    NvmeTierConfig,
+    PlacementConfig,
+    RamTierConfig,
+    TierConfig,
+    TransferConfig,
+)
+from kvtier.config._origin import Origin
+from kvtier.config._schema import schema
+
+__all__ = [
+    "EngineConfig",
+    "Environment",
+    "IdentityConfig",
+    "KvtierConfig",
+    "MetricsConfig",
+    "NvmeTierConfig",
+    "Origin",
+    "PlacementConfig",
+    "RamTierConfig",
+    "TierConfig",
+    "TransferConfig",
+    "check_chunk_fits",
+    "check_environment",
+    "environment",
+    "load_config",
+    "parse_config",
+    "schema",
+    "slot_nbytes",
+    "vllm_transfer_config",
+]

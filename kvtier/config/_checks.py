@@ -1,0 +1,150 @@
+"""What a file cannot say about itself: is there room here, and does one chunk fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from kvtier.config._environment import environment
+from kvtier.config._models import KvtierConfig, NvmeTierConfig
+from kvtier.errors import ConfigError
+from kvtier.units import approximate_size, format_size
+
+__all__ = ["SLOT_ALIGNMENT_NBYTES", "check_chunk_fits", "check_environment", "slot_nbytes"]
+
+SLOT_ALIGNMENT_NBYTES = 4096
+"""A slot is a multiple of this: direct I/O moves whole pages only."""
+
+
+def slot_nbytes(chunk_nbytes: int) -> int:
+    """Return the bytes of the slot that a chunk of ``chunk_nbytes`` (all ranks) takes.
+
+    >>> slot_nbytes(1), slot_nbytes(8192)
+    (4096, 8192)
+    """
+    return -(-chunk_nbytes // SLOT_ALIGNMENT_NBYTES) * SLOT_ALIGNMENT_NBYTES
+
+
+def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
+    """Make sure that every tier holds at least one chunk.
+
+    Args:
+        config: The configuration.
+        chunk_nbytes: Bytes of one chunk over all ranks.
+
+    Raises:
+        ConfigError: A tier is too small; names its key, its capacity and the size it needs.
+    """
+    need = slot_nbytes(chunk_nbytes)
+    problems = [
+        config.origin.complain(
+            f"tiers[{number}].capacity",
+            f"smaller than one chunk, which takes {format_size(need)}",
+            "raise the capacity or lower engine.blocks_per_chunk",
+            value=format_size(tier.capacity_bytes),
+        )
+        for number, tier in enumerate(config.tiers)
+        if tier.capacity_bytes < need
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_environment(config: KvtierConfig) -> list[str]:
+    """Look at the directories, disks and memory of this machine.
+
+    A file is created in each store's directory, or next to it, and removed at once: nothing
+    else tells reliably whether one can be.
+
+    Returns:
+        Warnings: what works, but probably not as meant.
+
+    Raises:
+        ConfigError: Something that cannot work here, one line each.
+    """
+    problems = [*_memory_problems(config)]
+    for number, tier in enumerate(config.tiers):
+        if isinstance(tier, NvmeTierConfig):
+            problems += _store_problems(config, number, tier)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [*_ladder_warnings(config), *_store_warnings(config)]
+
+
+def _memory_problems(config: KvtierConfig) -> Iterator[str]:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ram_bytes = config.tiers[0].capacity_bytes
+    if ram_bytes > memory_bytes:
+        problem = f"this machine has {approximate_size(memory_bytes)} of memory"
+        remedy = "lower it, leaving room for the engine: pinned memory cannot be swapped out"
+        value = format_size(ram_bytes)
+        yield config.origin.complain("tiers[0].capacity", problem, remedy, value=value)
+
+
+def _store_problems(config: KvtierConfig, number: int, tier: NvmeTierConfig) -> Iterator[str]:
+    obstacle = _obstacle(tier.path)
+    if obstacle is not None:
+        yield config.origin.complain(f"tiers[{number}].path", *obstacle, value=tier.path)
+        return
+    reserved_bytes = sum(_allocated_bytes(path) for path in tier.path.rglob("*"))
+    free_bytes = shutil.disk_usage(_existing(tier.path)).free + reserved_bytes
+    if tier.capacity_bytes > free_bytes:
+        problem = f"the disk has room for {approximate_size(free_bytes)}"
+        remedy = "lower it or free space: all of it is reserved at start"
+        value = format_size(tier.capacity_bytes)
+        yield config.origin.complain(f"tiers[{number}].capacity", problem, remedy, value=value)
+
+
+def _obstacle(path: Path) -> tuple[str, str] | None:
+    """Return why there can be no store at ``path``, and what to do; None if there can."""
+    if path.exists() and not path.is_dir():
+        return "not a directory", "name a directory that kvtier may fill"
+    place = _existing(path)
+    if not place.is_dir():
+        problem = f"its parent {place} does not exist"
+        return problem, f"mount the disk or run: mkdir -p {place}"
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        problem = f"{place} is not writable: {error.strerror}"
+        return problem, "give the user that runs the engine write access, or use another path"
+
+
+def _existing(path: Path) -> Path:
+    """Return ``path``, or its parent as long as kvtier has not created it yet."""
+    return path if path.exists() else path.parent
+
+
+def _allocated_bytes(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:  # it went away, or is not ours to look at
+        return 0
+
+
+def _ladder_warnings(config: KvtierConfig) -> Iterator[str]:
+    for number, (faster, slower) in enumerate(pairwise(config.tiers), start=1):
+        if slower.capacity_bytes <= faster.capacity_bytes:
+            problem = f"no larger than the faster tier {faster.name}, so of little use"
+            remedy = "capacities should grow downward"
+            value = format_size(slower.capacity_bytes)
+            key = f"tiers[{number}].capacity"
+            yield config.origin.complain(key, problem, remedy, value=value)
+
+
+def _store_warnings(config: KvtierConfig) -> Iterator[str]:
+    for number, tier in enumerate(config.tiers):
+        if isinstance(tier, NvmeTierConfig) and tier.checksum == "off":
+            problem = "a flipped bit on the disk becomes a wrong token"
+            remedy = "xxh3 costs a fraction of a core"
+            yield config.origin.complain(f"tiers[{number}].checksum", problem, remedy)
+    if len(config.tiers) > 1 and environment().python_hash_seed is None:
+        yield (
+            "PYTHONHASHSEED is not set here: engines whose block hashes are seeded at random "
+            "find nothing after a restart; set it to the same number, such as 0, for all"
+        )

@@ -1,0 +1,86 @@
+"""Field types whose YAML form carries a unit and whose Python form is a plain number.
+
+``capacity: 64GiB`` in a file and ``capacity_bytes=1 << 36`` in code are the same value. Which
+form is due follows from the validation context, which only the loader passes: a bare ``64`` is
+refused in a file, where it could mean anything, and accepted in code, where the field's name
+says the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+)
+
+from kvtier.units import (
+    DURATION_PATTERN,
+    PERCENTAGE_PATTERN,
+    SIZE_PATTERN,
+    UnitError,
+    format_duration,
+    format_percentage,
+    format_size,
+    parse_duration,
+    parse_percentage,
+    parse_size,
+)
+
+__all__ = ["Duration", "FilePath", "Fraction", "Size"]
+
+
+def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
+    """Return a validator that reads text with ``parse`` and, in files, takes nothing else."""
+
+    def read(value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - pydantic's contract
+        if isinstance(value, str):
+            return parse(value)
+        if info.context is None:
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return parse(str(value))
+        raise UnitError(f"not a value such as {example}", f"write one such as {example}")
+
+    return BeforeValidator(read)
+
+
+def _path(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
+    return Path(value) if isinstance(value, str) and value else value
+
+
+Size = Annotated[
+    int,
+    Field(gt=0, lt=1 << 63),
+    _quantity(parse_size, "64GiB"),
+    PlainSerializer(format_size, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": SIZE_PATTERN}),
+]
+"""Bytes, more than 0."""
+
+Duration = Annotated[
+    float,
+    Field(gt=0, allow_inf_nan=False),
+    _quantity(parse_duration, "10s"),
+    PlainSerializer(format_duration, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN}),
+]
+"""Seconds, more than 0."""
+
+Fraction = Annotated[
+    float,
+    Field(ge=0, le=1),
+    _quantity(parse_percentage, "50%"),
+    PlainSerializer(format_percentage, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": PERCENTAGE_PATTERN}),
+]
+"""A share, 0 to 1."""
+
+FilePath = Annotated[Path, BeforeValidator(_path)]
+"""A path; text is accepted although the models are strict."""

@@ -1,0 +1,231 @@
+"""A file to a :class:`KvtierConfig`, or one error that says where and what to do.
+
+The sections are validated one by one, so that a problem in one does not hide those in another,
+and every pydantic error becomes a line of the form ``file:line: key = value: problem; remedy``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvtier.config._kinds import installed_evictions, installed_kinds, options_of
+from kvtier.config._models import KvtierConfig, TierConfig
+from kvtier.config._origin import Origin
+from kvtier.config._yaml import read_yaml
+from kvtier.errors import ConfigError
+from kvtier.units import UnitError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["load_config", "parse_config"]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_EXAMPLES: Final = {
+    "tiers": "tiers: [{kind: ram, capacity: 4GiB}]",
+    "kind": "kind: ram",
+    "capacity": "capacity: 64GiB",
+    "path": "path: /var/lib/kvtier",
+}
+
+
+def load_config(path: Path | str) -> KvtierConfig:
+    """Read the file at ``path``.
+
+    Only the file itself is looked at: see :func:`kvtier.config.check_environment` for the
+    directories and the memory it names.
+
+    Raises:
+        ConfigError: The file cannot be read or says something kvtier cannot do. The message
+            has one line per problem.
+    """
+    source = str(path)
+    try:
+        raw = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        remedy = "check the path; configs/demo.yaml is a file to start from"
+        raise ConfigError(f"{source}: no such file; {remedy}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{source}: is a directory; name a file in it") from error
+    except OSError as error:
+        remedy = "check its permissions"
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}; {remedy}") from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{source}:{line}: not UTF-8 text; save it as UTF-8") from error
+    return parse_config(text, source=source)
+
+
+def parse_config(text: str, *, source: str) -> KvtierConfig:
+    """Read ``text``; ``source`` is what errors call it.
+
+    Raises:
+        ConfigError: The text says something kvtier cannot do.
+    """
+    document = read_yaml(text, source=source)
+    return _Reader(document.origin).read(document.values)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Turns plain values into models, collecting every problem on the way."""
+
+    origin: Origin
+    problems: list[tuple[int, str]] = field(default_factory=list)
+
+    def read(self, values: dict[str, Any]) -> KvtierConfig:
+        sections = KvtierConfig.model_fields
+        for name in values:
+            if name not in sections:
+                self._unknown(name, name, sections)
+        read: dict[str, Any] = {"tiers": self._tiers(values.get("tiers", _MISSING))}
+        for name, info in sections.items():
+            if name in values and name != "tiers" and isinstance(info.annotation, type):
+                read[name] = self._section(info.annotation, values[name], name)
+        # What ties tiers and sections together is looked at only when each makes sense alone.
+        config = None if self.problems else self._validate(KvtierConfig, read, "")
+        if config is None:
+            raise self._refusal()
+        return config
+
+    def _tiers(self, values: object) -> list[TierConfig | None]:
+        if values is _MISSING:
+            self._note("tiers", "missing", f"add {_EXAMPLES['tiers']}")
+            return []
+        if not isinstance(values, list) or not values:
+            self._note("tiers", "not a list of tiers", f"write {_EXAMPLES['tiers']}")
+            return []
+        return [self._tier(value, f"tiers[{at}]") for at, value in enumerate(values)]
+
+    def _tier(self, values: object, key: str) -> TierConfig | None:
+        if not isinstance(values, dict):
+            self._note(key, "not a tier", "write {kind: ram, capacity: 4GiB}")
+            return None
+        if "kind" not in values:
+            self._note(f"{key}.kind", "missing", f"add {_EXAMPLES['kind']}")
+            return None
+        eviction = values.get("eviction")
+        if isinstance(eviction, str) and eviction != "lru":
+            self._one_of(eviction, installed_evictions(), f"{key}.eviction", "policy")
+        if not self._one_of(values["kind"], installed_kinds(), f"{key}.kind", "tier kind"):
+            return None
+        try:
+            options = options_of(values["kind"])
+        except ConfigError as error:
+            raise ConfigError(f"{self.origin.locate(f'{key}.kind')}: {error}") from error
+        return self._section(options, values, key)
+
+    def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
+        if value in known:
+            return True
+        remedy = f"installed: {', '.join(known)}{_did_you_mean(str(value), known)}"
+        self._note(key, f"no such {what} is installed", remedy)
+        return False
+
+    def _section(self, model: type[ModelT], values: object, key: str) -> ModelT | None:
+        if isinstance(values, dict):
+            return self._validate(model, values, key)
+        names = ", ".join(_names(model))
+        self._note(key, "not a section", f"put keys below it, or leave it out; keys: {names}")
+        return None
+
+    def _validate(self, model: type[ModelT], values: dict[str, Any], key: str) -> ModelT | None:
+        try:
+            context = {"origin": self.origin}
+            return model.model_validate(values, context=context, by_alias=True, by_name=False)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                self._explain(details, model, key)
+            return None
+
+    def _explain(self, details: ErrorDetails, model: type[BaseModel], prefix: str) -> None:
+        context = details.get("ctx", {})
+        key = _join(prefix, (*details["loc"], *((context["key"],) if "key" in context else ())))
+        if details["type"] == "extra_forbidden":
+            names = _names(model) if len(details["loc"]) == 1 else ()
+            self._unknown(key, str(details["loc"][-1]), names)
+        elif details["type"] == "missing":
+            name = str(details["loc"][-1])
+            self._note(key, "missing", f"add {_EXAMPLES.get(name, f'{name}:')}")
+        elif details["type"] != "default_factory_not_called":  # follows from another problem
+            self._note(key, *_describe(details))
+
+    def _unknown(self, key: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        remedy = _did_you_mean(name, known).removeprefix("; ") or f"known: {', '.join(known)}"
+        self._note(key, "unknown key", remedy)
+
+    def _note(self, key: str, problem: str, remedy: str) -> None:
+        line = self.origin.line_of(key) or 0
+        self.problems.append((line, self.origin.complain(key, problem, remedy)))
+
+    def _refusal(self) -> ConfigError:
+        in_file_order = sorted(self.problems, key=lambda problem: problem[0])
+        return ConfigError("\n".join(text for _, text in in_file_order))
+
+
+_MISSING: Final = object()
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    """Return the keys of ``model`` as a file writes them."""
+    fields = model.model_fields.items()
+    return [str(info.validation_alias or name) for name, info in fields]
+
+
+def _join(prefix: str, location: Iterable[object]) -> str:
+    key = prefix
+    for step in location:
+        key += f"[{step}]" if isinstance(step, int) else f".{step}" if key else str(step)
+    return key
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return ``; did you mean x?``, or nothing if no known word is close."""
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+_BOUNDS: Final = {
+    "greater_than": ("gt", "not more than", "write more than"),
+    "greater_than_equal": ("ge", "less than", "write at least"),
+    "less_than": ("lt", "not less than", "write less than"),
+    "less_than_equal": ("le", "more than", "write at most"),
+}
+_TYPES: Final = {
+    "int_type": ("not a whole number", "write one such as 4, without quotes"),
+    "bool_type": ("not true or false", "write true or false"),
+    "string_type": ("not text", "put it in quotes if it is meant as text"),
+    "path_type": ("not a path", "write one such as /var/lib/kvtier"),
+    "string_pattern_mismatch": (
+        "not a name kvtier can use in logs and metrics",
+        "start with a letter a-z and go on with a-z, 0-9, _ or -",
+    ),
+}
+
+
+def _describe(details: ErrorDetails) -> tuple[str, str]:
+    """Return what is wrong and what to do, in kvtier's words."""
+    kind, context = details["type"], details.get("ctx", {})
+    if isinstance(context.get("error"), UnitError):
+        return context["error"].problem, context["error"].remedy
+    if "remedy" in context:
+        return context["problem"], context["remedy"]
+    if kind in _BOUNDS:
+        bound, problem, remedy = _BOUNDS[kind]
+        return f"{problem} {context[bound]:g}", f"{remedy} {context[bound]:g}"
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        hint = _did_you_mean(str(details["input"]), choices)
+        return "not a choice", f"write {' or '.join(choices)}{hint}"
+    return _TYPES.get(kind, (details["msg"], "see kvtier schema"))

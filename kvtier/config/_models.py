@@ -1,0 +1,249 @@
+"""The configuration as types: what a file may say and what the rest of kvtier sees.
+
+In a file sizes, durations and percentages carry their unit in the value; in Python the unit is
+in the name (``capacity: 64GiB`` is ``capacity_bytes``). The docstrings below the fields are
+the descriptions in the JSON Schema.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PrivateAttr,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from kvtier.config._fields import Duration, FilePath, Fraction, Size
+from kvtier.config._origin import Origin
+
+__all__ = [
+    "EngineConfig",
+    "IdentityConfig",
+    "KvtierConfig",
+    "MetricsConfig",
+    "NvmeTierConfig",
+    "PlacementConfig",
+    "RamTierConfig",
+    "TierConfig",
+    "TransferConfig",
+]
+
+
+_RELATIVE_PATH = {
+    "problem": "not an absolute path",
+    "remedy": "write it from the root: engines start in different directories",
+}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class TierConfig(_Section):
+    """One tier. A tier of your own derives its ``Options`` from this."""
+
+    kind: str
+    """What the tier is: `ram`, `nvme`, or a kind an installed package provides."""
+    name: str = Field(
+        default_factory=lambda values: values["kind"],
+        pattern=r"^[a-z][a-z0-9_-]*$",
+    )
+    """What logs and metrics call the tier; the kind unless two tiers share it."""
+    capacity_bytes: Size = Field(
+        validation_alias="capacity",
+        serialization_alias="capacity",
+        json_schema_extra={"examples": ["64GiB"]},
+    )
+    """Bytes the tier may hold; bookkeeping comes on top."""
+    eviction: str = "lru"
+    """Which chunk leaves a full tier: `lru`, or a policy an installed package provides."""
+
+
+class RamTierConfig(TierConfig):
+    """Pinned host memory, always the first tier."""
+
+    kind: str = Field(default="ram", pattern="^ram$")
+    """Pinned host memory."""
+
+
+class NvmeTierConfig(TierConfig):
+    """A directory on a local file system."""
+
+    kind: str = Field(default="nvme", pattern="^nvme$")
+    """A local disk."""
+    path: FilePath
+    """Absolute directory of the store; kvtier creates it if its parent exists."""
+    direct_io: Literal["auto", "require", "off"] = "auto"
+    """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
+    checksum: Literal["xxh3", "off"] = "xxh3"
+    """Proof on every read that the bytes are those stored; `off` trusts the disk blindly."""
+    durability: Literal["process", "power"] = "process"
+    """What a stored chunk survives: a killed `process`, or loss of `power` (fsync, slower)."""
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_absolute(cls, path: Path) -> Path:
+        if not path.is_absolute():
+            raise PydanticCustomError("kvtier", "{problem}; {remedy}", dict(_RELATIVE_PATH))
+        return path
+
+
+class PlacementConfig(_Section):
+    """Which tiers a chunk goes to, and when."""
+
+    write: Literal["through", "evict"] = "through"
+    """Copy down as soon as stored (`through`), or only when RAM needs the room (`evict`)."""
+    promote_after: int = Field(default=1, ge=1)
+    """Hits in the slower tier after which a chunk is copied up; 1 is the first hit."""
+    pin_budget: Fraction = 0.5
+    """Share of RAM that chunks promoted for waiting requests may hold."""
+    clean_reserve: Fraction = 0.1
+    """Share of RAM kept free or already copied down, ahead of need (`write: evict`)."""
+
+
+class TransferConfig(_Section):
+    """Limits and deadlines of moving bytes."""
+
+    io_threads: int = Field(default=4, ge=1, le=256)
+    """Threads for blocking I/O calls."""
+    queue_limit_bytes: Size = Field(
+        default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
+    )
+    """Bytes queued or in flight per tier and direction; more is refused, never awaited."""
+    piece_bytes: Size = Field(
+        default=8 << 20, validation_alias="piece", serialization_alias="piece"
+    )
+    """Largest single I/O call; a multiple of 4 KiB, at most `queue_limit`."""
+    load_timeout_s: Duration = Field(
+        default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
+    )
+    """Longest a request waits for a promotion; then it recomputes."""
+    store_timeout_s: Duration = Field(
+        default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
+    )
+    """Longest a copy to a slower tier may take."""
+    close_timeout_s: Duration = Field(
+        default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
+    )
+    """Longest a shutdown may take."""
+    breaker_failures: int = Field(default=5, ge=1)
+    """Failed jobs in a row that take a tier out of service."""
+    breaker_backoff_s: Duration = Field(
+        default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
+    )
+    """How long a tier out of service rests before it is tried again."""
+
+    @model_validator(mode="after")
+    def _piece_fits(self) -> Self:
+        if self.piece_bytes % 4096:
+            _refuse("piece", "not a multiple of 4096 bytes", "write a multiple of 4KiB")
+        if self.piece_bytes > self.queue_limit_bytes:
+            _refuse("piece", "larger than queue_limit", "lower piece or raise queue_limit")
+        return self
+
+
+class MetricsConfig(_Section):
+    """Counters for Prometheus."""
+
+    enabled: bool = True
+    """Publish kvtier's counters through the engine's metrics endpoint."""
+
+
+class EngineConfig(_Section):
+    """What kvtier asks of the engine."""
+
+    blocks_per_chunk: int = Field(default=1, ge=1)
+    """Engine blocks per stored chunk; more means fewer, larger I/Os and coarser reuse."""
+    store_decode: bool = True
+    """Keep the KV of generated tokens too; conversations of several turns need it."""
+
+
+class IdentityConfig(_Section):
+    """What, besides model and layout, must be equal for stored bytes to be reused."""
+
+    model_revision: str | None = None
+    """Revision of the weights, if the engine does not know it."""
+    weights_epoch: int = Field(default=0, ge=0)
+    """Raise it when weights change under the same name: everything stored before is ignored."""
+
+
+def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _refuse(key: str, problem: str, remedy: str) -> None:
+    """Report ``problem`` at ``key``, written as in a file and relative to the section."""
+    context = {"problem": problem, "key": key, "remedy": remedy}
+    raise PydanticCustomError("kvtier", "{key}: {problem}; {remedy}", context)
+
+
+class KvtierConfig(_Section):
+    """A whole configuration."""
+
+    tiers: Annotated[
+        tuple[SerializeAsAny[InstanceOf[TierConfig]], ...],
+        Field(min_length=1),
+        BeforeValidator(_as_tuple),
+    ]
+    """The tiers, fastest first. The first is `ram`."""
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    """Which tiers a chunk goes to, and when."""
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
+    """Limits and deadlines of moving bytes."""
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    """Counters for Prometheus."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """What kvtier asks of the engine."""
+    identity: IdentityConfig = Field(default_factory=IdentityConfig)
+    """What, besides model and layout, must be equal for stored bytes to be reused."""
+
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @property
+    def origin(self) -> Origin:
+        """Where the configuration was written down."""
+        return self._origin
+
+    def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
+        """Keep the origin that the loader passes along."""
+        if context is not None:
+            self._origin = context["origin"]
+
+    @model_validator(mode="after")
+    def _tiers_form_a_ladder(self) -> Self:
+        for number, tier in enumerate(self.tiers):
+            self._check_tier(number, tier, self.tiers[:number])
+        return self
+
+    @staticmethod
+    def _check_tier(number: int, tier: TierConfig, faster: tuple[TierConfig, ...]) -> None:
+        key = f"tiers[{number}]"
+        if number == 0 and tier.kind != "ram":
+            _refuse(f"{key}.kind", "the first tier is not ram", "start the list with kind: ram")
+        if number > 0 and tier.kind == "ram":
+            _refuse(f"{key}.kind", "ram is a tier already", "keep one ram tier, the first")
+        names = [other.name for other in faster]
+        if tier.name in names:
+            twin = names.index(tier.name)
+            remedy = "add name: to one of them"
+            _refuse(f"{key}.name", f"tiers[{twin}] has the same name", remedy)
+        if isinstance(tier, NvmeTierConfig):
+            paths = [other.path for other in faster if isinstance(other, NvmeTierConfig)]
+            if tier.path in paths:
+                _refuse(f"{key}.path", "another tier has the same path", "use two directories")

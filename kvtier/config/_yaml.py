@@ -1,0 +1,176 @@
+"""YAML text to plain values, remembering the line of each.
+
+The dialect is smaller than YAML 1.1, on purpose. There ``off`` is false, ``010`` is eight and
+``1:30`` is ninety; here a word is a word, which is also how editors that know YAML 1.2 and the
+JSON Schema read the file. Aliases and tags are refused: nothing in a file may be worth more
+than it looks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import yaml
+
+from kvtier.config._origin import Origin
+from kvtier.errors import ConfigError
+
+__all__ = ["Document", "read_yaml"]
+
+_DEEPEST = 16
+_TAG: Final = "tag:yaml.org,2002:"
+_PARSERS: Final[dict[str, Callable[[str], Any]]] = {
+    f"{_TAG}null": lambda _: None,
+    f"{_TAG}bool": lambda text: text.lower() == "true",
+    f"{_TAG}int": int,
+    f"{_TAG}float": float,
+    f"{_TAG}str": str,
+}
+
+
+@dataclass(slots=True)
+class Document:
+    """A file's values, and where each was written.
+
+    Attributes:
+        values: What the file says: dicts, lists and scalars.
+        origin: The line and the text of each key.
+    """
+
+    values: dict[str, Any]
+    origin: Origin
+
+
+def read_yaml(text: str, *, source: str) -> Document:
+    """Read ``text``, the content of the file ``source``.
+
+    Raises:
+        ConfigError: Not YAML, empty, not a mapping at the top, or a key written twice.
+    """
+    _refuse_tabs(text, source)
+    node = _compose(text, source)
+    if node is None:
+        hint = "name at least one tier, such as {kind: ram, capacity: 4GiB} under tiers:"
+        raise ConfigError(Origin(source).complain("", "the file is empty", hint))
+    reader = _Reader(source)
+    values = reader.read(node, "")
+    if not isinstance(values, dict):
+        hint = "start with tiers:"
+        raise ConfigError(Origin(source).complain("", "the file is not a mapping", hint))
+    return Document(values, Origin(source, reader.lines, reader.texts))
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes; resolves only null, true, false and decimal numbers."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - PyYAML's contract
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse("an alias", "write the value out", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            self._refuse("a tag", "write the plain value", event.start_mark)
+        if self._depth >= _DEEPEST:
+            self._refuse("nested too deep", "no section goes that deep", event.start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    @staticmethod
+    def _refuse(problem: str, remedy: str, mark: Any) -> None:  # noqa: ANN401 - two classes in the stubs
+        raise yaml.MarkedYAMLError(problem=f"{problem}; {remedy}", problem_mark=mark)
+
+
+for _name, _pattern, _first in (
+    ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"[-+]?[0-9]{1,18}$", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)$", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(_pattern, re.ASCII), _first)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Walks a node tree; ``lines`` and ``texts`` fill up on the way."""
+
+    source: str
+    lines: dict[str, int] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def read(self, node: yaml.Node, key: str) -> Any:  # noqa: ANN401 - any YAML value
+        if key:
+            self.lines.setdefault(key, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, key)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, f"{key}[{at}]") for at, item in enumerate(node.value)]
+        self.texts[key] = node.value
+        return _PARSERS[node.tag](node.value)
+
+    def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name_node, value_node in node.value:
+            name, line = name_node.value, name_node.start_mark.line + 1
+            if not isinstance(name, str) or not name:
+                remedy = "write a word and a colon"
+                raise ConfigError(
+                    f"{self.source}:{line}: no word where a key belongs; {remedy}"
+                )
+            dotted = f"{key}.{name}" if key else name
+            if name in values:
+                first = self.lines[dotted]
+                remedy = f"it is on line {first} already: keep one"
+                raise ConfigError(f"{self.source}:{line}: {dotted}: written twice; {remedy}")
+            self.lines[dotted] = line
+            values[name] = self.read(value_node, dotted)
+        return values
+
+
+def _refuse_tabs(text: str, source: str) -> None:
+    """YAML forbids tabs in indentation, but PyYAML folds some of them into the value above."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        indent = line[: len(line) - len(line.lstrip())]
+        if "\t" in indent and line.strip() and not line.lstrip().startswith("#"):
+            shown = line.strip()
+            problem = f"{shown!r} is indented with a tab; indent with spaces"
+            raise ConfigError(f"{source}:{number}: {problem}")
+
+
+def _compose(text: str, source: str) -> yaml.Node | None:
+    try:
+        loader = _Loader(text)
+        try:
+            node: yaml.Node | None = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax(error, text, source)) from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        problem = f"not YAML: {str(error).splitlines()[0]}"
+        raise ConfigError(f"{source}: {problem}; write the file as plain UTF-8 text") from error
+    return node
+
+
+def _syntax(error: yaml.MarkedYAMLError, text: str, source: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return f"{source}: not YAML: {error.problem}; compare it with configs/demo.yaml"
+    written = text.splitlines()[mark.line].strip() if mark.line < len(text.splitlines()) else ""
+    place = f"{source}:{mark.line + 1}: {written!r}" if written else f"{source}:{mark.line + 1}"
+    problem = error.problem or "not YAML"
+    if "\\t" in problem:
+        problem = "a tab where YAML wants spaces"
+    if ";" in problem:
+        return f"{place}: {problem}"
+    return f"{place}: {problem}; check the colons, dashes and indentation there"

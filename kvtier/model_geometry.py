@@ -1,0 +1,249 @@
+"""How many bytes of KV cache one token of a model takes, read from its ``config.json``.
+
+Three shapes of attention matter. With *multi-head* attention (MHA) every query head has a key
+and a value head. With *grouped-query* attention (GQA, and MQA with a single group) several
+query heads share one. With *multi-head latent* attention (MLA) all heads share one compressed
+latent and one rotary key, and there is no separate value.
+
+Tensor parallelism splits KV heads over ranks as long as there are enough of them. Beyond that,
+and always with MLA, ranks hold copies of the same bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.errors import ConfigError
+
+__all__ = ["Attention", "KvDtype", "ModelGeometry", "read_model_geometry"]
+
+_NESTED: Final = ("text_config", "language_config", "llm_config")
+_FULL_KV: Final = frozenset({"full_attention", "attention", "sliding_attention"})
+
+
+class Attention(enum.Enum):
+    """How the model's heads share keys and values."""
+
+    MHA = "MHA"
+    GQA = "GQA"
+    MLA = "MLA"
+
+
+class KvDtype(enum.StrEnum):
+    """Element type of the KV cache, in vLLM's words."""
+
+    AUTO = "auto"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FP8 = "fp8"
+
+
+_ELEMENT_NBYTES: Final[Mapping[KvDtype, int]] = {
+    KvDtype.FLOAT16: 2,
+    KvDtype.BFLOAT16: 2,
+    KvDtype.FLOAT32: 4,
+    KvDtype.FP8: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """What decides the size of a model's KV cache.
+
+    Attributes:
+        model: The model's type, as ``config.json`` names it.
+        attention: How heads share keys and values.
+        layers: Layers that keep KV for every token.
+        query_heads: Attention heads.
+        kv_heads: Key-value heads; 1 for MLA, where all heads share the latent.
+        head_elements: Elements per token, layer and KV head: key plus value, or the latent.
+        dtype: Element type that vLLM's ``auto`` means for this model.
+        notes: What the numbers leave out, one sentence each.
+    """
+
+    model: str
+    attention: Attention
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_elements: int
+    dtype: KvDtype
+    notes: tuple[str, ...] = ()
+
+    def token_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
+        """Return the bytes of one token without any copies."""
+        return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
+
+    def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:
+        """Return the bytes of one token that each of ``tp`` ranks holds.
+
+        Raises:
+            ConfigError: The heads cannot be split over so many ranks.
+        """
+        return self.token_nbytes(dtype) * self.copies(tp) // tp
+
+    def copies(self, tp: int) -> int:
+        """Return how often ``tp`` ranks together hold each byte.
+
+        Raises:
+            ConfigError: The heads cannot be split over so many ranks.
+        """
+        if self.query_heads % tp:
+            problem = f"{self.query_heads} attention heads cannot be split over {tp} ranks"
+            raise ConfigError(f"--tp {tp}: {problem}; use a divisor of {self.query_heads}")
+        if self.attention is Attention.MLA:
+            return tp
+        if max(tp, self.kv_heads) % min(tp, self.kv_heads):
+            problem = (
+                f"{self.kv_heads} KV heads can be neither split over nor copied to {tp} ranks"
+            )
+            raise ConfigError(
+                f"--tp {tp}: {problem}; use a divisor or multiple of {self.kv_heads}"
+            )
+        return max(1, tp // self.kv_heads)
+
+    def element_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
+        """Return the bytes of one element."""
+        return _ELEMENT_NBYTES[self.dtype if dtype is KvDtype.AUTO else dtype]
+
+
+def read_model_geometry(path: Path) -> ModelGeometry:
+    """Read the geometry of the model in directory ``path``.
+
+    Args:
+        path: A Hugging Face model directory, or its ``config.json``.
+
+    Raises:
+        ConfigError: There is no such file, or it does not describe a transformer.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    fields = _Fields(_read_json(file), str(file))
+    for name in _NESTED:
+        nested = fields.values.get(name)
+        if isinstance(nested, dict):
+            fields = _Fields({**fields.values, **nested}, str(file))
+            break
+    return _geometry(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of a ``config.json``, with errors that name the file."""
+
+    values: dict[str, Any]
+    source: str
+
+    def count(self, *names: str) -> int:
+        """Return the first of ``names`` that is set, a positive integer."""
+        value = self.optional(*names)
+        if value is None:
+            problem = f"{' or '.join(names)} is missing"
+            remedy = "kvtier needs the config.json of a transformer language model"
+            raise ConfigError(f"{self.source}: {problem}; {remedy}")
+        return value
+
+    def optional(self, *names: str) -> int | None:
+        """Return the first of ``names`` that is set, or None."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                problem = f"{name} = {value!r}: not a positive whole number"
+                raise ConfigError(f"{self.source}: {problem}; download the file again")
+            return value
+        return None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        remedy = "give a directory that holds a model's config.json (kvtier downloads nothing)"
+        raise ConfigError(f"{file}: no such file; {remedy}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON: {error}; download the file again") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: not a JSON object; give a model's config.json")
+    return values
+
+
+def _geometry(fields: _Fields) -> ModelGeometry:
+    query_heads = fields.count("num_attention_heads", "n_head")
+    layers, notes = _layers(fields)
+    latent = fields.optional("kv_lora_rank")
+    if latent is not None:
+        attention, kv_heads = Attention.MLA, 1
+        head_elements = latent + fields.count("qk_rope_head_dim")
+    else:
+        kv_heads = fields.optional("num_key_value_heads", "num_kv_heads") or query_heads
+        attention = Attention.MHA if kv_heads == query_heads else Attention.GQA
+        head_elements = 2 * _head_dim(fields, query_heads)
+    dtype, dtype_notes = _dtype(fields)
+    return ModelGeometry(
+        model=str(fields.values.get("model_type", "unknown")),
+        attention=attention,
+        layers=layers,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_elements=head_elements,
+        dtype=dtype,
+        notes=(*notes, *dtype_notes),
+    )
+
+
+def _head_dim(fields: _Fields, query_heads: int) -> int:
+    stated = fields.optional("head_dim")
+    if stated is not None:
+        return stated
+    hidden = fields.count("hidden_size", "n_embd")
+    if hidden % query_heads:
+        problem = f"hidden_size {hidden} is not a multiple of the {query_heads} attention heads"
+        raise ConfigError(f"{fields.source}: {problem}; add head_dim to the file")
+    return hidden // query_heads
+
+
+def _layers(fields: _Fields) -> tuple[int, list[str]]:
+    """Return the layers that keep KV for every token, and what is special about the others."""
+    layers = fields.count("num_hidden_layers", "n_layer")
+    kinds, notes = fields.values.get("layer_types"), []
+    if isinstance(kinds, list) and kinds:
+        keeping = sum(kind in _FULL_KV for kind in kinds)
+        if 0 < keeping < len(kinds):
+            notes.append(
+                f"{len(kinds) - keeping} of {len(kinds)} layers keep a fixed state instead of "
+                "KV per token; their state is not counted."
+            )
+            layers = keeping
+        sliding = kinds.count("sliding_attention")
+        if sliding:
+            notes.append(
+                f"{sliding} of {len(kinds)} layers attend to a sliding window: the engine "
+                "offers them as groups of their own and may keep less than counted here."
+            )
+    if fields.optional("num_nextn_predict_layers") is not None:
+        notes.append("Layers for speculative decoding come on top when it is switched on.")
+    if fields.optional("index_head_dim") is not None:
+        notes.append("The sparse attention's index cache comes on top.")
+    return layers, notes
+
+
+def _dtype(fields: _Fields) -> tuple[KvDtype, list[str]]:
+    """Return the element type that vLLM serves the model with unless told otherwise."""
+    stated = fields.values.get("dtype") or fields.values.get("torch_dtype")
+    name = str(stated).removeprefix("torch.")
+    if name in {KvDtype.FLOAT16, KvDtype.BFLOAT16}:
+        return KvDtype(name), []
+    if name == KvDtype.FLOAT32:
+        note = "The weights are float32; vLLM serves those in 16 bits unless told otherwise."
+        return KvDtype.FLOAT16, [note]
+    said = f"says dtype {name}" if stated else "does not say its dtype"
+    return KvDtype.BFLOAT16, [f"config.json {said}: 2 bytes per element are assumed."]

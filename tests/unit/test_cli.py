@@ -1,0 +1,213 @@
+"""The commands, run as a shell runs them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import kvtier
+from kvtier.cli import main
+from kvtier.config import schema
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+DEMO = str(CONFIGS / "demo.yaml")
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Ran(NamedTuple):
+    """What a command left behind."""
+
+    code: int | str | None
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs ``kvtier`` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Ran:
+        self._monkeypatch.setattr(sys, "argv", ["kvtier", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return Ran(caught.value.code, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    return Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration that works on any machine."""
+    file = tmp_path / "it's.yaml"
+    file.write_text(
+        "tiers:\n"
+        "  - {kind: ram, capacity: 32MiB}\n"
+        f"  - {{kind: nvme, path: '{tmp_path}/store', capacity: 64MiB}}\n"
+    )
+    return file
+
+
+def test_the_version_is_the_package_s(shell: Shell) -> None:
+    assert shell("--version") == Ran(0, f"kvtier {kvtier.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "schema", "vllm-args"])
+def test_every_command_has_help_that_fits_a_terminal(
+    shell: Shell, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = shell(command, "--help")
+    assert ran.code == 0
+    assert f"Usage: kvtier {command}" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert f"  {command}  " in shell("--help").out
+
+
+def test_a_file_that_works_here_is_ok(shell: Shell, config: Path) -> None:
+    ran = shell("check", config)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.endswith("it's.yaml: ok\n")
+    assert "32.0 MiB" in ran.out
+
+
+def test_a_warning_goes_to_stderr_and_does_not_fail(shell: Shell, config: Path) -> None:
+    config.write_text(config.read_text().replace("32MiB", "64MiB"))
+    ran = shell("check", config)
+    assert ran.code == 0
+    assert ran.err.startswith(f"warning: {config}:3: tiers[1].capacity = 64MiB: no larger than")
+
+
+def test_every_problem_is_an_error_line_without_a_traceback(shell: Shell, config: Path) -> None:
+    config.write_text("tiers: [{kind: ram, capacity: 32M}]\nmetric: {}\n")
+    ran = shell("check", config)
+    assert (ran.code, ran.out) == (2, "")
+    first, second = ran.err.splitlines()
+    assert first.startswith(f"error: {config}:1: tiers[0].capacity = 32M: 'M' is not a unit")
+    assert second.startswith(f"error: {config}:2: metric: unknown key; did you mean metrics?")
+
+
+def test_a_check_can_be_read_by_a_program(shell: Shell, config: Path) -> None:
+    report = json.loads(shell("check", config, "--json").out)
+    assert report["warnings"] == []
+    assert report["config"]["tiers"][0]["capacity"] == "32MiB"
+
+
+def test_wrong_usage_has_the_same_exit_code(shell: Shell) -> None:
+    for arguments in (("chek", DEMO), ("check",), ("plan", DEMO), ("plan", DEMO, "--tp", "0")):
+        ran = shell(*arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert "Error: " in ran.err
+
+
+def test_the_schema_is_printed_as_json(shell: Shell) -> None:
+    assert json.loads(shell("schema").out) == schema()
+
+
+def test_a_plan_counts_the_tokens_each_tier_holds(shell: Shell, model: Path) -> None:
+    ran = shell("plan", CONFIGS / "ram_nvme.yaml", "--model", model)
+    rows = {line.split()[0]: " ".join(line.split()) for line in ran.out.splitlines() if line}
+    assert rows["ram"] == "ram ram 64.0 GiB 8,192 524,288 32.0 s"
+    assert rows["nvme"] == "nvme nvme 1.00 TiB 131,072 8,388,608 8 min 32 s"
+    assert "one token 1 128 KiB 131,072" in " ".join(ran.out.split())
+    assert "Not known here" in ran.out
+
+
+def test_a_plan_can_be_read_by_a_program(shell: Shell, model: Path) -> None:
+    arguments = ("--tp", 2, "--kv-dtype", "fp8", "--block-tokens", 32, "--fill-rate", "1GiB/s")
+    ran = shell("plan", CONFIGS / "ram.yaml", "--model", model, *arguments, "--json")
+    plan = json.loads(ran.out)
+    assert plan["token_nbytes"] == 64 << 10
+    assert plan["chunk_tokens"] == 128
+    assert plan["chunk_nbytes"] == plan["slot_nbytes"] == 8 << 20
+    assert plan["fill_tokens_per_s"] == 1 << 14
+    assert plan["tiers"][0]["tokens"] == 1 << 20
+    assert plan["tiers"][0]["fill_s"] == 64.0
+
+
+def test_a_plan_says_when_ranks_hold_copies(shell: Shell, model: Path) -> None:
+    ran = shell("plan", CONFIGS / "ram.yaml", "--model", model, "--tp", 16)
+    assert "2 ranks hold the same bytes of each KV head" in ran.out
+
+
+def test_a_plan_counts_a_replicated_latent_once_per_rank(shell: Shell, model: Path) -> None:
+    latent = {**MODEL, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (model / "config.json").write_text(json.dumps(latent))
+    arguments = ("--model", model, "--tp", 4, "--kv-dtype", "fp8", "--json")
+    plan = json.loads(shell("plan", DEMO, *arguments).out)
+    assert plan["token_nbytes"] == 4 * 32 * 576
+    assert plan["slot_nbytes"] == -(-plan["chunk_nbytes"] // 4096) * 4096
+    assert any("copies are counted" in note for note in plan["notes"])
+    assert any("scales" in note for note in plan["notes"])
+
+
+def test_a_plan_counts_whole_slots_however_small_the_chunk(shell: Shell, model: Path) -> None:
+    tiny = {**MODEL, "num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size": 32}
+    (model / "config.json").write_text(json.dumps(tiny))
+    plan = json.loads(shell("plan", DEMO, "--model", model, "--json").out)
+    assert (plan["chunk_nbytes"], plan["slot_nbytes"]) == (16 * 4, 4096)
+    assert plan["tiers"][0]["tokens"] == (512 << 20) // 4096 * 16
+
+
+def test_a_plan_refuses_a_tier_that_holds_no_chunk(shell: Shell, model: Path) -> None:
+    ran = shell("plan", DEMO, "--model", model, "--block-tokens", 1 << 20)
+    assert ran.code == 2
+    assert f"{DEMO}:4: tiers[0].capacity = 512MiB: smaller than one chunk" in ran.err
+    assert "which takes 128GiB" in ran.err
+
+
+def test_a_plan_refuses_a_rate_without_a_unit(shell: Shell, model: Path) -> None:
+    ran = shell("plan", DEMO, "--model", model, "--fill-rate", "2")
+    assert ran == Ran(
+        2,
+        "",
+        "error: --fill-rate 2: 2 is not a rate; write a size per second, such as 2GiB/s\n",
+    )
+
+
+def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> None:
+    line = shell("vllm-args", config).out
+    option, value = shlex.split(line)
+    assert option == "--kv-transfer-config"
+    assert line.count("\n") == 1
+    assert json.loads(value)["kv_connector_extra_config"]["kvtier_config"] == str(config)
+    assert shell("vllm-args", config, "--json").out == f"{value}\n"
+
+
+def test_the_command_line_starts_without_torch_and_vllm() -> None:
+    program = "import sys, kvtier.cli; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=CONFIGS.parent,
+    )
+    assert not {"torch", "vllm", "kvtier.tiers"} & set(done.stdout.split())

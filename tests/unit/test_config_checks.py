@@ -1,0 +1,155 @@
+"""Checks that need this machine, or the size of a chunk."""
+
+from __future__ import annotations
+
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import (
+    KvtierConfig,
+    NvmeTierConfig,
+    RamTierConfig,
+    check_chunk_fits,
+    check_environment,
+    environment,
+    parse_config,
+    vllm_transfer_config,
+)
+from kvtier.errors import ConfigError
+
+
+def ladder(
+    path: Path, *, ram: str = "1MiB", nvme: str = "2MiB", more: str = ""
+) -> KvtierConfig:
+    """Return a configuration whose nvme tier starts on line 4."""
+    text = f"""\
+tiers:
+  - kind: ram
+    capacity: {ram}
+  - kind: nvme
+    path: {path}
+    capacity: {nvme}
+    {more}
+"""
+    return parse_config(text, source="a.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _hashes_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def test_a_directory_that_kvtier_can_make_is_fine_and_is_not_made(tmp_path: Path) -> None:
+    assert check_environment(ladder(tmp_path / "store")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checking_leaves_nothing_in_a_store(tmp_path: Path) -> None:
+    assert check_environment(ladder(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/proc/version", "not a directory; name a directory"),
+        ("/proc/no/such/store", "its parent /proc/no/such does not exist; mount"),
+        ("/proc/version/store", "its parent /proc/version does not exist"),
+        ("/proc", "/proc is not writable: "),
+        ("/proc/store", "/proc is not writable: "),
+    ],
+)
+def test_a_path_without_room_for_a_store_is_refused(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_environment(ladder(Path(path)))
+    assert str(caught.value).startswith(f"a.yaml:5: tiers[1].path = {path}: {problem}")
+
+
+def test_more_memory_and_disk_than_there_is_are_two_problems(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_environment(ladder(tmp_path, ram="1024PiB", nvme="2048PiB"))
+    memory, disk = str(caught.value).splitlines()
+    assert memory.startswith("a.yaml:3: tiers[0].capacity = 1024PiB: this machine has ")
+    assert disk.startswith("a.yaml:6: tiers[1].capacity = 2048PiB: the disk has room for ")
+
+
+def test_what_a_store_holds_already_counts_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = types.SimpleNamespace(total=1 << 40, used=1 << 40, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(ConfigError, match="the disk has room for 0 B"):
+        check_environment(ladder(tmp_path))
+    (tmp_path / "namespace").mkdir()
+    (tmp_path / "namespace" / "slots.bin").write_bytes(b"x" * (2 << 20))
+    assert check_environment(ladder(tmp_path)) == []
+
+
+def test_a_slower_tier_that_is_no_larger_is_a_warning(tmp_path: Path) -> None:
+    (warning,) = check_environment(ladder(tmp_path, ram="2MiB"))
+    assert warning.startswith("a.yaml:6: tiers[1].capacity = 2MiB: no larger than the faster")
+
+
+def test_a_store_without_checksums_is_a_warning(tmp_path: Path) -> None:
+    (warning,) = check_environment(ladder(tmp_path, more="checksum: off"))
+    assert warning.startswith("a.yaml:7: tiers[1].checksum = off: a flipped bit")
+
+
+def test_a_store_with_unseeded_hashes_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    (warning,) = check_environment(ladder(tmp_path))
+    assert warning.startswith("PYTHONHASHSEED is not set")
+    assert check_environment(KvtierConfig(tiers=(RamTierConfig(capacity_bytes=1),))) == []
+
+
+def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment().python_hash_seed == "0"
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert environment().python_hash_seed is None
+
+
+def test_a_tier_needs_room_for_one_whole_slot(tmp_path: Path) -> None:
+    config = ladder(tmp_path, ram="8KiB")
+    check_chunk_fits(config, 8192)
+    with pytest.raises(ConfigError) as caught:
+        check_chunk_fits(config, 8193)  # a slot is whole pages: 12 KiB
+    assert str(caught.value) == (
+        "a.yaml:3: tiers[0].capacity = 8KiB: smaller than one chunk, which takes 12KiB; "
+        "raise the capacity or lower engine.blocks_per_chunk"
+    )
+
+
+def test_every_tier_that_is_too_small_for_a_chunk_is_named() -> None:
+    tiers = (
+        RamTierConfig(capacity_bytes=4096),
+        NvmeTierConfig(path=Path("/kv"), capacity_bytes=8192),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_chunk_fits(KvtierConfig(tiers=tiers), 1 << 20)
+    ram, nvme = str(caught.value).splitlines()
+    assert ram.startswith("tiers[0].capacity = 4KiB: smaller than one chunk, which takes 1MiB")
+    assert nvme.startswith("tiers[1].capacity = 8KiB: ")
+
+
+def test_the_engine_is_told_where_the_file_is_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    extra = vllm_transfer_config("a.yaml", ladder(tmp_path))["kv_connector_extra_config"]
+    assert extra["kvtier_config"] == str(tmp_path / "a.yaml")
+
+
+def test_the_engine_is_told_the_chunk_size_and_whether_to_keep_decoded_tokens() -> None:
+    text = (
+        "tiers: [{kind: ram, capacity: 1GiB}]\nengine: {blocks_per_chunk: 4, store_decode: %s}"
+    )
+    for stored in ("true", "false"):
+        config = parse_config(text % stored, source="a.yaml")
+        extra = vllm_transfer_config("a.yaml", config)["kv_connector_extra_config"]
+        assert extra["blocks_per_chunk"] == 4
+        assert extra["offload_prompt_only"] is (stored == "false")

@@ -1,0 +1,99 @@
+"""Configurations built in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvtier.config import (
+    KvtierConfig,
+    NvmeTierConfig,
+    Origin,
+    PlacementConfig,
+    RamTierConfig,
+    TransferConfig,
+    parse_config,
+)
+
+RAM = RamTierConfig(capacity_bytes=1 << 30)
+
+
+def nvme(**options: object) -> NvmeTierConfig:
+    return NvmeTierConfig.model_validate(
+        {"path": Path("/kv"), "capacity_bytes": 1 << 31, **options}
+    )
+
+
+def test_python_names_carry_the_unit_and_take_plain_numbers() -> None:
+    config = KvtierConfig(
+        tiers=(RamTierConfig(kind="ram", capacity_bytes=1 << 30), nvme()),
+        placement=PlacementConfig(pin_budget=0.25),
+        transfer=TransferConfig(load_timeout_s=2.5),
+    )
+    assert config.tiers[0].capacity_bytes == 1 << 30
+    assert config.placement.pin_budget == 0.25
+    assert config.transfer.load_timeout_s == 2.5
+
+
+def test_a_tier_is_called_by_its_kind_unless_it_has_a_name() -> None:
+    assert [RAM.name, nvme().name, nvme(name="slow").name] == ["ram", "nvme", "slow"]
+
+
+def test_a_model_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RAM.capacity_bytes = 1
+
+
+@pytest.mark.parametrize("capacity_bytes", [0, -1, True, 1.5, 1 << 63])
+def test_a_capacity_is_a_positive_number_of_bytes(capacity_bytes: object) -> None:
+    with pytest.raises(ValidationError):
+        RamTierConfig.model_validate({"capacity_bytes": capacity_bytes})
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, True, float("nan")])
+def test_a_share_lies_between_nothing_and_everything(share: object) -> None:
+    with pytest.raises(ValidationError):
+        PlacementConfig.model_validate({"pin_budget": share})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), False])
+def test_a_timeout_is_positive_and_ends(timeout_s: object) -> None:
+    with pytest.raises(ValidationError):
+        TransferConfig.model_validate({"load_timeout_s": timeout_s})
+
+
+def test_a_tier_class_refuses_another_kind() -> None:
+    with pytest.raises(ValidationError, match="kind"):
+        RamTierConfig(kind="nvme", capacity_bytes=1)
+
+
+def test_a_tier_must_be_an_object_because_its_class_is_its_kind() -> None:
+    with pytest.raises(ValidationError, match="instance of TierConfig"):
+        KvtierConfig.model_validate({"tiers": [{"kind": "ram", "capacity_bytes": 1}]})
+
+
+def test_cross_checks_hold_for_configurations_built_in_python() -> None:
+    with pytest.raises(ValidationError, match="the first tier is not ram"):
+        KvtierConfig(tiers=(nvme(),))
+    with pytest.raises(ValidationError, match="has the same name"):
+        KvtierConfig(tiers=(RAM, nvme(), nvme(path=Path("/other"))))
+
+
+def test_where_a_configuration_was_written_does_not_change_what_it_is() -> None:
+    text = "tiers:\n  - {kind: ram, capacity: 1GiB}\n"
+    assert parse_config(text, source="a.yaml") == KvtierConfig(tiers=(RAM,))
+    assert parse_config(text, source="a.yaml") == parse_config("\n" + text, source="b.yaml")
+    assert hash(parse_config(text, source="a.yaml")) == hash(KvtierConfig(tiers=(RAM,)))
+
+
+def test_a_copy_still_knows_where_it_was_written() -> None:
+    config = parse_config("tiers:\n  - {kind: ram, capacity: 1GiB}\n", source="a.yaml")
+    assert config.model_copy().origin.source == "a.yaml"
+    assert config.model_copy().origin.line_of("tiers[0].capacity") == 2
+
+
+def test_a_long_value_is_cut_in_messages() -> None:
+    origin = Origin("a.yaml", {"key": 1}, {"key": "x" * 1000})
+    assert len(origin.complain("key", "too long", "shorten it")) < 120
