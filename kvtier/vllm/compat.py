@@ -45,18 +45,18 @@ def require_supported_vllm(*doors: type[Any]) -> None:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise UnsupportedError(
-                f"this vLLM has no {module_name}: kvtier needs vLLM 0.26 to 0.33"
+                f"this vLLM has no {module_name}: kvtier needs what vLLM 0.32 has"
             ) from error
         missing = [name for name in names if not hasattr(module, name)]
         if missing:
             raise UnsupportedError(
                 f"this vLLM's {module_name} has no {', '.join(missing)}: "
-                "kvtier needs vLLM 0.26 to 0.33"
+                "kvtier needs what vLLM 0.32 has"
             )
     for door in doors:
         unknown = sorted(getattr(door, "__abstractmethods__", ()))
         if unknown:
             raise UnsupportedError(
                 f"this vLLM asks {door.__name__} for {', '.join(unknown)}, which kvtier does "
-                "not know: use vLLM 0.26 to 0.33, or a newer kvtier"
+                "not know: use vLLM 0.32, or a newer kvtier"
             )

@@ -1,0 +1,242 @@
+"""Runs one vLLM engine through a scenario: ``python -m kvtier.vllm.demo.engine IN OUT``.
+
+Standard output carries one word per event, for the parent; everything else, vLLM's log and that
+of its workers included, goes to standard error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import prometheus_client
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from kvtier.config import load_config
+from kvtier.vllm.demo.model import BLOCK_TOKENS
+from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
+
+__all__ = ["main"]
+
+IDLE_S = 0.001
+DRAIN_S = 30.0
+GAUGES = ("kvtier_used_chunks", "kvtier_capacity_chunks")
+WATCHED = ("kvtier_", "vllm:num_preemptions")
+IRRELEVANT_LABELS = {"engine", "model_name"}
+
+
+def open_engine(scenario: Scenario) -> LLM:
+    """Start the engine that ``scenario`` describes."""
+    return LLM(
+        model=str(scenario.model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        max_model_len=scenario.context_tokens,
+        max_num_batched_tokens=scenario.step_tokens,
+        num_gpu_blocks_override=scenario.gpu_blocks,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        seed=0,
+        kv_transfer_config=connector(scenario),
+        **workers(scenario.ranks),
+    )
+
+
+def workers(ranks: int) -> dict[str, Any]:
+    """Return the engine arguments that ask for ``ranks`` workers."""
+    if ranks == 1:
+        return {}
+    return {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+
+
+def connector(scenario: Scenario) -> KVTransferConfig | None:
+    """Return how vLLM is told of kvtier."""
+    if scenario.config is None:
+        return None
+    wishes = load_config(scenario.config).engine
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "spec_name": "KVTierOffloadingSpec",
+            "spec_module_path": "kvtier.vllm.spec",
+            "kvtier_config": str(scenario.config),
+            "blocks_per_chunk": wishes.blocks_per_chunk,
+            "offload_prompt_only": not wishes.store_decode,
+        },
+    )
+
+
+class Driver:
+    """Sends waves to an engine and collects what it answers.
+
+    Args:
+        llm: The engine, its core in this process.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.llm_engine
+        self._llm = llm
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._ids = itertools.count()
+        self._answers: list[Answer] = []
+        self._counters = dict(read_counters())
+
+    def run(self, wave: Wave) -> WaveReport:
+        """Run ``wave`` to its end, the background work it caused included."""
+        self._prepare(wave)
+        started_s = time.monotonic()
+        prompts = [self._literal(prompt) for prompt in wave.prompts]
+        names = [self._send(prompt, wave.max_tokens) for prompt in prompts]
+        outputs: dict[str, Any] = {}
+        for step in itertools.count(1):
+            outputs.update(self._step())
+            if step == wave.abort_after_steps and wave.abort:
+                self._engine.abort_request([names[number] for number in wave.abort])
+            if not self._engine.has_unfinished_requests():
+                break
+        seconds = time.monotonic() - started_s
+        self._drain()
+        answers = [
+            answer_of(prompt, outputs.get(name))
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        self._answers += answers
+        return WaveReport(answers=tuple(answers), seconds=seconds, counters=self._growth())
+
+    def _prepare(self, wave: Wave) -> None:
+        if wave.reset_first and not self._llm.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError("the engine refused to reset its prefix cache")
+        if wave.damage_every:
+            self._engine.collective_rpc(damage_kv, args=(wave.damage_every,))
+
+    def _literal(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.after is None:
+            return prompt.tokens
+        before = self._answers[prompt.after]
+        return before.prompt + before.tokens + prompt.tokens
+
+    def _send(self, tokens: Sequence[int], max_tokens: int) -> str:
+        name = str(next(self._ids))
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, parameters)
+        return name
+
+    def _step(self) -> dict[str, Any]:
+        finished = {o.request_id: o for o in self._engine.step() if o.finished}
+        if not self._scheduler.running:
+            # As vLLM's own loop does: a request waits for kvtier, whose threads need the GIL.
+            time.sleep(IDLE_S)
+        return finished
+
+    def _drain(self) -> None:
+        """Step on until nothing is in flight, as a server's engine does when it is idle."""
+        deadline_s = time.monotonic() + DRAIN_S
+        while self._scheduler.has_requests():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"the engine has work left after {DRAIN_S} s without requests"
+                )
+            self._step()
+
+    def _growth(self) -> dict[str, float]:
+        before, self._counters = self._counters, dict(read_counters())
+        return {
+            series: value if series.startswith(GAUGES) else value - before.get(series, 0)
+            for series, value in self._counters.items()
+        }
+
+
+def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:  # noqa: ANN401 - vLLM's
+    """Return the answer to ``prompt``; ``output`` is None when it was aborted."""
+    if output is None or output.outputs[0].finish_reason == "abort":
+        return Answer(prompt=prompt, tokens=(), cached_tokens=0, first_token_s=0, aborted=True)
+    return Answer(
+        prompt=prompt,
+        tokens=tuple(output.outputs[0].token_ids),
+        cached_tokens=output.num_cached_tokens or 0,
+        first_token_s=output.metrics.first_token_latency,
+    )
+
+
+def damage_kv(worker: Any, every: int) -> None:  # noqa: ANN401 - vLLM's
+    """Give every ``every``-th block of the GPU cache its neighbour's KV, in every layer."""
+    for cache in worker.model_runner.kv_caches:
+        dimension = list(cache.shape).index(worker.cache_config.num_gpu_blocks)
+        blocks = cache.movedim(dimension, 0)
+        neighbours = blocks.roll(1, dims=0)
+        blocks[::every] = neighbours[::every]
+
+
+def read_counters() -> Iterator[tuple[str, float]]:
+    """Yield the watched series of this process as ``name{label=value,...}`` and value."""
+    for metric in prometheus_client.REGISTRY.collect():
+        if metric.type not in {"counter", "gauge"} or not metric.name.startswith(WATCHED):
+            continue
+        for sample in metric.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = ",".join(
+                f"{name}={value}"
+                for name, value in sorted(sample.labels.items())
+                if name not in IRRELEVANT_LABELS
+            )
+            yield f"{metric.name}{{{labels}}}", sample.value
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the scenario in the first file and write the report to the second."""
+    die_with_parent()
+    events = silence_stdout()
+    # vLLM configures its own loggers only; kvtier's belong in the same log.
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    source, target = map(Path, arguments)
+    scenario = Scenario.model_validate_json(source.read_text())
+    llm = open_engine(scenario)
+    events.write("ready\n")
+    driver = Driver(llm)
+    waves = []
+    for wave in scenario.waves:
+        waves.append(driver.run(wave))
+        events.write("wave\n")
+    llm.llm_engine.engine_core.shutdown()
+    target.write_text(Report(waves=tuple(waves)).model_dump_json())
+    events.write("done\n")
+
+
+def die_with_parent() -> None:
+    """End this process with the parent, which holds the other end of standard input."""
+
+    def wait_for_end() -> None:
+        # Not sys.stdin: its lock, held by a daemon thread, breaks the interpreter's own exit.
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="die-with-parent", daemon=True).start()
+
+
+def silence_stdout() -> TextIO:
+    """Send what this process and its children print to standard error.
+
+    Returns:
+        What standard output was, line buffered.
+    """
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return events
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""What one engine shall do, and what it reports: values that travel as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "Answer",
+    "Prompt",
+    "Report",
+    "Scenario",
+    "Wave",
+    "WaveReport",
+    "replayed",
+    "store_yaml",
+]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Prompt(_Value):
+    """One request."""
+
+    tokens: tuple[int, ...]
+    """Token ids; appended to the conversation so far when there is one."""
+    after: int | None = None
+    """The earlier request that this one continues, counted over all waves."""
+
+
+class Wave(_Value):
+    """Requests that are sent at once and awaited together."""
+
+    prompts: tuple[Prompt, ...]
+    max_tokens: Annotated[int, Field(ge=1)] = 8
+    """Tokens to generate for each prompt."""
+    reset_first: bool = False
+    """Forget every cached prefix before, in kvtier too."""
+    damage_every: Annotated[int, Field(ge=0)] = 0
+    """Before, give every n-th GPU block its neighbour's KV: a negative control; 0 for none."""
+    abort: tuple[int, ...] = ()
+    """Prompts of this wave that are aborted."""
+    abort_after_steps: int = 2
+    """Engine steps before the abort."""
+
+
+class Scenario(_Value):
+    """One engine's life."""
+
+    model: Path
+    config: Path | None = None
+    """kvtier's YAML file; None runs vLLM alone."""
+    waves: tuple[Wave, ...]
+    gpu_blocks: int = 140
+    ranks: int = 1
+    """Tensor-parallel workers."""
+    context_tokens: int = 4096
+    """Longest prompt and answer together; the GPU must have blocks for one such request."""
+    step_tokens: int = 2048
+    """Most tokens the engine computes in one step."""
+
+
+class Answer(_Value):
+    """What became of one request."""
+
+    prompt: tuple[int, ...]
+    """The prompt as it was sent, the continued conversation included."""
+    tokens: tuple[int, ...]
+    cached_tokens: int
+    """Prompt tokens whose KV was not computed."""
+    first_token_s: float
+    aborted: bool = False
+
+
+class WaveReport(_Value):
+    """What became of one wave."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+    counters: dict[str, float]
+    """Every counter's growth during the wave and every gauge's value after it."""
+
+
+class Report(_Value):
+    """What one engine did."""
+
+    waves: tuple[WaveReport, ...]
+
+    def answers(self) -> list[Answer]:
+        """Return the answers of all waves, in order."""
+        return [answer for wave in self.waves for answer in wave.answers]
+
+    def tokens(self) -> list[tuple[int, ...]]:
+        """Return the generated tokens of all waves, in order."""
+        return [answer.tokens for answer in self.answers()]
+
+    def prompt_tokens(self) -> int:
+        """Count the tokens of all prompts."""
+        return sum(len(answer.prompt) for answer in self.answers())
+
+    def count(self, counter: str, **labels: str) -> float:
+        """Sum ``counter`` over the waves and over the series that have ``labels``.
+
+        Args:
+            counter: Its name as declared, without Prometheus' ``_total``.
+            labels: Labels a series must have to be counted.
+        """
+        wanted = {f"{name}={value}" for name, value in labels.items()}
+        return sum(
+            value
+            for wave in self.waves
+            for series, value in wave.counters.items()
+            if series_name(series) == counter and wanted <= series_labels(series)
+        )
+
+
+def series_name(series: str) -> str:
+    """Return the name in ``name{label=value,...}``."""
+    return series.partition("{")[0]
+
+
+def series_labels(series: str) -> set[str]:
+    """Return the labels in ``name{label=value,...}``."""
+    return set(series.partition("{")[2].rstrip("}").split(","))
+
+
+def replayed(waves: tuple[Wave, ...], report: Report) -> tuple[Wave, ...]:
+    """Return ``waves`` with each prompt as ``report`` says it was sent.
+
+    A conversation's later prompts contain the engine's own answers. Replaying the literal
+    prompts keeps one wrong token from changing everything that follows it.
+    """
+    return tuple(
+        wave.model_copy(
+            update={"prompts": tuple(Prompt(tokens=answer.prompt) for answer in done.answers)}
+        )
+        for wave, done in zip(waves, report.waves, strict=True)
+    )
+
+
+def store_yaml(
+    file: Path, *, store: Path, ram_nbytes: int, nvme_nbytes: int, blocks_per_chunk: int = 1
+) -> Path:
+    """Write a configuration with a RAM tier over an NVMe tier; the shape of configs/demo.yaml.
+
+    Args:
+        file: What to write.
+        store: Directory of the NVMe tier.
+        ram_nbytes: Capacity of the RAM tier.
+        nvme_nbytes: Capacity of the NVMe tier.
+        blocks_per_chunk: Blocks kvtier stores together.
+
+    Returns:
+        ``file``.
+    """
+    tiers = [
+        {"kind": "ram", "capacity": f"{ram_nbytes}B"},
+        {"kind": "nvme", "path": str(store), "capacity": f"{nvme_nbytes}B"},
+    ]
+    settings = {"tiers": tiers, "engine": {"blocks_per_chunk": blocks_per_chunk}}
+    file.write_text(yaml.safe_dump(settings, sort_keys=False))
+    return file

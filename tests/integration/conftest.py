@@ -1,0 +1,34 @@
+"""Engines start slowly, so every test replays prompts of one reference run."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import Reference, Site, run_reference
+
+# vLLM and what it imports warn while they are imported, which pytest would take for failures.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    importlib.import_module("kvtier.vllm.spec")
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return run_reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture
+def site(tmp_path: Path, reference: Reference) -> Site:
+    return Site(tmp_path, reference)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(280))

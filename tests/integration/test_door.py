@@ -1,0 +1,498 @@
+"""The door into vLLM by itself: real memory, real store, real threads, no engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
+from kvtier.keys import make_key
+from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm.metrics import metric_definitions
+from kvtier.vllm.specs import SlotLoadStoreSpec
+from kvtier.vllm.statistics import TierFigures
+
+BLOCKS = 24
+PAGE_NBYTES = 4096
+LAYERS = 2
+CHUNK_NBYTES = PAGE_NBYTES * LAYERS
+NUMBERS = itertools.count()
+DEADLINE_S = 20.0
+
+T = TypeVar("T")
+Settings = Callable[..., Path]
+OpenDoor = Callable[..., "Door"]
+
+
+def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
+    parallel: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "pcp_size": 1,
+        "dcp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "data_parallel_rank_local": None,
+        "is_parallelism_agnostic": False,
+    }
+    parallel.update({key: changes.pop(key) for key in list(changes) if key in parallel})
+    fields: dict[str, Any] = {
+        "groups": (OffloadingGroupConfig(32, ("layer.0", "layer.1"), 0),),
+        "worker_kv_bytes_per_block": CHUNK_NBYTES,
+        "enable_kv_cache_events": True,
+        "extra_config": {"kvtier_config": str(path)},
+        "engine_id": f"door-{os.getpid()}-{next(NUMBERS)}",
+        "model": OffloadingModelConfig("some/model", "float32"),
+        "cache": OffloadingCacheConfig(32, 1),
+        "kv_cache_layout": "LBHNC",
+    }
+    fields.update(changes)
+    return OffloadingConfig(parallel=OffloadingParallelConfig(**parallel), **fields)
+
+
+class Door:
+    """Both halves of one engine, and a KV memory whose blocks name themselves."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self.tensors = [
+            torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
+        ]
+        caches = CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(tensor, PAGE_NBYTES) for tensor in self.tensors],
+            group_data_refs=[[CanonicalKVCacheRef(i, PAGE_NBYTES) for i in range(LAYERS)]],
+        )
+        spec = KVTierOffloadingSpec(config)
+        self.worker = spec.get_worker(caches)
+        assert spec.get_worker(caches) is self.worker
+        try:
+            self.manager = spec.get_manager()
+        except BaseException:
+            self.worker.shutdown()
+            raise
+        self.jobs = itertools.count()
+        self.requests = itertools.count()
+
+    def request(self) -> ReqContext:
+        context = ReqContext(f"request-{next(self.requests)}")
+        self.manager.on_new_request(context)
+        return context
+
+    def fill(self, block: int, content: int) -> None:
+        for layer, tensor in enumerate(self.tensors):
+            tensor[block] = content + layer
+
+    def holds(self, block: int, content: int) -> bool:
+        return all(
+            bool((tensor[block] == content + layer).all())
+            for layer, tensor in enumerate(self.tensors)
+        )
+
+    def finish(self, job_id: int) -> None:
+        self.worker.wait({job_id})
+        (result,) = self.worker.get_finished()
+        assert result.job_id == job_id
+        assert result.success
+
+    def store(self, keys: list[bytes], blocks: list[int]) -> int:
+        """Store as the connector does; returns how many chunks were taken."""
+        context = self.request()
+        plan = self.until(lambda: self.manager.prepare_store(keys, context))
+        taken = len(plan.keys_to_store)
+        if taken:
+            job_id = next(self.jobs)
+            source = GPULoadStoreSpec(blocks[:taken], [taken], [0])
+            assert self.worker.submit_store(job_id, source, plan.store_spec)
+            self.finish(job_id)
+            self.manager.complete_store(set(plan.keys_to_store), context)
+        self.step()
+        self.manager.on_request_finished(context)
+        return taken
+
+    def load(self, keys: list[bytes], blocks: list[int]) -> list[CacheHitSource]:
+        """Look up and load as the connector does; returns where each chunk came from."""
+        context = self.request()
+        hits = self.until(lambda: self.lookup(keys, context))
+        if not hits:
+            self.manager.on_request_finished(context)
+            return []
+        chunks = keys[:hits]
+        spec = self.manager.prepare_load(chunks, context)
+        sources = [self.manager.get_load_source(key, context) for key in chunks]
+        job_id = next(self.jobs)
+        assert self.worker.submit_load(
+            job_id, spec, GPULoadStoreSpec(blocks[:hits], [hits], [0])
+        )
+        self.finish(job_id)
+        self.manager.complete_load(set(chunks), context)
+        self.manager.on_request_finished(context)
+        return sources
+
+    def lookup(self, keys: list[bytes], context: ReqContext) -> int | None:
+        hits, deferred = 0, False
+        for key in keys:
+            match self.manager.lookup(key, context):
+                case LookupResult.MISS:
+                    break
+                case LookupResult.HIT:
+                    hits += 1
+                case _:
+                    deferred = True
+        return None if deferred else hits
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def until(self, ask: Callable[[], T | None]) -> T:
+        deadline = time.monotonic() + DEADLINE_S
+        while (answer := ask()) is None:
+            self.step()
+            assert time.monotonic() < deadline
+        return answer
+
+    def settle(self) -> None:
+        """Step until every demotion has arrived."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.manager.has_pending_work():
+            self.step()
+            assert time.monotonic() < deadline
+
+    def figures(self, tier: int) -> TierFigures:
+        figures: TierFigures = self.manager.statistics().tiers[tier]
+        return figures
+
+    def close(self) -> None:
+        self.manager.shutdown()
+        self.manager.shutdown()
+        self.worker.shutdown()
+        self.worker.shutdown()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    def write(ram: int = 8, nvme: int = 64, extra: str = "") -> Path:
+        path = tmp_path / "kvtier.yaml"
+        path.write_text(
+            f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n"
+            f"- kind: nvme\n  path: {tmp_path / 'store'}\n"
+            f"  capacity: {nvme * CHUNK_NBYTES}B\n{extra}",
+            encoding="utf-8",
+        )
+        return path
+
+    return write
+
+
+@pytest.fixture
+def open_door() -> Iterator[OpenDoor]:
+    doors: list[Door] = []
+
+    def open_one(path: Path, **changes: Any) -> Door:
+        door = Door(offloading_config(path, **changes))
+        doors.append(door)
+        return door
+
+    yield open_one
+    for door in doors:
+        door.close()
+
+
+def key(number: int) -> bytes:
+    return make_key(number.to_bytes(32, "big"), 0)
+
+
+def fill_and_store(door: Door, first: int, count: int) -> list[bytes]:
+    keys = [key(number) for number in range(first, first + count)]
+    for block in range(count):
+        door.fill(block, first + block)
+    door.settle()  # a test steps faster than any disk
+    assert door.store(keys, list(range(count))) == count
+    return keys
+
+
+def test_a_chunk_comes_back_from_ram_and_from_nvme_bit_for_bit(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=4))
+    first = fill_and_store(door, 10, 4)
+    assert door.load(first, [20, 21, 22, 23]) == [CacheHitSource.HOST] * 4
+    fill_and_store(door, 30, 4)
+    door.settle()
+    # RAM holds the second four now, so two of the first four fit the budget at a time.
+    assert door.load(first, [12, 13, 14, 15]) == [CacheHitSource.DISK] * 2
+    for block, content in zip([12, 13], [10, 11], strict=True):
+        assert door.holds(block, content)
+    assert door.figures(1).hit_tokens == 2 * 32
+    assert door.figures(0).hit_chunks == 4
+
+
+def test_a_new_engine_on_the_store_loads_what_the_old_one_stored(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=16)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    door.close()
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 8
+    assert all(again.holds(block, 50 + block) for block in range(8))
+
+
+def test_a_flipped_bit_on_the_disk_is_a_miss_and_the_rest_of_the_prefix_is_used(
+    settings: Settings, open_door: OpenDoor, tmp_path: Path
+) -> None:
+    path = settings(ram=16)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    door.close()
+    (slots,) = tmp_path.glob("store/*/slots.bin")
+    data = bytearray(slots.read_bytes())
+    position = data.index(bytes([55]) * PAGE_NBYTES + bytes([56]) * PAGE_NBYTES)
+    data[position + 17] ^= 4
+    slots.write_bytes(data)
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 5
+    assert again.figures(1).corrupt_chunks == 1
+    assert again.load(keys, list(range(8))) == [CacheHitSource.HOST] * 5
+
+
+def test_a_store_whose_worker_failed_is_a_miss_although_it_was_acknowledged(
+    settings: Settings, open_door: OpenDoor, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = open_door(settings())
+    context = door.request()
+    plan = door.manager.prepare_store([key(1)], context)
+    outside = GPULoadStoreSpec([BLOCKS + 3], [1], [0])
+    assert door.worker.submit_store(0, outside, plan.store_spec)
+    door.finish(0)
+    door.manager.complete_store({key(1)}, context)
+    assert door.manager.lookup(key(1), context) is LookupResult.MISS
+    assert door.figures(0).failed_writes == 1
+    assert "gpu -> ram" in caplog.text
+
+
+def test_a_load_that_does_not_bear_its_stamp_is_never_reported_as_a_success(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings())
+    fill_and_store(door, 10, 1)
+    forged = SlotLoadStoreSpec([0], [12345])
+    assert door.worker.submit_load(7, forged, GPULoadStoreSpec([3], [1], [0]))
+    door.worker.wait({7})
+    (result,) = door.worker.get_finished()
+    assert not result.success
+
+
+def test_after_a_reset_nothing_old_is_found_now_or_after_a_restart(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=16)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    door.settle()
+    door.manager.reset_cache()
+    assert door.load(keys, list(range(8))) == []
+    assert door.store(keys[:2], [0, 1]) == 2
+    door.close()
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 2
+
+
+def test_removals_are_announced_before_the_stores_that_use_their_room(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=2))
+    first = fill_and_store(door, 10, 2)
+    door.settle()
+    list(door.manager.take_events())
+    second = fill_and_store(door, 30, 2)
+    events = [event for event in door.manager.take_events() if event.medium.name == "CPU"]
+    assert [(sorted(event.keys), event.removed) for event in events] == [
+        (first, True),
+        (second, False),
+    ]
+
+
+def test_every_number_that_is_reported_was_declared(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=4))
+    fill_and_store(door, 10, 4)
+    fill_and_store(door, 30, 4)
+    door.settle()
+    stats = door.manager.get_stats()
+    declared = metric_definitions()
+    for name, values in stats.data["data"].items():
+        for labels in values:
+            assert len(labels) == len(declared[name].labelnames)
+    assert stats.reduce()["kvtier_evicted_chunks:('ram',)"] == 4
+    again = door.manager.get_stats().reduce()
+    assert "kvtier_evicted_chunks:('ram',)" not in again
+
+
+def test_metrics_can_be_switched_off(settings: Settings, open_door: OpenDoor) -> None:
+    door = open_door(settings(extra="metrics:\n  enabled: false\n"))
+    assert door.manager.get_stats() is None
+
+
+def test_an_unexpected_error_is_a_miss_or_a_refusal_and_is_counted(
+    settings: Settings,
+    open_door: OpenDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = open_door(settings())
+    context = door.request()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(door.manager._manager, "lookup", fail)
+    monkeypatch.setattr(door.manager._manager, "prepare_store", fail)
+    with caplog.at_level(logging.ERROR):
+        assert door.manager.lookup(key(1), context) is LookupResult.MISS
+        assert door.manager.prepare_store([key(1)], context).keys_to_store == []
+    assert caplog.text.count("ZeroDivisionError: a bug") == 1
+    assert door.manager.statistics().internal_errors == 2
+
+
+def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings()
+    open_door(path)
+    with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
+        open_door(path)
+
+
+def test_a_store_of_another_model_gets_its_own_namespace(
+    settings: Settings, open_door: OpenDoor, tmp_path: Path
+) -> None:
+    path = settings(ram=16, nvme=32)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 4)
+    door.close()
+    other = open_door(path, model=OffloadingModelConfig("other/model", "float32"))
+    assert other.load(keys, list(range(4))) == []
+    other.close()
+    assert len(list(tmp_path.glob("store/*/slots.bin"))) in {1, 2}
+
+
+def test_chunks_of_several_blocks_and_partial_ends(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=64, nvme=256, extra="engine:\n  blocks_per_chunk: 4\n")
+    door = open_door(path, cache=OffloadingCacheConfig(32, 4))
+    for block in range(8):
+        door.fill(block, 40 + block)
+    context = door.request()
+    plan = door.manager.prepare_store([key(1), key(2)], context)
+    assert door.worker.submit_store(
+        0, GPULoadStoreSpec(list(range(8)), [8], [0]), plan.store_spec
+    )
+    door.finish(0)
+    door.manager.complete_store({key(1), key(2)}, context)
+    spec = door.manager.prepare_load([key(1), key(2)], context)
+    # Blocks 2 to 6 of the request: both chunks are partial.
+    assert door.worker.submit_load(1, spec, GPULoadStoreSpec([10, 11, 12, 13, 14], [5], [2]))
+    door.finish(1)
+    assert all(door.holds(10 + i, 42 + i) for i in range(5))
+
+
+def test_dirty_chunks_are_brought_down_at_shutdown_when_written_on_evict(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=16, extra="placement:\n  write: evict\n")
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    assert door.figures(1).stored_chunks == 0
+    door.close()
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"pp_size": 2, "world_size": 2}, UnsupportedError, "tensor parallelism only"),
+        ({"canonical_layout": True}, UnsupportedError, "canonical_layout"),
+        ({"worker_kv_bytes_per_block": 0}, UnsupportedError, "no KV cache"),
+        ({"cache": OffloadingCacheConfig(32, 2)}, ConfigError, "kvtier vllm-args"),
+        ({"extra_config": {}}, ConfigError, "kvtier_config"),
+        ({"worker_kv_bytes_per_block": 1 << 30}, ConfigError, "smaller than one chunk"),
+    ],
+)
+def test_what_kvtier_cannot_serve_is_refused_at_start(
+    settings: Settings, changes: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        KVTierOffloadingSpec(offloading_config(settings(), **changes))
+
+
+def test_a_broken_file_is_refused_with_its_place(settings: Settings) -> None:
+    path = settings(extra="placment:\n  write: through\n")
+    with pytest.raises(KvtierError, match=r"kvtier\.yaml:\d+.*did you mean"):
+        KVTierOffloadingSpec(offloading_config(path))
+
+
+@pytest.mark.parametrize("ram", [4, 2, 1])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_prefix_larger_than_ram_makes_progress_within_five_steps(
+    settings: Settings, open_door: OpenDoor, ram: int, requests: int
+) -> None:
+    path = settings(ram=16, nvme=64)
+    door = open_door(path)
+    prefixes = [fill_and_store(door, 10 + 8 * number, 8) for number in range(requests)]
+    door.settle()
+    door.close()
+    door = open_door(settings(ram=ram, nvme=64))
+    waiting = {number: door.request() for number in range(requests)}
+    steps = 0
+    while waiting:
+        started = []
+        for number, context in list(waiting.items()):
+            hits = door.lookup(prefixes[number], context)
+            if hits is None:
+                continue
+            if hits:
+                chunks = prefixes[number][:hits]
+                spec = door.manager.prepare_load(chunks, context)
+                job_id = next(door.jobs)
+                blocks = list(range(hits))
+                door.worker.submit_load(job_id, spec, GPULoadStoreSpec(blocks, [hits], [0]))
+                door.finish(job_id)
+                assert all(door.holds(block, 10 + 8 * number + block) for block in range(hits))
+                door.manager.complete_load(set(chunks), context)
+            started.append(context.req_id)
+            del waiting[number]
+        door.manager.on_schedule_end(ScheduleEndContext(started, ()))
+        # A step of a real model takes longer than the disk: let it catch up.
+        door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+        steps += 1
+        assert steps <= 5
