@@ -1,0 +1,75 @@
+"""A storage tier with a test's hands on it: opened, filled, checked, restarted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
+from kvtier.testing.chunks import make_buffers, make_payload, make_sources
+from kvtier.tiers.base import StorageTier
+from kvtier.types import Outcome, Why
+
+__all__ = ["Shelf"]
+
+T = TypeVar("T", bound=StorageTier)
+
+
+class Shelf(Generic[T]):
+    """One tier under test, opened as often as a test restarts it.
+
+    Args:
+        opener: Opens the tier; it may block.
+        pool: The threads the tier uses.
+
+    Attributes:
+        tier: The tier as it is open now.
+        error: What the last :meth:`put` or :meth:`get` said went wrong.
+    """
+
+    tier: T
+
+    def __init__(self, opener: Callable[[], T], pool: IoPool) -> None:
+        self._opener = opener
+        self._pool = pool
+        self.error = ""
+
+    async def open(self) -> list[tuple[ChunkKey, int]]:
+        """Open the tier and return what it recovered."""
+
+        def opened() -> tuple[T, list[tuple[ChunkKey, int]]]:
+            tier = self._opener()
+            return tier, [(chunk.key, chunk.slot) for chunk in tier.recovered()]
+
+        self.tier, found = await self._pool.run(opened, priority=0)
+        return found
+
+    async def reopen(self) -> list[tuple[ChunkKey, int]]:
+        """Close the tier, open it again and return what it recovered."""
+        await self.tier.aclose()
+        return await self.open()
+
+    async def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
+        """Write the payloads of ``keys``."""
+        sources = make_sources(keys, self.tier.slot_nbytes)
+        result = await self.tier.write(keys, slots, sources, why=Why.STORE)
+        self.error = result.error
+        return list(result.outcomes)
+
+    async def get(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
+        """Read ``slots``.
+
+        Raises:
+            AssertionError: A chunk is said to be DONE and has other bytes than its own, or
+                something went wrong without words.
+        """
+        buffers = make_buffers(len(keys), self.tier.slot_nbytes)
+        result = await self.tier.read(keys, slots, buffers, why=Why.PROMOTE)
+        for key, buffer, outcome in zip(keys, buffers, result.outcomes, strict=True):
+            if outcome is Outcome.DONE and buffer != make_payload(key, self.tier.slot_nbytes):
+                raise AssertionError(f"wrong bytes under key {key.hex()}")
+        if bool(result.error) != any(what is not Outcome.DONE for what in result.outcomes):
+            raise AssertionError(f"{result.outcomes} with error {result.error!r}")
+        self.error = result.error
+        return list(result.outcomes)

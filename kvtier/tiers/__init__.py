@@ -1,0 +1,13 @@
+"""Places slower than RAM where chunks live."""
+
+from __future__ import annotations
+
+from kvtier.tiers.base import (
+    SlotOutcomes,
+    StorageTier,
+    StoredChunk,
+    TierContext,
+    TierStatistics,
+)
+
+__all__ = ["SlotOutcomes", "StorageTier", "StoredChunk", "TierContext", "TierStatistics"]

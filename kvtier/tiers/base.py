@@ -1,0 +1,195 @@
+"""What a storage tier must be able to do.
+
+A storage tier keeps chunks in numbered slots of equal size on some medium slower than RAM.
+The manager decides which chunk lives in which slot; a tier never chooses, evicts or counts.
+It moves bytes, proves on every read that they are the bytes that were written, and remembers
+across restarts which slot held what.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from kvtier.config import TierConfig
+from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
+from kvtier.types import LayoutFingerprint, Outcome, Why
+
+__all__ = ["SlotOutcomes", "StorageTier", "StoredChunk", "TierContext", "TierStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a tier is opened with besides its own options.
+
+    Attributes:
+        slot_nbytes: Bytes of one slot, a multiple of 4096.
+        fingerprint: What the stored bytes mean; another fingerprint is another namespace.
+        pool: Threads for the tier's blocking calls. Owned by the caller.
+        piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
+            moves at least one.
+    """
+
+    slot_nbytes: int
+    fingerprint: LayoutFingerprint
+    pool: IoPool
+    piece_nbytes: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk that survived from an earlier run.
+
+    Attributes:
+        key: The chunk's key.
+        slot: Where its bytes are.
+    """
+
+    key: ChunkKey
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOutcomes:
+    """What happened to each slot of one batch.
+
+    Attributes:
+        outcomes: One per chunk, in the batch's order: DONE, FAILED or CORRUPT.
+        error: The first failure in words; empty when all is done.
+    """
+
+    outcomes: Sequence[Outcome]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """One storage tier since it was opened; a snapshot."""
+
+    read_bytes: int
+    """Payload bytes read and verified."""
+    written_bytes: int
+    """Payload bytes written."""
+    read_failures: int
+    """Chunks whose read failed on the medium."""
+    write_failures: int
+    """Chunks whose write failed on the medium."""
+    corrupt: int
+    """Chunks whose bytes differed from what was stored; anything but 0 deserves a look."""
+
+
+class StorageTier(ABC):
+    """A medium with ``capacity_slots`` slots of ``slot_nbytes`` bytes.
+
+    All coroutines run on the transfer engine's loop and must not block it: blocking calls go
+    through :class:`kvtier.iopool.IoPool`. Batches may run concurrently; the manager guarantees
+    that no two of them touch one slot unless both only read it.
+
+    Attributes:
+        name: The tier's name in the configuration.
+        capacity_slots: Slots the tier has; room for them is reserved on the medium.
+        slot_nbytes: Bytes of one slot, a multiple of 4096.
+    """
+
+    Options: ClassVar[type[TierConfig]]
+    """The tier's section of the YAML file. ``kind`` is its name among the entry points."""
+
+    name: str
+    capacity_slots: int
+    slot_nbytes: int
+
+    @classmethod
+    @abstractmethod
+    def open(cls, options: TierConfig, context: TierContext) -> Self:
+        """Open the tier, recovering what earlier runs left; blocks.
+
+        Args:
+            options: An instance of :attr:`Options`.
+            context: Geometry, meaning and threads.
+
+        Raises:
+            ConfigError: The options cannot work here; says what to do.
+            StoreLockedError: Another process has the store open.
+            StoreDamagedError: The store's files are not what they should be.
+        """
+
+    @abstractmethod
+    def recovered(self) -> Iterable[StoredChunk]:
+        """Return what survived from earlier runs, least recently used first.
+
+        Called once, before any other method, from the thread that opened the tier.
+        No key and no slot occurs twice.
+        """
+
+    @abstractmethod
+    async def write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        """Write ``sources[i]`` (``slot_nbytes`` bytes) to slot ``slots[i]`` under ``keys[i]``.
+
+        A slot's former content is gone whether the write succeeds or not. When this returns,
+        each chunk that is DONE reads back bit for bit, also after a restart.
+
+        Raises:
+            CapacityError: A slot or a buffer is not one of this tier's; nothing was done.
+            ClosedError: The tier was closed.
+
+        Cancellation:
+            Deferred until no thread reads ``sources``; the slots' content is then unknown and
+            reads as a miss.
+        """
+
+    @abstractmethod
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        """Read slot ``slots[i]`` into ``into[i]`` and prove that it is what was written.
+
+        A slot that holds another key, was never written, is short or has a flipped bit is
+        CORRUPT; one the medium cannot read is FAILED. The content of ``into[i]`` is undefined
+        unless chunk ``i`` is DONE.
+
+        Raises:
+            CapacityError: A slot or a buffer is not one of this tier's; nothing was done.
+            ClosedError: The tier was closed.
+
+        Cancellation:
+            Deferred until no thread writes into ``into``.
+        """
+
+    @abstractmethod
+    def forget(self, slots: Sequence[int]) -> None:
+        """Make sure that a restart does not bring back what ``slots`` hold. Never blocks."""
+
+    @abstractmethod
+    def touch(self, slots: Sequence[int]) -> None:
+        """Note that ``slots`` were used now, for :meth:`recovered`'s order. Never blocks."""
+
+    @abstractmethod
+    async def reset(self) -> None:
+        """Forget everything, durably: a later restart recovers nothing written before this."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Finish index work and release files and locks. Idempotent.
+
+        No ``read`` or ``write`` may be running. Afterwards every coroutine raises
+        :class:`kvtier.errors.ClosedError`.
+        """
+
+    @abstractmethod
+    def statistics(self) -> TierStatistics:
+        """Return the counters so far. Callable from any thread."""

@@ -1,0 +1,33 @@
+"""Storage tiers by kind."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from kvtier.config import TierConfig
+from kvtier.errors import ConfigError
+from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.slab import SlabTier
+
+__all__ = ["TIER_GROUP", "open_tier"]
+
+TIER_GROUP = "kvtier.tiers"
+_BUILT_IN: dict[str, type[StorageTier]] = {"nvme": SlabTier}
+
+
+def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
+    """Open the storage tier that ``options.kind`` names.
+
+    Raises:
+        ConfigError: No such kind is built in or installed, or its options cannot work here.
+        StoreLockedError: Another process has the store open.
+        StoreDamagedError: The store's files are not what they should be.
+    """
+    factory = _BUILT_IN.get(options.kind)
+    if factory is None:
+        installed = entry_points(group=TIER_GROUP)
+        if options.kind not in installed.names:
+            known = ", ".join(sorted({"ram", *_BUILT_IN, *installed.names}))
+            raise ConfigError(f"unknown tier kind {options.kind!r}; installed: {known}")
+        factory = installed[options.kind].load()
+    return factory.open(options, context)

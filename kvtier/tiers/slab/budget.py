@@ -1,0 +1,76 @@
+"""One capacity for all models that used a store: the namespaces of others give way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from typing import Final
+
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.namespace import Namespace, read_layout
+from kvtier.tiers.slab.slots import SlotFileSpec, no_room
+from kvtier.units import approximate_size
+
+__all__ = ["make_room"]
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE: Final = re.compile("[0-9a-f]{16}")
+
+
+def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: BlockIo) -> None:
+    """Remove idle namespaces until a slot file that is to grow fits ``capacity_bytes``.
+
+    The least recently opened goes first. One that an engine has open counts against that
+    engine's own capacity and is left alone; so is everything that is not ours. Nothing is
+    removed if the disk could not hold the file anyway.
+
+    Raises:
+        ConfigError: The disk has too little room, even without the idle namespaces.
+        OSError: The file system failed.
+    """
+    growth = spec.nbytes - own.slots_nbytes
+    if growth <= 0:
+        return
+    with contextlib.ExitStack() as stack:
+        idle: list[Namespace] = []
+        for directory in own.directory.parent.iterdir():
+            if directory != own.directory and _NAMESPACE.fullmatch(directory.name):
+                other = Namespace.open_idle(directory, io)
+                if other is not None:
+                    stack.callback(other.close)
+                    idle.append(other)
+        leaving = _choose(idle, excess=spec.nbytes - capacity_bytes)
+        free_nbytes = io.free_nbytes(own.directory)
+        reclaimed = sum(other.slots_nbytes for other in leaving)
+        if free_nbytes is not None and free_nbytes + reclaimed < growth:
+            raise no_room(spec, free_nbytes)
+        for other in leaving:
+            _remove(spec.tier, other)
+
+
+def _choose(idle: list[Namespace], *, excess: int) -> list[Namespace]:
+    """Pick the namespaces to remove; ``excess`` is by how much the new file alone is over."""
+    excess += sum(other.slots_nbytes for other in idle)
+    leaving: list[Namespace] = []
+    for other in sorted(idle, key=lambda other: other.last_opened):
+        if excess <= 0:
+            break
+        if other.slots_nbytes:
+            leaving.append(other)
+            excess -= other.slots_nbytes
+    return leaving
+
+
+def _remove(tier: str, namespace: Namespace) -> None:
+    layout = read_layout(namespace.directory)
+    model = layout.fingerprint.fields.get("model", "unknown") if layout else "unknown"
+    logger.warning(
+        "tier %s: removing the cache of model %s (%s in %s) to stay within capacity",
+        tier,
+        model,
+        approximate_size(namespace.slots_nbytes),
+        namespace.directory,
+    )
+    namespace.remove()

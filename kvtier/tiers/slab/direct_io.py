@@ -1,0 +1,163 @@
+"""System calls on the slab's files, and the rules of O_DIRECT.
+
+With O_DIRECT the file offset, the length and the address in memory must all be multiples of the
+device's block. Slots are multiples of 4096 bytes and so are their offsets; buffers are checked
+before each call and bounced when they are not aligned.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+__all__ = [
+    "IOV_MAX",
+    "PAGE_NBYTES",
+    "BlockIo",
+    "aligned_buffer",
+    "is_aligned",
+    "read_fully",
+    "write_fully",
+]
+
+PAGE_NBYTES: Final = 4096
+IOV_MAX: Final = 1024
+"""Buffers one vectored call takes on Linux."""
+
+
+class BlockIo:
+    """Every system call the slab depends on, one method each, so that a test can fail any.
+
+    All of them raise :class:`OSError`.
+    """
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open ``path``, which must not be a symbolic link; a new file is 0600."""
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if flags & os.O_CREAT:
+            try:
+                os.fchmod(fd, 0o600)  # a umask may have taken the owner's bits
+            except OSError:
+                os.close(fd)
+                raise
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Close ``fd``; the kernel drops a lock taken through it."""
+        os.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into ``buffers``; returns bytes read, 0 at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write ``buffers``; returns bytes written."""
+        return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Make the file ``nbytes`` long and reserve the room for all of it."""
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Cut the file to ``nbytes``."""
+        os.ftruncate(fd, nbytes)
+
+    def sync_data(self, fd: int) -> None:
+        """Wait until written bytes survive loss of power."""
+        os.fdatasync(fd)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file, or the directory's entries, survive loss of power."""
+        os.fsync(fd)
+
+    def lock(self, fd: int, *, wait: bool) -> None:
+        """Take the exclusive lock of the open file; BlockingIOError when it is taken."""
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def rename(self, source: Path, destination: Path) -> None:
+        """Move a file over another, atomically."""
+        source.replace(destination)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; absence is fine."""
+        path.unlink(missing_ok=True)
+
+    def free_nbytes(self, directory: Path) -> int | None:
+        """Return the bytes this process may still allocate; None where nobody counts."""
+        status = os.statvfs(directory)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Open the database at ``path``; statements commit by themselves."""
+        return sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Return ``nbytes`` bytes of fresh memory at a page boundary."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def is_aligned(view: memoryview) -> bool:
+    """Return whether O_DIRECT may use ``view``."""
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address % PAGE_NBYTES == 0
+
+
+def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Fill ``views`` from ``offset`` on, over as many short reads as it takes.
+
+    Returns:
+        Bytes read; fewer than asked for only at the end of the file.
+
+    Raises:
+        OSError: The medium failed.
+    """
+    done = 0
+    rest = list(views)
+    while rest:
+        count = _whole_pages(io.preadv(fd, rest, offset + done))
+        if count == 0:
+            break
+        done += count
+        rest = _skip(rest, count)
+    return done
+
+
+def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> None:
+    """Write all of ``views`` at ``offset``, over as many short writes as it takes.
+
+    Raises:
+        OSError: The medium failed.
+    """
+    done = 0
+    rest = list(views)
+    while rest:
+        count = _whole_pages(io.pwritev(fd, rest, offset + done))
+        if count == 0:
+            raise OSError(errno.EIO, "the device takes no more bytes")
+        done += count
+        rest = _skip(rest, count)
+
+
+def _whole_pages(count: int) -> int:
+    """Round down to where O_DIRECT may go on; what follows is transferred again.
+
+    Less than a page is kept: only a buffered call returns that, and it may go on there.
+    """
+    return (count - count % PAGE_NBYTES) or count
+
+
+def _skip(views: list[memoryview], count: int) -> list[memoryview]:
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []

@@ -1,0 +1,186 @@
+"""A thread that writes the index: whatever arrives during one commit shares the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Final
+
+from kvtier.errors import ClosedError
+from kvtier.keys import ChunkKey
+from kvtier.tiers.slab.index import Change, IndexDatabase
+
+__all__ = ["GroupCommit"]
+
+logger = logging.getLogger(__name__)
+
+_USES_WORTH_A_COMMIT: Final = 4096
+
+
+class GroupCommit:
+    """Takes changes from any thread and commits them in order, many at a time.
+
+    Later changes of a slot replace earlier ones that are not committed yet, so what is pending
+    never exceeds one row and one use per slot.
+
+    Args:
+        database: The open index; until :meth:`stop` only this object's thread uses it.
+        name: The tier's name, for messages and the thread's name.
+        clock: First tick of the logical clock that orders rows and uses.
+    """
+
+    def __init__(self, database: IndexDatabase, *, name: str, clock: int) -> None:
+        self._database = database
+        self._name = name
+        self._clock = clock
+        self._pending = Change()
+        self._waiters: list[Future[None]] = []
+        self._due = False
+        self._closed = False
+        self._healthy = True
+        self._wakeup = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._work, name=f"kvtier-index-{name}", daemon=True
+        )
+        self._thread.start()
+
+    async def put(
+        self, slots: Sequence[int], keys: Sequence[ChunkKey], checksums: Sequence[int]
+    ) -> None:
+        """Commit one row per slot; signed checksums.
+
+        Raises:
+            ClosedError: This object was closed.
+            sqlite3.Error: The rows are not in the index.
+
+        Cancellation:
+            The rows may or may not be committed later.
+        """
+
+        def change(pending: Change) -> None:
+            for slot, key, checksum in zip(slots, keys, checksums, strict=True):
+                pending.rows[slot] = (slot, key, checksum, self._clock, self._clock)
+                pending.uses.pop(slot, None)
+                self._clock += 1
+
+        await asyncio.wrap_future(self._enqueue(change))
+
+    async def delete(self, slots: Iterable[int]) -> None:
+        """Commit that ``slots`` have no row.
+
+        Raises:
+            ClosedError: This object was closed.
+            sqlite3.Error: The rows may still be in the index; they are tried again later.
+
+        Cancellation:
+            The rows are deleted later.
+        """
+        await asyncio.wrap_future(self._enqueue(lambda pending: _delete(pending, slots)))
+
+    async def clear(self) -> None:
+        """Delete all rows, durably. Rows put before are gone too, committed or not.
+
+        Raises:
+            ClosedError: This object was closed.
+            sqlite3.Error: Rows may still be in the index. Nothing else is committed until a
+                later attempt succeeded.
+
+        Cancellation:
+            The rows are deleted later.
+        """
+        await asyncio.wrap_future(self._enqueue(_clear))
+
+    def delete_nowait(self, slots: Iterable[int]) -> None:
+        """Delete the rows of ``slots`` in the background."""
+        with self._wakeup:
+            _delete(self._pending, slots)
+            self._due = True
+            self._wakeup.notify()
+
+    def use_nowait(self, slots: Iterable[int]) -> None:
+        """Note that ``slots`` were used now; committed with something else, or at close."""
+        with self._wakeup:
+            for slot in slots:
+                self._pending.uses[slot] = self._clock
+                self._clock += 1
+            if len(self._pending.uses) >= _USES_WORTH_A_COMMIT:
+                self._due = True
+                self._wakeup.notify()
+
+    def stop(self) -> None:
+        """Commit what is pending and end the thread; blocks. The database stays open."""
+        with self._wakeup:
+            self._closed = True
+            self._wakeup.notify()
+        self._thread.join()
+
+    def _enqueue(self, change: Callable[[Change], None]) -> Future[None]:
+        waiter: Future[None] = Future()
+        with self._wakeup:
+            if self._closed:
+                raise ClosedError(f"the index of tier {self._name} is closed")
+            change(self._pending)
+            self._waiters.append(waiter)
+            self._due = True
+            self._wakeup.notify()
+        return waiter
+
+    def _work(self) -> None:
+        closed = False
+        while not closed:
+            with self._wakeup:
+                while not (self._due or self._closed):
+                    self._wakeup.wait()
+                closed, self._due = self._closed, False
+                change, self._pending = self._pending, Change()
+                waiters, self._waiters = self._waiters, []
+            self._commit(change, waiters)
+
+    def _commit(self, change: Change, waiters: list[Future[None]]) -> None:
+        error: Exception | None = None
+        try:
+            self._database.apply(change)
+        except Exception as raised:  # noqa: BLE001 - delivered to those who wait
+            error = raised
+            self._put_back_deletions(change)
+        self._log_turn(error)
+        for waiter in waiters:
+            if not waiter.set_running_or_notify_cancel():
+                continue
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
+
+    def _log_turn(self, error: Exception | None) -> None:
+        """Say that the index stopped or resumed taking changes, not how often it tried."""
+        if error is not None and self._healthy:
+            logger.warning("tier %s: the index takes no changes: %s", self._name, error)
+        elif error is None and not self._healthy:
+            logger.warning("tier %s: the index takes changes again", self._name)
+        self._healthy = error is None
+
+    def _put_back_deletions(self, failed: Change) -> None:
+        """Keep what must not be lost for the next attempt: a row that stays comes back."""
+        with self._wakeup:
+            if self._pending.clear:
+                return
+            self._pending.clear = failed.clear
+            for slot, row in failed.rows.items():
+                if row is None:
+                    self._pending.rows.setdefault(slot, None)
+
+
+def _delete(pending: Change, slots: Iterable[int]) -> None:
+    for slot in slots:
+        pending.rows[slot] = None
+        pending.uses.pop(slot, None)
+
+
+def _clear(pending: Change) -> None:
+    pending.clear = True
+    pending.rows.clear()
+    pending.uses.clear()

@@ -1,0 +1,314 @@
+"""One model's directory in a store: who may use it, what its bytes mean, who has it open.
+
+Nothing that kvtier did not make is followed, overwritten or removed: a symbolic link or a
+foreign file where one of ours belongs is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Self
+
+from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.tiers.slab.direct_io import BlockIo, write_fully
+from kvtier.types import LayoutFingerprint
+
+__all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
+
+LAYOUT: Final = "layout.json"
+SLOTS: Final = "slots.bin"
+INDEX: Final = "index.sqlite"
+LOCK: Final = "lock"
+ROOT_LOCK: Final = "kvtier.lock"
+DAMAGED: Final = f"{INDEX}.damaged"
+_DRAFT: Final = f"{LAYOUT}.draft"
+_SIDE_FILES: Final = ("", "-wal", "-shm", "-journal")
+# In the order of removal: what is left by a removal cut short is still recognised as ours.
+FILES: Final = (
+    SLOTS,
+    *(INDEX + side for side in _SIDE_FILES),
+    *(DAMAGED + side for side in _SIDE_FILES),
+    _DRAFT,
+    LAYOUT,
+    LOCK,
+)
+_FORMAT: Final = "kvtier slab"
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the bytes in a namespace mean; the content of ``layout.json``.
+
+    Attributes:
+        fingerprint: The engine's layout.
+        slot_nbytes: Bytes of one slot.
+    """
+
+    fingerprint: LayoutFingerprint
+    slot_nbytes: int
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "slot_nbytes": self.slot_nbytes,
+            "fingerprint": dict(self.fingerprint.fields),
+        }
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the text of the file.
+
+        Raises:
+            ValueError: It is not the text of a layout this version understands.
+        """
+        content = json.loads(text)
+        match content:
+            case {
+                "format": str(form),
+                "version": int(version),
+                "slot_nbytes": int(slot_nbytes),
+                "fingerprint": dict(fields),
+            }:
+                pass
+            case _:
+                raise ValueError("it does not describe a kvtier store")
+        if (form, version) != (_FORMAT, _VERSION):
+            raise ValueError(
+                f"it has format {form!r}, version {version}; this kvtier {_VERSION}"
+            )
+        return cls(LayoutFingerprint(fields), slot_nbytes)
+
+
+class Namespace:
+    """A namespace that this object holds the lock of.
+
+    Attributes:
+        directory: Where its files are.
+    """
+
+    def __init__(self, directory: Path, lock_fd: int, io: BlockIo) -> None:
+        self.directory = directory
+        self._lock_fd = lock_fd
+        self._io = io
+
+    @classmethod
+    def open(cls, tier: str, root: Path, layout: Layout, io: BlockIo) -> Self:
+        """Open the namespace of ``layout`` below ``root``, making it if it is not there.
+
+        Raises:
+            StoreLockedError: It is open already, in this process or another.
+            StoreDamagedError: What is there is not ours, or is of another layout.
+            OSError: The file system failed.
+        """
+        directory = root / layout.fingerprint.namespace()
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        _require_own_files(tier, directory)
+        directory.chmod(0o700)
+        namespace = cls(directory, _lock(tier, directory, io), io)
+        try:
+            namespace._bind(tier, layout)
+        except BaseException:
+            namespace.close()
+            raise
+        return namespace
+
+    @classmethod
+    def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
+        """Lock ``directory`` if it is a namespace of ours that nobody has open."""
+        layout = read_layout(directory)
+        if layout is None or layout.fingerprint.namespace() != directory.name:
+            return None
+        try:
+            return cls(directory, _try_lock(directory / LOCK, io), io)
+        except OSError:
+            return None
+
+    @property
+    def slots_path(self) -> Path:
+        """The slot file."""
+        return self.directory / SLOTS
+
+    @property
+    def index_path(self) -> Path:
+        """The index."""
+        return self.directory / INDEX
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes of the slot file; 0 if there is none."""
+        try:
+            return self.slots_path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def last_opened(self) -> int:
+        """When an engine opened it, comparable with other namespaces' times."""
+        return os.fstat(self._lock_fd).st_mtime_ns
+
+    def set_index_aside(self) -> Path:
+        """Move a damaged index out of the way, over an earlier one; returns where it is now."""
+        for side in _SIDE_FILES:
+            self._io.unlink(self.directory / (DAMAGED + side))
+        for side in _SIDE_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                self._io.rename(
+                    self.directory / (INDEX + side), self.directory / (DAMAGED + side)
+                )
+        return self.directory / DAMAGED
+
+    def remove(self) -> None:
+        """Remove our files and, if nothing else is in it, the directory."""
+        for name in FILES:
+            self._io.unlink(self.directory / name)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            self._io.close(fd)
+
+    def _bind(self, tier: str, layout: Layout) -> None:
+        holder = f"pid {os.getpid()} on host {socket.gethostname()}"
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        self._io.truncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{holder} since {since}\n".encode(), 0)
+        path = self.directory / LAYOUT
+        if not path.exists():
+            self._write_layout(layout)
+            return
+        try:
+            found = Layout.from_json(path.read_text("utf-8"))
+        except ValueError as error:
+            raise StoreDamagedError(
+                tier, _unusable(self.directory, f"{LAYOUT}: {error}")
+            ) from error
+        if found != layout:
+            problem = f"{LAYOUT}: {_difference(found, layout)}"
+            raise StoreDamagedError(tier, _unusable(self.directory, problem))
+
+    def _write_layout(self, layout: Layout) -> None:
+        draft = self.directory / _DRAFT
+        fd = self._io.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_fully(self._io, fd, [memoryview(layout.to_json().encode())], 0)
+            self._io.sync(fd)
+        finally:
+            self._io.close(fd)
+        self._io.rename(draft, self.directory / LAYOUT)
+        directory_fd = self._io.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # The layout is there before any slot is: slots without it would count as foreign.
+            self._io.sync(directory_fd)
+        finally:
+            self._io.close(directory_fd)
+
+
+@contextlib.contextmanager
+def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
+    """Make ``root`` if needed and keep other processes from opening or removing namespaces.
+
+    Raises:
+        ConfigError: ``root`` cannot be made or used.
+        OSError: The file system failed.
+    """
+    try:
+        root.mkdir(mode=0o700)
+        root.chmod(0o700)
+    except FileExistsError:
+        if not root.is_dir():
+            raise ConfigError(f"tier {tier}: path {root} is not a directory") from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
+        ) from None
+    fd = io.open(root / ROOT_LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        io.lock(fd, wait=True)
+        yield
+    finally:
+        io.close(fd)
+
+
+def read_layout(directory: Path) -> Layout | None:
+    """Return the layout of a namespace, None if ``directory`` is not one of ours."""
+    try:
+        _require_own_files("", directory)
+        return Layout.from_json((directory / LAYOUT).read_text("utf-8"))
+    except (OSError, ValueError, StoreDamagedError):
+        return None
+
+
+def _require_own_files(tier: str, directory: Path) -> None:
+    if not stat.S_ISDIR(directory.lstat().st_mode):
+        raise StoreDamagedError(tier, _unusable(directory, "it is not a directory of its own"))
+    for name in FILES:
+        path = directory / name
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise StoreDamagedError(
+                    tier, _unusable(directory, f"{name} is not a plain file")
+                )
+    names = {path.name for path in directory.iterdir()}
+    if LAYOUT not in names and names - {LOCK, _DRAFT}:
+        foreign = min(names - {LOCK, _DRAFT})
+        problem = f"it has {foreign} but no {LAYOUT}"
+        raise StoreDamagedError(tier, _unusable(directory, problem))
+
+
+def _unusable(directory: Path, problem: str) -> str:
+    return (
+        f"{directory} cannot be used: {problem}; move it away or remove it to start with an "
+        "empty cache, or give the tier another path"
+    )
+
+
+def _difference(found: Layout, wanted: Layout) -> str:
+    if found.slot_nbytes != wanted.slot_nbytes:
+        return f"its slots have {found.slot_nbytes} bytes, this engine's {wanted.slot_nbytes}"
+    ours: Mapping[str, object] = wanted.fingerprint.fields
+    theirs: Mapping[str, object] = found.fingerprint.fields
+    name = min(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+    return f"{name} is {theirs.get(name)!r}, this engine's {ours.get(name)!r}"
+
+
+def _lock(tier: str, directory: Path, io: BlockIo) -> int:
+    path = directory / LOCK
+    try:
+        return _try_lock(path, io)
+    except BlockingIOError:
+        holder = path.read_bytes()[:200].decode("utf-8", "replace").strip()
+        printable = "".join(filter(str.isprintable, holder)) or "another process"
+        raise StoreLockedError(tier, directory, printable) from None
+    except OSError as error:
+        if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+            raise
+        raise ConfigError(
+            f"tier {tier}: the file system of {directory} has no locks; use a local disk"
+        ) from error
+
+
+def _try_lock(path: Path, io: BlockIo) -> int:
+    fd = io.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        io.lock(fd, wait=False)
+    except BaseException:
+        io.close(fd)
+        raise
+    return fd

@@ -1,0 +1,202 @@
+"""Opening a store: everything that can be wrong is found here, before the engine serves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import ConfigError, StoreDamagedError, TierUnavailableError
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab.budget import make_room
+from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
+from kvtier.tiers.slab.index import IndexDamagedError, IndexDatabase, IndexSpec, StoredRows
+from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
+from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
+from kvtier.units import approximate_size
+
+__all__ = ["OpenStore", "close_store", "open_store"]
+
+logger = logging.getLogger(__name__)
+
+_CHECKSUM_NOTE: Final = "checksum"
+_BOOT_NOTE: Final = "boot"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """The parts of an open store, and what an earlier run left in it.
+
+    Attributes:
+        namespace: The directory and its lock.
+        file: The slots.
+        database: The index.
+        rows: What the index said.
+    """
+
+    namespace: Namespace
+    file: SlotFile
+    database: IndexDatabase
+    rows: StoredRows
+
+
+def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> OpenStore:
+    """Open the namespace of ``context.fingerprint`` in the store at ``options.path``.
+
+    Raises:
+        ConfigError: The options cannot work here.
+        StoreLockedError: The namespace is open already.
+        StoreDamagedError: What is at the path is not a store of this layout.
+        TierUnavailableError: The medium fails.
+    """
+    capacity_slots = slots_within(options, context)
+    try:
+        with contextlib.ExitStack() as stack:
+            namespace = _open_namespace(options, context, capacity_slots, io, stack)
+            file = SlotFile.open(_file_spec(options, context, namespace, capacity_slots), io)
+            stack.callback(file.close)
+            written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
+            database, rows = _open_index(options, namespace, written_slots, io)
+            stack.pop_all()
+    except OSError as error:
+        raise _explain(options, error) from error
+    except sqlite3.Error as error:
+        raise TierUnavailableError(
+            options.name, f"the index cannot be opened: {error}"
+        ) from error
+    return OpenStore(namespace, file, database, rows)
+
+
+def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
+    """Return how many slots fit the capacity.
+
+    Raises:
+        ConfigError: Not even one.
+    """
+    slot_nbytes = context.slot_nbytes
+    if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
+        raise ConfigError(
+            f"tier {options.name}: slots of {slot_nbytes} bytes are not whole pages"
+        )
+    if options.capacity_bytes < slot_nbytes:
+        raise ConfigError(
+            f"tier {options.name}: capacity of {approximate_size(options.capacity_bytes)} is "
+            f"less than one slot; give it {approximate_size(slot_nbytes)} or more"
+        )
+    return options.capacity_bytes // slot_nbytes
+
+
+def close_store(store: OpenStore, options: NvmeTierConfig) -> None:
+    """Note that all is whole, if without checksums somebody must, and release the files."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.namespace.close)
+        stack.callback(store.file.close)
+        stack.callback(store.database.close)
+        if options.checksum == "off":
+            store.file.sync()
+            store.database.set_note(_BOOT_NOTE, "")
+
+
+def _open_namespace(
+    options: NvmeTierConfig,
+    context: TierContext,
+    capacity_slots: int,
+    io: BlockIo,
+    stack: contextlib.ExitStack,
+) -> Namespace:
+    layout = Layout(context.fingerprint, context.slot_nbytes)
+    with open_root(options.name, options.path, io):
+        namespace = Namespace.open(options.name, options.path, layout, io)
+        stack.callback(namespace.close)
+        spec = _file_spec(options, context, namespace, capacity_slots)
+        make_room(namespace, spec, options.capacity_bytes, io)
+    return namespace
+
+
+def _file_spec(
+    options: NvmeTierConfig, context: TierContext, namespace: Namespace, capacity_slots: int
+) -> SlotFileSpec:
+    return SlotFileSpec(
+        tier=options.name,
+        path=namespace.slots_path,
+        capacity_slots=capacity_slots,
+        slot_nbytes=context.slot_nbytes,
+        direct_io=options.direct_io,
+    )
+
+
+def _open_index(
+    options: NvmeTierConfig, namespace: Namespace, written_slots: int, io: BlockIo
+) -> tuple[IndexDatabase, StoredRows]:
+    """Open the index, or start an empty one: a cache must start."""
+    spec = IndexSpec(namespace.index_path, options.checksum, options.durability)
+    try:
+        return _load_index(options, spec, written_slots, io)
+    except IndexDamagedError as error:
+        aside = namespace.set_index_aside()
+        logger.warning(
+            "tier %s: the index is damaged (%s); starting with an empty cache, the old index "
+            "is now %s",
+            options.name,
+            error,
+            aside,
+        )
+    try:
+        return _load_index(options, spec, written_slots, io)
+    except IndexDamagedError as error:
+        raise StoreDamagedError(
+            options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
+        ) from error
+
+
+def _load_index(
+    options: NvmeTierConfig, spec: IndexSpec, written_slots: int, io: BlockIo
+) -> tuple[IndexDatabase, StoredRows]:
+    database = IndexDatabase.open(spec, io)
+    try:
+        doubt = _doubt(options, database)
+        if doubt:
+            logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
+            database.clear()
+        rows = database.load(written_slots)
+        database.set_note(_CHECKSUM_NOTE, options.checksum)
+        database.set_note(_BOOT_NOTE, _boot_id() if options.checksum == "off" else "")
+    except BaseException:
+        database.close()
+        raise
+    return database, rows
+
+
+def _doubt(options: NvmeTierConfig, database: IndexDatabase) -> str:
+    """Say why the rows must not be used although they can be read; empty if they may."""
+    written_with = database.note(_CHECKSUM_NOTE) or options.checksum
+    if written_with != options.checksum:
+        return f"it was written with checksum: {written_with}"
+    boot = database.note(_BOOT_NOTE)
+    if options.durability == "process" and boot not in {"", _boot_id()}:
+        return "the machine went down and without checksums nothing tells what was lost"
+    return ""
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text("ascii").strip()
+
+
+def _explain(options: NvmeTierConfig, error: OSError) -> Exception:
+    place = error.filename or options.path
+    if error.errno == errno.ELOOP:
+        return StoreDamagedError(
+            options.name, f"{place} is a symbolic link, which is not followed; remove it"
+        )
+    if error.errno == errno.EIO:
+        return TierUnavailableError(options.name, f"{place}: {error.strerror}; check the disk")
+    return ConfigError(
+        f"tier {options.name}: {place}: {error.strerror}; give the tier a directory of a local "
+        "disk that this user may write"
+    )

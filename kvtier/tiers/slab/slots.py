@@ -1,0 +1,213 @@
+"""The slot file: preallocated, O_DIRECT where the file system can, whole slots only."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.slab.direct_io import (
+    PAGE_NBYTES,
+    BlockIo,
+    aligned_buffer,
+    is_aligned,
+    read_fully,
+    write_fully,
+)
+from kvtier.units import approximate_size
+
+__all__ = ["SlotFile", "SlotFileSpec", "no_room"]
+
+logger = logging.getLogger(__name__)
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFileSpec:
+    """What a slot file should be.
+
+    Attributes:
+        tier: The tier's name, for messages.
+        path: The file.
+        capacity_slots: Slots it has room for.
+        slot_nbytes: Bytes of one slot, a multiple of 4096.
+        direct_io: Whether to bypass the page cache.
+    """
+
+    tier: str
+    path: Path
+    capacity_slots: int
+    slot_nbytes: int
+    direct_io: Literal["auto", "require", "off"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.capacity_slots * self.slot_nbytes
+
+
+class SlotFile:
+    """An open slot file. Its methods block; they may be called from several threads.
+
+    Attributes:
+        direct: Whether I/O bypasses the page cache.
+        found_nbytes: Bytes the file had when it was opened; 0 for a new one.
+    """
+
+    def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
+        self._io = io
+        self._fd = fd
+        self._slot_nbytes = spec.slot_nbytes
+        self.direct = False
+        self.found_nbytes = found_nbytes
+
+    @classmethod
+    def open(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
+        """Open or create the file, reserve room for all of it, and settle on O_DIRECT or not.
+
+        Raises:
+            ConfigError: No room, or O_DIRECT is required and the file system has none.
+            OSError: The file system failed otherwise.
+        """
+        fd = io.open(spec.path, os.O_RDWR | os.O_CREAT)
+        try:
+            found_nbytes = os.fstat(fd).st_size
+            _resize(spec, io, fd)
+        except BaseException:
+            io.close(fd)
+            raise
+        file = cls(spec, io, fd, found_nbytes=found_nbytes)
+        try:
+            if spec.direct_io != "off":
+                file._go_direct(spec)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
+        """Read neighbouring slots into ``views``, one per slot.
+
+        Returns:
+            How many of them are whole; fewer than asked for only where the file ends.
+
+        Raises:
+            OSError: The medium failed.
+        """
+        if not self._needs_bounce(views):
+            return self._read(first_slot, views)
+        bounce = aligned_buffer(len(views) * self._slot_nbytes)
+        parts = self._parts(bounce)
+        whole = self._read(first_slot, parts)
+        for view, part in zip(views, parts, strict=True):
+            view[:] = part
+        return whole
+
+    def write(self, first_slot: int, views: Sequence[memoryview]) -> None:
+        """Write neighbouring slots from ``views``, one per slot.
+
+        Raises:
+            OSError: The medium failed.
+        """
+        if self._needs_bounce(views):
+            parts = self._parts(aligned_buffer(len(views) * self._slot_nbytes))
+            for view, part in zip(views, parts, strict=True):
+                part[:] = view
+            views = parts
+        write_fully(self._io, self._fd, views, first_slot * self._slot_nbytes)
+
+    def sync(self) -> None:
+        """Wait until everything written survives loss of power."""
+        self._io.sync_data(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._io.close(self._fd)
+
+    def _read(self, first_slot: int, views: Sequence[memoryview]) -> int:
+        offset = first_slot * self._slot_nbytes
+        return read_fully(self._io, self._fd, views, offset) // self._slot_nbytes
+
+    def _needs_bounce(self, views: Sequence[memoryview]) -> bool:
+        return self.direct and not all(map(is_aligned, views))
+
+    def _parts(self, buffer: memoryview) -> list[memoryview]:
+        step = self._slot_nbytes
+        return [buffer[start : start + step] for start in range(0, len(buffer), step)]
+
+    def _go_direct(self, spec: SlotFileSpec) -> None:
+        try:
+            direct_fd = _open_direct(spec.path, self._io)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+            self._stay_buffered(spec, error)
+            return
+        self._io.close(self._fd)
+        self._fd = direct_fd
+        self.direct = True
+
+    @staticmethod
+    def _stay_buffered(spec: SlotFileSpec, error: OSError) -> None:
+        if spec.direct_io == "require":
+            raise ConfigError(
+                f"tier {spec.tier}: the file system of {spec.path} has no O_DIRECT "
+                f"({error.strerror}); use a local ext4 or xfs, or set direct_io: auto"
+            ) from error
+        logger.warning(
+            "tier %s: the file system of %s has no O_DIRECT (%s); going through the page "
+            "cache, which is slower and takes memory from the engine",
+            spec.tier,
+            spec.path,
+            error.strerror,
+        )
+
+
+def no_room(spec: SlotFileSpec, free_nbytes: int | None) -> ConfigError:
+    """Build the error for a slot file that the disk cannot hold."""
+    free = "too little" if free_nbytes is None else approximate_size(free_nbytes)
+    return ConfigError(
+        f"tier {spec.tier}: capacity of {approximate_size(spec.nbytes)} does not fit: "
+        f"{spec.path.parent} has {free} free; lower capacity or make room"
+    )
+
+
+def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
+    status = os.fstat(fd)
+    if status.st_size > spec.nbytes:
+        io.truncate(fd, spec.nbytes)
+    elif status.st_size < spec.nbytes or status.st_blocks * 512 < spec.nbytes:
+        try:
+            io.allocate(fd, spec.nbytes)
+        except OSError as error:
+            # A failed allocation may keep what it got; the disk gets that back.
+            io.truncate(fd, status.st_size)
+            if error.errno not in _NO_ROOM:
+                raise
+            raise no_room(spec, io.free_nbytes(spec.path.parent)) from error
+
+
+def _open_direct(path: Path, io: BlockIo) -> int:
+    """Open ``path`` with O_DIRECT and prove that it works both ways.
+
+    Some file systems accept the flag and refuse the I/O. The probe writes back the page it
+    read, so it harms nothing, whenever it is interrupted.
+    """
+    fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+    page = aligned_buffer(PAGE_NBYTES)
+    try:
+        io.preadv(fd, [page], 0)
+        io.pwritev(fd, [page], 0)
+    except OSError as error:
+        # A bad sector says nothing about O_DIRECT; it is found out when its slot is used.
+        if error.errno in _NO_DIRECT_IO:
+            io.close(fd)
+            raise
+    return fd

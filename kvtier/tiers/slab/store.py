@@ -1,0 +1,361 @@
+"""The slab tier: slots in one preallocated file, verified on every read."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sqlite3
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config import NvmeTierConfig, TierConfig
+from kvtier.errors import CapacityError, ClosedError, ConfigError, TierUnavailableError
+from kvtier.keys import ChunkKey
+from kvtier.tiers.base import (
+    SlotOutcomes,
+    StorageTier,
+    StoredChunk,
+    TierContext,
+    TierStatistics,
+)
+from kvtier.tiers.slab.checksum import hash_key, select_digest
+from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
+from kvtier.tiers.slab.group_commit import GroupCommit
+from kvtier.tiers.slab.moving import Moved, PieceBuffers, read_piece, write_piece
+from kvtier.tiers.slab.opening import OpenStore, close_store, open_store, slots_within
+from kvtier.tiers.slab.pieces import Piece, plan_pieces
+from kvtier.tiers.slab.table import SlotTable
+from kvtier.types import Outcome, Why
+from kvtier.units import approximate_size
+
+__all__ = ["SlabTier"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The arguments of a read or write, checked, and its result as it comes together."""
+
+    keys: Sequence[ChunkKey]
+    slots: npt.NDArray[np.int64]
+    views: Sequence[memoryview]
+    key_hashes: npt.NDArray[np.uint64]
+    outcomes: list[Outcome]
+    digests: list[int]
+    errors: list[str]
+
+    def buffers(self, piece: Piece) -> PieceBuffers:
+        """Return what the I/O needs of ``piece``."""
+        return PieceBuffers(
+            piece.first_slot,
+            [self.views[chunk] for chunk in piece.chunks],
+            self.key_hashes[piece.chunks].tolist(),
+        )
+
+    def note(self, piece: Piece, moved: Moved) -> None:
+        """Enter what became of ``piece``."""
+        for chunk, outcome, digest in zip(
+            piece.chunks, moved.outcomes, moved.digests, strict=True
+        ):
+            self.outcomes[chunk] = outcome
+            self.digests[chunk] = digest
+        if moved.error:
+            self.errors.append(moved.error)
+
+    def fail(self, chunks: Sequence[int], error: str) -> None:
+        """Enter that ``chunks`` failed."""
+        for chunk in chunks:
+            self.outcomes[chunk] = Outcome.FAILED
+        self.errors.append(error)
+
+    def done(self) -> list[int]:
+        """Return the positions that are DONE so far."""
+        return [chunk for chunk, what in enumerate(self.outcomes) if what is Outcome.DONE]
+
+    def result(self) -> SlotOutcomes:
+        """Return the outcomes for the caller."""
+        return SlotOutcomes(tuple(self.outcomes), self.errors[0] if self.errors else "")
+
+
+class SlabTier(StorageTier):
+    """Chunks in a directory on a local disk.
+
+    State lives on the event loop's thread; what runs on the pool gets and returns values.
+
+    Args:
+        options: The tier's section of the configuration.
+        context: Geometry, meaning and threads.
+        store: The open files; owned by the tier from now on.
+    """
+
+    Options: ClassVar[type[TierConfig]] = NvmeTierConfig
+
+    def __init__(self, options: NvmeTierConfig, context: TierContext, store: OpenStore) -> None:
+        self.name = options.name
+        self.slot_nbytes = context.slot_nbytes
+        self.capacity_slots = slots_within(options, context)
+        self._options = options
+        self._pool = context.pool
+        self._slots_per_piece = min(
+            IOV_MAX, max(1, context.piece_nbytes // context.slot_nbytes)
+        )
+        self._digest = select_digest(options.checksum)
+        self._store = store
+        self._index = GroupCommit(store.database, name=options.name, clock=store.rows.clock)
+        self._table = SlotTable(self.capacity_slots)
+        self._table.put(store.rows.slots, store.rows.key_hashes, store.rows.checksums)
+        self._epoch = 0
+        self._closed = False
+        self._counts = dict.fromkeys(TierStatistics.__slots__, 0)
+        if store.rows.outdated.size:
+            self._index.delete_nowait(store.rows.outdated.tolist())
+        self._recovered = list(zip(store.rows.keys, store.rows.slots.tolist(), strict=True))
+
+    @classmethod
+    def open(
+        cls, options: TierConfig, context: TierContext, *, io: BlockIo | None = None
+    ) -> Self:
+        """Open the store at ``options.path``, recovering what earlier runs left; blocks.
+
+        Args:
+            options: A :class:`kvtier.config.NvmeTierConfig`.
+            context: Geometry, meaning and threads.
+            io: The system calls to use; tests pass failing ones.
+
+        Raises:
+            ConfigError: The options cannot work here; says what to do.
+            StoreLockedError: Another engine has this model's part of the store open.
+            StoreDamagedError: What is at the path is not a store of this layout.
+            TierUnavailableError: The medium fails.
+        """
+        if not isinstance(options, NvmeTierConfig):
+            raise ConfigError(
+                f"{cls.__name__} takes NvmeTierConfig, not {type(options).__name__}"
+            )
+        store = open_store(options, context, io or BlockIo())
+        tier = cls(options, context, store)
+        logger.info(
+            "tier %s: %d of %d slots of %s recovered from %s, %s",
+            tier.name,
+            len(store.rows.keys),
+            tier.capacity_slots,
+            approximate_size(tier.slot_nbytes),
+            store.namespace.directory,
+            "O_DIRECT" if store.file.direct else "through the page cache",
+        )
+        return tier
+
+    def recovered(self) -> Iterator[StoredChunk]:
+        """Yield what survived from earlier runs, least recently used first; once."""
+        found, self._recovered = self._recovered, []
+        for key, slot in found:
+            yield StoredChunk(key, slot)
+
+    async def write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        """See :meth:`kvtier.tiers.base.StorageTier.write`."""
+        batch = self._batch(keys, slots, sources)
+        epoch = self._epoch
+        self._table.drop(batch.slots)
+        everything = np.arange(len(batch.slots))
+        pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
+        if self._options.checksum == "off" and not await self._delete_rows(batch):
+            return self._count_writes(batch)
+
+        async def move(piece: Piece) -> None:
+            call = functools.partial(
+                write_piece, self._store.file, batch.buffers(piece), self._digest
+            )
+            batch.note(piece, await self._pool.run(call, priority=int(why)))
+
+        await _all(move(piece) for piece in pieces)
+        await self._commit(batch, epoch, why)
+        return self._count_writes(batch)
+
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        """See :meth:`kvtier.tiers.base.StorageTier.read`."""
+        batch = self._batch(keys, slots, into)
+        held = self._table.matches(batch.slots, batch.key_hashes)
+        if len(held) < len(batch.slots):
+            batch.errors.append("a slot does not hold the chunk asked for")
+        pieces = plan_pieces(batch.slots, held, slots_per_piece=self._slots_per_piece)
+
+        async def move(piece: Piece, checksums: list[int]) -> None:
+            call = functools.partial(
+                read_piece, self._store.file, batch.buffers(piece), checksums, self._digest
+            )
+            batch.note(piece, await self._pool.run(call, priority=int(why)))
+
+        # The checksums are taken before the first await: what is written meanwhile, against
+        # the rules, does not verify.
+        await _all(
+            [move(piece, self._table.checksums(batch.slots[piece.chunks])) for piece in pieces]
+        )
+        return self._count_reads(batch)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
+        checked = self._checked(slots)
+        self._table.drop(checked)
+        self._index.delete_nowait(checked.tolist())
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; kept with the next commit."""
+        self._index.use_nowait(self._checked(slots).tolist())
+
+    async def reset(self) -> None:
+        """See :meth:`kvtier.tiers.base.StorageTier.reset`.
+
+        Writes in progress fail: their bytes belong to the time before.
+
+        Raises:
+            ClosedError: The tier was closed.
+            TierUnavailableError: The index could not be cleared. Nothing is readable now, and
+                nothing will be stored before a later commit has cleared it.
+        """
+        self._require_open()
+        self._epoch += 1
+        self._table.clear()
+        self._recovered = []
+        try:
+            await self._index.clear()
+        except sqlite3.Error as error:
+            raise TierUnavailableError(
+                self.name, f"the index was not cleared: {error}"
+            ) from error
+
+    async def aclose(self) -> None:
+        """See :meth:`kvtier.tiers.base.StorageTier.aclose`; before the pool is closed."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._pool.run(self._release, priority=int(Why.DEMOTE))
+        except ClosedError:
+            self._release()
+
+    def statistics(self) -> TierStatistics:
+        """Return the counters so far. Callable from any thread."""
+        return TierStatistics(**self._counts)
+
+    def _release(self) -> None:
+        try:
+            self._index.stop()
+            close_store(self._store, self._options)
+        except (OSError, sqlite3.Error) as error:
+            # The payloads and all rows committed so far are where they should be.
+            logger.warning("tier %s: not closed cleanly: %s", self.name, error)
+
+    async def _delete_rows(self, batch: _Batch) -> bool:
+        """Delete the rows of slots that are about to be overwritten, when nothing else helps.
+
+        Without checksums a row that outlives its payload would serve another chunk's bytes.
+        """
+        try:
+            await self._index.delete(batch.slots.tolist())
+        except sqlite3.Error as error:
+            batch.fail(range(len(batch.slots)), f"the index was not written: {error}")
+            return False
+        return True
+
+    async def _commit(self, batch: _Batch, epoch: int, why: Why) -> None:
+        """Make the chunks written so far readable, now and after a restart."""
+        done = batch.done()
+        if not done:
+            return
+        slots = batch.slots[done]
+        checksums = np.array([batch.digests[chunk] for chunk in done], dtype=np.uint64)
+        try:
+            if self._options.durability == "power":
+                await self._pool.run(self._store.file.sync, priority=int(why))
+            if epoch == self._epoch:
+                keys = [batch.keys[chunk] for chunk in done]
+                await self._index.put(slots.tolist(), keys, checksums.view(np.int64).tolist())
+        except OSError as error:
+            batch.fail(done, f"not synced: {error.strerror}")
+        except sqlite3.Error as error:
+            batch.fail(done, f"the index was not written: {error}")
+        else:
+            if epoch == self._epoch:
+                self._table.put(slots, batch.key_hashes[done], checksums)
+            else:
+                batch.fail(done, "the tier was reset meanwhile")
+
+    def _batch(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
+    ) -> _Batch:
+        self._require_open()
+        if not len(keys) == len(slots) == len(views):
+            raise CapacityError(
+                f"tier {self.name}: {len(keys)} keys, {len(slots)} slots, {len(views)} buffers"
+            )
+        for view in views:
+            if view.nbytes != self.slot_nbytes:
+                raise CapacityError(
+                    f"tier {self.name}: a buffer of {view.nbytes} bytes for a slot of "
+                    f"{self.slot_nbytes}"
+                )
+        count = len(keys)
+        return _Batch(
+            keys=keys,
+            slots=self._checked(slots),
+            views=[view if view.format == "B" else view.cast("B") for view in views],
+            key_hashes=np.fromiter(map(hash_key, keys), dtype=np.uint64, count=count),
+            outcomes=[Outcome.CORRUPT] * count,
+            digests=[0] * count,
+            errors=[],
+        )
+
+    def _checked(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        numbers = np.asarray(slots, dtype=np.int64)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.capacity_slots:
+            raise CapacityError(
+                f"tier {self.name}: slots {numbers.min()} to {numbers.max()} are not all among "
+                f"its {self.capacity_slots}"
+            )
+        return numbers
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self.name} is closed")
+
+    def _count_writes(self, batch: _Batch) -> SlotOutcomes:
+        done = len(batch.done())
+        self._counts["written_bytes"] += done * self.slot_nbytes
+        self._counts["write_failures"] += len(batch.outcomes) - done
+        return batch.result()
+
+    def _count_reads(self, batch: _Batch) -> SlotOutcomes:
+        self._counts["read_bytes"] += len(batch.done()) * self.slot_nbytes
+        self._counts["read_failures"] += batch.outcomes.count(Outcome.FAILED)
+        self._counts["corrupt"] += batch.outcomes.count(Outcome.CORRUPT)
+        return batch.result()
+
+
+async def _all(moves: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run ``moves`` together; when this returns or raises, none of them is running."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for move in moves:
+                group.create_task(move)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed

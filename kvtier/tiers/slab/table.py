@@ -1,0 +1,60 @@
+"""What each slot holds, as far as a read needs to know: 17 bytes per slot, no objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SlotTable"]
+
+
+class SlotTable:
+    """Key hash and checksum of every slot whose content is known to be whole.
+
+    Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
+    called from different threads.
+
+    Args:
+        capacity_slots: How many slots there are.
+    """
+
+    def __init__(self, capacity_slots: int) -> None:
+        self._known = np.zeros(capacity_slots, dtype=np.bool_)
+        self._key_hashes = np.zeros(capacity_slots, dtype=np.uint64)
+        self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._known))
+
+    def put(
+        self,
+        slots: npt.NDArray[np.int64],
+        key_hashes: npt.NDArray[np.uint64],
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Note that ``slots`` hold these keys with these checksums."""
+        self._key_hashes[slots] = key_hashes
+        self._checksums[slots] = checksums
+        self._known[slots] = True
+
+    def drop(self, slots: npt.NDArray[np.int64]) -> None:
+        """Note that nothing is known about ``slots``."""
+        self._known[slots] = False
+
+    def clear(self) -> None:
+        """Note that nothing is known about any slot."""
+        self._known[:] = False
+
+    def matches(
+        self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the positions in ``slots`` that hold the key of the same position."""
+        found = self._known[slots] & (self._key_hashes[slots] == key_hashes)
+        return np.flatnonzero(found)
+
+    def checksums(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
+        """Return the checksums of ``slots``, which must be known."""
+        listed: list[int] = self._checksums[slots].tolist()
+        return listed

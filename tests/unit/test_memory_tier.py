@@ -1,0 +1,72 @@
+"""The fake's faults; that it is a tier is the contract's business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvtier.errors import ConfigError, StoreLockedError
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_keys
+from kvtier.testing.memory_tier import MemoryTier, MemoryTierConfig
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers import TierContext
+from kvtier.types import LayoutFingerprint, Outcome
+
+DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+KEYS = make_keys(range(3))
+OPTIONS = MemoryTierConfig(capacity_bytes=4 * 4096)
+
+
+@pytest.fixture
+def context() -> Iterator[TierContext]:
+    pool = IoPool(2, name="kvtier-test")
+    yield TierContext(4096, LayoutFingerprint({}), pool)
+    assert pool.close(timeout_s=10)
+
+
+@pytest.fixture
+async def shelf(context: TierContext) -> AsyncIterator[Shelf[MemoryTier]]:
+    shelf = Shelf(lambda: MemoryTier.open(OPTIONS, context), context.pool)
+    await shelf.open()
+    yield shelf
+    await shelf.tier.aclose()
+
+
+async def test_a_failing_slot_fails_alone_until_it_is_healed(shelf: Shelf[MemoryTier]) -> None:
+    shelf.tier.medium.fail([1])
+    assert await shelf.put(KEYS, range(3)) == [DONE, FAILED, DONE]
+    shelf.tier.medium.heal()
+    assert await shelf.get(KEYS, range(3)) == [DONE, CORRUPT, DONE]
+    shelf.tier.medium.fail([0])
+    assert await shelf.get(KEYS[:1], [0]) == [FAILED]
+
+
+async def test_a_corrupted_slot_is_found_out(shelf: Shelf[MemoryTier]) -> None:
+    await shelf.put(KEYS, range(3))
+    shelf.tier.medium.corrupt([2])
+    assert await shelf.get(KEYS, range(3)) == [DONE, DONE, CORRUPT]
+
+
+async def test_a_stalled_slot_hangs_until_its_gate_opens(shelf: Shelf[MemoryTier]) -> None:
+    await shelf.put(KEYS, range(3))
+    gate = shelf.tier.medium.stall([1])
+    reading = asyncio.ensure_future(shelf.get(KEYS[1:2], [1]))
+    assert await shelf.get(KEYS[:1], [0]) == [DONE]
+    assert not reading.done()
+    gate.set()
+    assert await reading == [DONE]
+
+
+async def test_a_medium_serves_one_tier_at_a_time(
+    shelf: Shelf[MemoryTier], context: TierContext
+) -> None:
+    with pytest.raises(StoreLockedError):
+        MemoryTier(OPTIONS, context, shelf.tier.medium)
+
+
+def test_a_capacity_below_one_slot_is_refused(context: TierContext) -> None:
+    with pytest.raises(ConfigError):
+        MemoryTier.open(MemoryTierConfig(capacity_bytes=4095), context)

@@ -1,0 +1,400 @@
+"""What a bad disk does to the slab tier: a chunk is right, failed or a miss, never wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
+from kvtier.testing.faulty_io import FaultyIo
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.types import LayoutFingerprint, Outcome, Why
+
+SLOT = 8192
+CAPACITY = 16
+FINGERPRINT = LayoutFingerprint({"model": "m"})
+DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+KEYS = make_keys(range(8))
+
+OpenShelf = Callable[..., Any]
+
+
+@pytest.fixture
+def pool() -> Iterator[IoPool]:
+    pool = IoPool(2, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=10)
+
+
+@pytest.fixture
+def io() -> FaultyIo:
+    return FaultyIo()
+
+
+@pytest.fixture
+def slots_path(tmp_path: Path) -> Path:
+    return tmp_path / "store" / FINGERPRINT.namespace() / "slots.bin"
+
+
+@pytest.fixture
+async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterator[OpenShelf]:
+    context = TierContext(SLOT, FINGERPRINT, pool, piece_nbytes=4 * SLOT)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_shelf(**options: Any) -> Shelf[SlabTier]:
+            config = NvmeTierConfig(
+                **{
+                    "path": tmp_path / "store",
+                    "capacity_bytes": CAPACITY * SLOT,
+                    "direct_io": "off",
+                    **options,
+                }
+            )
+            shelf = Shelf(lambda: SlabTier.open(config, context, io=io), pool)
+            await shelf.open()
+            stack.push_async_callback(close, shelf)
+            return shelf
+
+        yield open_shelf
+
+
+async def close(shelf: Shelf[SlabTier]) -> None:
+    await shelf.tier.aclose()  # whichever tier is open by then
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING" and record.name.startswith("kvtier")
+    ]
+
+
+async def overwrite(pool: IoPool, path: Path, offset: int, content: bytes) -> None:
+    """Change the file behind the tier's back."""
+
+    def change() -> None:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(content)
+
+    await pool.run(change, priority=0)
+
+
+async def test_an_unreadable_sector_fails_its_chunk_alone(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS, range(8))
+    io.fail("preadv", errno.EIO, offsets=range(2 * SLOT + 100, 2 * SLOT + 101))
+    assert await shelf.get(KEYS, range(8)) == [DONE, DONE, FAILED, *[DONE] * 5]
+    assert "slot 2" in shelf.error
+    io.heal()
+    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+    counted = shelf.tier.statistics()
+    assert (counted.read_failures, counted.corrupt) == (1, 0)
+
+
+async def test_an_unwritable_sector_fails_its_chunk_alone(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf()
+    io.fail("pwritev", errno.EIO, offsets=range(5 * SLOT, 5 * SLOT + 1))
+    expected = [*[DONE] * 5, FAILED, DONE, DONE]
+    assert await shelf.put(KEYS, range(8)) == expected
+    io.heal()
+    assert await shelf.get(KEYS, range(8)) == [*[DONE] * 5, CORRUPT, DONE, DONE]
+    assert shelf.tier.statistics().write_failures == 1
+    assert {slot for _, slot in await shelf.reopen()} == {0, 1, 2, 3, 4, 6, 7}
+
+
+@pytest.mark.parametrize("longest_nbytes", [4096, 12288, 5000, 100])
+async def test_short_transfers_are_carried_on(
+    open_shelf: OpenShelf, io: FaultyIo, longest_nbytes: int
+) -> None:
+    shelf = await open_shelf()
+    io.longest_transfer_nbytes = longest_nbytes
+    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+
+
+async def test_a_flipped_bit_is_a_miss_for_its_chunk_alone(
+    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS, range(8))
+    last = make_payload(KEYS[3], SLOT)[-1]
+    await overwrite(pool, slots_path, 4 * SLOT - 1, bytes([last ^ 0x80]))
+    assert await shelf.get(KEYS, range(8)) == [*[DONE] * 3, CORRUPT, *[DONE] * 4]
+    assert shelf.tier.statistics().corrupt == 1
+
+
+async def test_a_healthy_payload_in_the_wrong_slot_is_a_miss(
+    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    await overwrite(pool, slots_path, 0, make_payload(KEYS[1], SLOT))
+    assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT, DONE]
+
+
+async def test_a_file_cut_short_behind_our_back_is_a_miss(
+    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS, range(8))
+    await pool.run(lambda: os.truncate(slots_path, 2 * SLOT + 5000), priority=0)
+    assert await shelf.get(KEYS, range(8)) == [DONE, DONE, *[CORRUPT] * 6]
+
+
+async def test_a_torn_write_is_a_miss_after_a_restart(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf()
+    io.tear_writes(after_nbytes=3 * SLOT + 4096)
+    assert await shelf.put(KEYS[:4], range(4)) == [DONE] * 4
+    io.heal()
+    await shelf.reopen()
+    assert await shelf.get(KEYS[:4], range(4)) == [DONE, DONE, DONE, CORRUPT]
+
+
+async def test_a_row_that_outlived_its_payload_is_a_miss(
+    open_shelf: OpenShelf, pool: IoPool, tmp_path: Path, slots_path: Path
+) -> None:
+    """The state a crash leaves between the payload's write and its row's commit."""
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    await shelf.tier.aclose()
+    await pool.run(
+        lambda: shutil.copy(slots_path.parent / "index.sqlite", tmp_path), priority=0
+    )
+    await shelf.open()
+    await shelf.put(KEYS[2:3], [1])
+    await shelf.tier.aclose()
+    await pool.run(
+        lambda: shutil.copy(tmp_path / "index.sqlite", slots_path.parent), priority=0
+    )
+    assert await shelf.open() == [(KEYS[0], 0), (KEYS[1], 1)]
+    assert await shelf.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
+
+
+async def test_without_checksums_the_old_row_goes_before_its_payload(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf(checksum="off")
+    await shelf.put(KEYS[:1], [0])
+    io.fail("pwritev", errno.EIO)
+    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    io.heal()
+    assert await shelf.reopen() == []
+
+
+async def test_without_checksums_nothing_is_overwritten_under_a_row_that_stays(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf(checksum="off")
+    await shelf.put(KEYS[:1], [0])
+    io.fill_index()
+    io.calls.clear()
+    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    assert "pwritev" not in io.calls
+
+
+async def test_neighbouring_slots_move_in_one_call(open_shelf: OpenShelf, io: FaultyIo) -> None:
+    shelf = await open_shelf()
+    io.calls.clear()
+    await shelf.put(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
+    await shelf.get(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
+    assert io.calls.count("pwritev") == io.calls.count("preadv") == 2  # pieces of four slots
+
+
+async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: FaultyIo) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:1], [0])
+    io.calls.clear()
+    assert await shelf.get(KEYS[1:3], [0, 1]) == [CORRUPT] * 2
+    assert io.calls == []
+
+
+async def test_a_full_index_fails_the_chunks_and_nothing_else(
+    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    io.fill_index()
+    assert await shelf.put(KEYS[2:4], [1, 2]) == [FAILED] * 2
+    assert await shelf.put(KEYS[2:4], [1, 2]) == [FAILED] * 2
+    assert "full" in shelf.error
+    assert await shelf.get(KEYS[:4], [0, 1, 1, 2]) == [DONE, CORRUPT, CORRUPT, CORRUPT]
+    io.fill_index(full=False)
+    assert await shelf.put(KEYS[4:5], [2]) == [DONE]
+    assert len(warnings_in(caplog)) == 2  # stopped once, resumed once, however often it tried
+    assert await shelf.reopen() == [(KEYS[0], 0), (KEYS[1], 1), (KEYS[4], 2)]
+    assert await shelf.get(KEYS[:2], [0, 1]) == [DONE, CORRUPT]
+
+
+async def test_forgetting_is_tried_again_when_the_index_was_full(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    io.fill_index()
+    shelf.tier.forget([0])
+    assert await shelf.put(KEYS[2:3], [2]) == [FAILED]  # by now the deletion has failed
+    io.fill_index(full=False)
+    assert await shelf.reopen() == [(KEYS[1], 1)]
+
+
+async def test_a_reset_that_failed_still_comes_before_anything_new(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    io.fill_index()
+    with pytest.raises(TierUnavailableError):
+        await shelf.tier.reset()
+    assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
+    io.fill_index(full=False)
+    assert await shelf.put(KEYS[2:3], [5]) == [DONE]
+    assert await shelf.reopen() == [(KEYS[2], 5)]
+
+
+async def test_so_many_uses_are_kept_without_waiting_for_a_write(
+    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, slots_path: Path
+) -> None:
+    slots = 4100
+    shelf = await open_shelf(capacity_bytes=slots * SLOT)
+    await shelf.put(KEYS[:2], [0, 1])
+    shelf.tier.touch([*range(1, slots), 0])
+
+    def last_uses() -> list[int]:
+        with contextlib.closing(sqlite3.connect(slots_path.parent / "index.sqlite")) as index:
+            return [row[0] for row in index.execute("SELECT last_use FROM chunks")]
+
+    deadline_s = time.monotonic() + 10
+    while (uses := await pool.run(last_uses, priority=0)) == [1, 2]:
+        assert time.monotonic() < deadline_s
+    assert uses[0] - uses[1] == slots - 1
+
+
+async def test_a_close_that_fails_still_releases_the_store(
+    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = await open_shelf(checksum="off")
+    await shelf.put(KEYS[:1], [0])
+    io.fail("sync_data", errno.EIO)
+    await shelf.tier.aclose()
+    assert "not closed cleanly" in warnings_in(caplog)[0]
+    assert await shelf.open() == [(KEYS[0], 0)]
+
+
+async def test_power_safety_syncs_payloads_before_their_rows(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    shelf = await open_shelf(durability="power")
+    io.fail("sync_data", errno.EIO)
+    assert await shelf.put(KEYS[:1], [0]) == [FAILED]
+    io.heal()
+    assert await shelf.reopen() == []
+
+
+async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
+    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:1], [0])
+    gate = io.stall()
+    buffers = make_buffers(1, SLOT)
+    reading = asyncio.ensure_future(shelf.tier.read(KEYS[:1], [0], buffers, why=Why.LOAD))
+    assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
+    reading.cancel()
+    await asyncio.wait([reading], timeout=0.05)
+    assert not reading.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert buffers[0] == make_payload(KEYS[0], SLOT)
+
+
+@pytest.mark.nvme
+async def test_unaligned_buffers_never_reach_o_direct(open_shelf: OpenShelf) -> None:
+    shelf = await open_shelf(direct_io="require")
+    sources = make_sources(KEYS, SLOT)
+    memory = memoryview(mmap.mmap(-1, 9 * SLOT))[8:]
+    views = [memory[start : start + SLOT] for start in range(0, 8 * SLOT, SLOT)]
+    for view, source in zip(views, sources, strict=True):
+        view[:] = source
+    result = await shelf.tier.write(KEYS, range(8), views, why=Why.STORE)
+    assert list(result.outcomes) == [DONE] * 8
+    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+    memory[:] = bytes(len(memory))
+    result = await shelf.tier.read(KEYS, range(8), views, why=Why.LOAD)
+    assert list(result.outcomes) == [DONE] * 8
+    assert views == sources
+
+
+async def test_without_o_direct_auto_warns_once_and_works(
+    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+) -> None:
+    io.fail("open_direct", errno.EINVAL)
+    shelf = await open_shelf(direct_io="auto")
+    assert len(warnings_in(caplog)) == 1
+    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+    assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+
+
+async def test_o_direct_that_opens_but_refuses_io_is_found_out(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    io.fail("preadv", errno.EINVAL)
+    with pytest.raises(ConfigError, match="no O_DIRECT"):
+        await open_shelf(direct_io="require")
+
+
+async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
+    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, slots_path: Path
+) -> None:
+    io.fail("allocate", errno.ENOSPC)
+    with pytest.raises(ConfigError, match=r"capacity of 128 KiB does not fit: .* free"):
+        await open_shelf()
+    assert (await pool.run(slots_path.stat, priority=0)).st_size == 0
+    io.heal()
+    shelf = await open_shelf()  # and the lock was released
+    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+
+
+async def test_too_small_a_disk_is_not_filled_to_find_out(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    io.offer(free_nbytes=CAPACITY * SLOT - 1)
+    with pytest.raises(ConfigError, match=r"has 128 KiB free; lower capacity"):
+        await open_shelf()
+    assert "allocate" not in io.calls
+
+
+@pytest.mark.parametrize("call", ["open", "lock", "truncate", "sync", "rename", "allocate"])
+async def test_an_open_that_fails_leaves_nothing_locked(
+    open_shelf: OpenShelf, io: FaultyIo, call: str
+) -> None:
+    io.fail(call, errno.EIO)
+    with pytest.raises(TierUnavailableError):
+        await open_shelf()
+    io.heal()
+    shelf = await open_shelf()
+    assert await shelf.put(KEYS, range(8)) == [DONE] * 8
