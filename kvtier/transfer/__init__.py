@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.transfer.breaker import Breaker
-from kvtier.transfer.engine import ChannelStatistics, EngineLimits, TransferEngine
+from kvtier.transfer.channel import ChannelStatistics, EngineLimits
+from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.routes import FromTier, Route, SlotMemory, ToTier
 
 __all__ = [

@@ -29,72 +29,15 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import ClosedError
 from kvtier.transfer.breaker import Breaker
+from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits
 from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
-__all__ = ["ChannelStatistics", "EngineLimits", "TransferEngine"]
+__all__ = ["TransferEngine"]
 
 logger = logging.getLogger(__name__)
 
-Channel = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Bounds of one engine.
-
-    Attributes:
-        queued_bytes: Bytes that may be queued or running per channel; more is refused.
-        running_bytes: Bytes that may be running per channel; one job always may.
-        breaker_failures: Consecutive failed jobs that open a channel's breaker.
-        breaker_backoff_s: Seconds until an open breaker lets one job probe.
-    """
-
-    queued_bytes: int
-    running_bytes: int
-    breaker_failures: int = 5
-    breaker_backoff_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelStatistics:
-    """One channel since the engine started; a snapshot.
-
-    Attributes:
-        jobs: Settled jobs.
-        nbytes: Bytes that reached their destination.
-        seconds: Summed run time of the jobs.
-        queued_s: Summed queueing time of the jobs.
-        queued_bytes: Bytes queued or running now.
-        refused: Jobs refused because the queue was full or the breaker open.
-        expired: Jobs whose deadline passed.
-        out_of_service: Whether the breaker is open now.
-    """
-
-    jobs: int
-    nbytes: int
-    seconds: float
-    queued_s: float
-    queued_bytes: int
-    refused: int
-    expired: int
-    out_of_service: bool
-
-
-@dataclass(slots=True)
-class _Channel:
-    """Queue accounting of one (source, destination) pair."""
-
-    route: Route
-    breaker: Breaker
-    queued_bytes: int = 0
-    running_bytes: int = 0
-    jobs: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    queued_s: float = 0.0
-    refused: int = 0
-    expired: int = 0
+Pair = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -102,7 +45,7 @@ class _Pending:
     """A job between submission and its settled result."""
 
     job: Job
-    channel: _Channel
+    channel: Channel
     nbytes: int
     submitted_s: float
     alarm: asyncio.TimerHandle | None = None
@@ -128,7 +71,7 @@ class TransferEngine:
     def __init__(
         self,
         name: str,
-        routes: Mapping[Channel, Route],
+        routes: Mapping[Pair, Route],
         *,
         chunk_nbytes: int,
         limits: EngineLimits,
@@ -139,7 +82,7 @@ class TransferEngine:
         self._limits = limits
         self._closers = closers
         self._channels = {
-            pair: _Channel(
+            pair: Channel(
                 route,
                 Breaker(failures=limits.breaker_failures, backoff_s=limits.breaker_backoff_s),
             )
@@ -206,22 +149,10 @@ class TransferEngine:
             results.append(self._results.popleft())
         return results
 
-    def statistics(self) -> dict[Channel, ChannelStatistics]:
+    def statistics(self) -> dict[Pair, ChannelStatistics]:
         """Return a snapshot of every channel."""
         now = time.monotonic()
-        return {
-            pair: ChannelStatistics(
-                jobs=channel.jobs,
-                nbytes=channel.nbytes,
-                seconds=channel.seconds,
-                queued_s=channel.queued_s,
-                queued_bytes=channel.queued_bytes,
-                refused=channel.refused,
-                expired=channel.expired,
-                out_of_service=channel.breaker.is_open(now),
-            )
-            for pair, channel in self._channels.items()
-        }
+        return {pair: channel.statistics(now) for pair, channel in self._channels.items()}
 
     # -- called from any one thread; these block, with a deadline
     # -------------------------------

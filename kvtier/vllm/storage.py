@@ -92,7 +92,9 @@ def open_storage(
         routes,
         chunk_nbytes=slot_nbytes,
         limits=EngineLimits(
-            queued_bytes=max(transfer.queue_limit_bytes, slot_nbytes),
+            # The manager keeps to the configured limits itself; this is only a backstop, and
+            # it must let through the promotion of as much as RAM can hold.
+            queued_bytes=max(transfer.queue_limit_bytes, region.geometry.payload_nbytes),
             running_bytes=2 * transfer.io_threads * transfer.piece_bytes,
             breaker_failures=transfer.breaker_failures,
             breaker_backoff_s=transfer.breaker_backoff_s,
@@ -135,7 +137,7 @@ def _build_manager(
             promote_after=placement.promote_after,
         ),
         limits=ManagerLimits(
-            pin_budget=max(min(int(placement.pin_budget * capacities[0]), queue), 1),
+            pin_budget=max(int(placement.pin_budget * capacities[0]), 1),
             reserve=placement.clean_reserve,
             queue=queue,
             load_timeout_s=transfer.load_timeout_s,
