@@ -1,0 +1,114 @@
+"""What every test runs under: both event loops, hypothesis profiles, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import inspect
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import hypothesis
+import pytest
+import uvloop
+from blockbuster import blockbuster_ctx
+
+ROOT = pathlib.Path(__file__).parent.parent
+GRACE_S = 2.0
+
+# Tests share two cores with whatever else runs: a slow example is not a failing one.
+hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "nightly", max_examples=2000, stateful_step_count=100, deadline=None
+)
+hypothesis.settings.load_profile("dev")
+
+
+NEEDS_VLLM = ("kvtier/vllm", "tests/integration")
+VLLM_IS_MISSING = importlib.util.find_spec("vllm") is None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if VLLM_IS_MISSING:
+        # Their modules import vllm at the top, so collecting them would fail.
+        hidden = [str(ROOT / path) for path in NEEDS_VLLM]
+        config.option.ignore = [*(config.option.ignore or ()), *hidden]
+
+
+def pytest_report_header() -> str | None:
+    return f"no vLLM here: {' and '.join(NEEDS_VLLM)} left out" if VLLM_IS_MISSING else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not cuda_is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def cuda_is_available() -> bool:
+    import torch  # noqa: PLC0415 - seconds to import, and only GPU tests ask
+
+    return torch.cuda.is_available()
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run each coroutine test on both loops: vLLM's server uses uvloop, its engine neither."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    function = getattr(request.node, "function", None)
+    if not inspect.iscoroutinefunction(function):
+        yield
+        return
+    with blockbuster_ctx("kvtier"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test after which a thread, a shared-memory file or a memory file lives on."""
+    before = leftovers()
+    yield
+    deadline_s = time.monotonic() + GRACE_S
+    # A thread that was told to stop, or memory another test process holds, is gone in a moment.
+    while (left := leftovers() - before) and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(0.01)
+    assert not left, f"left behind: {', '.join(sorted(name for name, _ in left))}"
+
+
+def leftovers() -> set[tuple[str, int]]:
+    """Name what a test may not leave, each with a number that tells twins apart."""
+    threads = {
+        (f"thread {thread.name}", thread.ident or 0)
+        for thread in threading.enumerate()
+        # The event loop's own executor ends with the loop, which may outlive this fixture.
+        if thread.name.startswith("kvtier")
+        or not (thread.daemon or thread.name.startswith("asyncio_"))
+    }
+    shared = {
+        (str(path), 0) for path in pathlib.Path("/dev/shm").glob("*") if "kvtier" in path.name
+    }
+    return threads | shared | memory_files()
+
+
+def memory_files() -> set[tuple[str, int]]:
+    """Return the open memory files of this process that kvtier named."""
+    found = set()
+    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except FileNotFoundError:
+            continue  # the descriptor that listed the directory
+        if target.startswith("/memfd:kvtier"):
+            found.add((target, int(descriptor.name)))
+    return found

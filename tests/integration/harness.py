@@ -1,0 +1,154 @@
+"""One set of requests, the tokens plain vLLM answers, and the means to compare."""
+
+from __future__ import annotations
+
+import fcntl
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.vllm.demo.model import (
+    BLOCK_TOKENS,
+    KV_NBYTES_PER_BLOCK,
+    VOCABULARY,
+    write_model,
+)
+from kvtier.vllm.demo.runner import run_engine
+from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave, replayed, store_yaml
+
+CONVERSATIONS = 40
+TURNS = 5
+SYSTEM_PROMPTS = 8
+LONG_ANSWERS = 12
+ANSWER_TOKENS = 8
+LONG_ANSWER_TOKENS = 64
+
+
+def words(draw: random.Random, low: int, high: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(2, VOCABULARY) for _ in range(draw.randint(low, high)))
+
+
+def conversations(draw: random.Random) -> tuple[Wave, ...]:
+    """Two hundred requests: each turn of all conversations is one wave, in random order."""
+    systems = [words(draw, 160, 500) for _ in range(SYSTEM_PROMPTS)]
+    latest: dict[int, int] = {}
+    waves = []
+    for turn in range(TURNS):
+        order = draw.sample(range(CONVERSATIONS), CONVERSATIONS)
+        prompts = [
+            Prompt(
+                tokens=words(draw, 40, 190)
+                if turn
+                else systems[conversation % SYSTEM_PROMPTS] + words(draw, 40, 190),
+                after=latest.get(conversation),
+            )
+            for conversation in order
+        ]
+        latest = {
+            conversation: turn * CONVERSATIONS + place
+            for place, conversation in enumerate(order)
+        }
+        waves.append(Wave(prompts=tuple(prompts), max_tokens=ANSWER_TOKENS))
+    return tuple(waves)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What vLLM answers without kvtier."""
+
+    model: Path
+    conversations: tuple[Wave, ...]
+    """Five waves of forty literal prompts."""
+    long_answers: Wave
+    answers: dict[tuple[int, ...], tuple[int, ...]]
+    footprint_blocks: int
+    """Distinct whole blocks of KV that the conversations come to."""
+
+    def assert_equal(self, report: Report, *, waves: Sequence[Wave]) -> None:
+        """Check every answer of ``report``, and that every request of ``waves`` has one."""
+        for wave, done in zip(waves, report.waves, strict=True):
+            for number, (prompt, answer) in enumerate(
+                zip(wave.prompts, done.answers, strict=True)
+            ):
+                assert answer.prompt == prompt.tokens
+                if not answer.aborted:
+                    assert answer.tokens == self.answers[answer.prompt][: wave.max_tokens]
+                else:
+                    assert number in wave.abort
+
+
+def distinct_blocks(sequences: Sequence[tuple[int, ...]]) -> int:
+    prefixes = {
+        sequence[:end]
+        for sequence in sequences
+        for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS)
+    }
+    return len(prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A directory for one test's store and logs."""
+
+    directory: Path
+    reference: Reference
+
+    @property
+    def store(self) -> Path:
+        return self.directory / "store"
+
+    def scenario(
+        self,
+        waves: Sequence[Wave],
+        *,
+        ram_blocks: int,
+        nvme_blocks: int,
+        blocks_per_chunk: int = 1,
+    ) -> Scenario:
+        """Return a scenario with kvtier and tiers of so many blocks."""
+        config = store_yaml(
+            self.directory / "kvtier.yaml",
+            store=self.store,
+            ram_nbytes=ram_blocks * KV_NBYTES_PER_BLOCK,
+            nvme_nbytes=nvme_blocks * KV_NBYTES_PER_BLOCK,
+            blocks_per_chunk=blocks_per_chunk,
+        )
+        return Scenario(model=self.reference.model, config=config, waves=tuple(waves))
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text(errors="replace")
+
+    def assert_nothing_held(self) -> None:
+        """No shared memory of ours is left and no file of the store is locked."""
+        assert [path.name for path in Path("/dev/shm").iterdir() if "kvtier" in path.name] == []
+        for path in self.store.rglob("*"):
+            if path.is_file():
+                with path.open("rb+") as file:
+                    # Raises BlockingIOError while another process holds a lock of either kind.
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def run_reference(directory: Path) -> Reference:
+    """Ask plain vLLM, with a GPU cache large enough for everything."""
+    write_model(directory / "model")
+    draw = random.Random(7)
+    talk = conversations(draw)
+    long_answers = Wave(
+        prompts=tuple(Prompt(tokens=words(draw, 200, 240)) for _ in range(LONG_ANSWERS)),
+        max_tokens=LONG_ANSWER_TOKENS,
+    )
+    scenario = Scenario(model=directory / "model", waves=(*talk, long_answers), gpu_blocks=2048)
+    report = run_engine(scenario, directory, "reference")
+    literal = replayed(scenario.waves, report)
+    answered = [
+        answer.prompt + answer.tokens for wave in report.waves[:-1] for answer in wave.answers
+    ]
+    return Reference(
+        model=scenario.model,
+        conversations=literal[:-1],
+        long_answers=literal[-1],
+        answers={answer.prompt: answer.tokens for answer in report.answers()},
+        footprint_blocks=distinct_blocks(answered),
+    )

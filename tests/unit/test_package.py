@@ -1,0 +1,64 @@
+"""The package as a whole: what it exports, what importing it costs, what it declares."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier
+
+ROOT = Path(kvtier.__file__).parent
+PYPROJECT = ROOT.parent / "pyproject.toml"
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages([str(ROOT)], "kvtier.")
+    if not module.name.startswith("kvtier.vllm") and not module.name.endswith("__main__")
+)
+
+
+def project() -> dict[str, Any]:
+    declared: dict[str, Any] = tomllib.loads(PYPROJECT.read_text())["project"]
+    return declared
+
+
+def entry_points() -> list[str]:
+    declared = project()
+    groups = [*declared["entry-points"].values(), declared["scripts"]]
+    return sorted(target for group in groups for target in group.values())
+
+
+def test_importing_kvtier_loads_no_heavy_package() -> None:
+    code = (
+        "import sys, kvtier\n"
+        "heavy = {'torch', 'vllm', 'pytest', 'pydantic', 'numpy'}\n"
+        "sys.exit(' '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 0, f"import kvtier loaded {done.stderr}"
+
+
+def test_the_version_is_the_declared_one() -> None:
+    assert kvtier.__version__ == project()["version"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_has_what_it_exports(name: str) -> None:
+    module = importlib.import_module(name)
+    exported = list(getattr(module, "__all__", ()))
+    assert len(exported) == len(set(exported))
+    assert [entry for entry in exported if not hasattr(module, entry)] == []
+
+
+@pytest.mark.parametrize("target", entry_points())
+def test_an_entry_point_names_something_that_exists(target: str) -> None:
+    module, _, attribute = target.partition(":")
+    assert hasattr(importlib.import_module(module), attribute)
