@@ -10,7 +10,7 @@ for a disk, and a chunk that could not be copied is counted as lost, never silen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
@@ -189,30 +189,61 @@ class Demoter:
 
     def _reclaim(self, tier: TierState) -> None:
         """Send victims of ``tier`` down until its reserve is free or on its way to be."""
-        ladder = self._ladder
-        reserve = int(ladder.limits.reserve * tier.slots.capacity)
+        reserve = int(self._ladder.limits.reserve * tier.slots.capacity)
         wanted = max(reserve, tier.wanted)
         tier.wanted = 0
-        batches: dict[int, list[ChunkCopy]] = {}
-        coming = len(tier.leaving)
-        if tier.room + coming >= wanted:
+        if tier.room + len(tier.leaving) >= wanted:
             return
-        while tier.slots.free + coming < wanted:
-            target = self._leave(tier)
-            if target is None:
-                break
-            index, copy = target
-            if index < 0:
-                continue
-            batch = batches.setdefault(index, [])
-            if len(batch) >= ladder.limits.queue - self._in_flight[index]:
-                tier.stay(copy, ladder.ctx)
-                break
-            batch.append(copy)
-            coming += 1
-        for index, batch in batches.items():
+        slower = self._ladder.tiers[tier.index + 1 :]
+        takes = {target.index: self._takes(target) for target in slower}
+        for index, batch in self._choose(tier, wanted, takes).items():
+            if len(batch) >= takes[index]:
+                self._ladder.tiers[index].want(wanted)
             if batch:
                 self._send(tier, batch, index)
+
+    def _choose(
+        self, tier: TierState, wanted: int, takes: Mapping[int, int]
+    ) -> dict[int, list[ChunkCopy]]:
+        """Take victims of ``tier`` out of the order until ``wanted`` slots are free or will be.
+
+        Args:
+            tier: The tier that lacks room.
+            wanted: Slots to be free when everything that is leaving has left.
+            takes: How many chunks each slower tier takes now.
+
+        Returns:
+            The victims that must be copied, by the tier they go to.
+        """
+        batches: dict[int, list[ChunkCopy]] = {index: [] for index in takes}
+        while tier.slots.free + len(tier.leaving) < wanted:
+            # Asked before the victim is picked, for a victim put back would count as just used.
+            if all(len(batch) >= takes[index] for index, batch in batches.items()):
+                break
+            leaver = self._leave(tier)
+            if leaver is None:
+                break
+            index, copy = leaver
+            if index < 0:
+                continue
+            if len(batches[index]) >= takes[index]:
+                tier.stay(copy, self._ladder.ctx)
+                break
+            batches[index].append(copy)
+        return batches
+
+    def _takes(self, target: TierState) -> int:
+        """Return how many chunks may be sent to ``target`` now.
+
+        A tier whose slots are all in use for the moment takes none, and its victims-to-be wait;
+        so do they for the slots of chunks on their way up, rather than evict another. A tier
+        without slots takes any number: they are lost, for waiting would not help.
+        """
+        queue = self._ladder.limits.queue - self._in_flight[target.index]
+        if not target.slots.capacity:
+            return queue
+        moving = self._ladder.ledger.moving_out(target.index)
+        return min(queue, target.slots.free if moving else target.room)
 
     def _leave(self, tier: TierState) -> tuple[int, ChunkCopy] | None:
         """Take one victim out of the order.

@@ -58,6 +58,14 @@ class JobLedger:
         """Whether any job is still within its deadline; a stuck one is nothing to wait for."""
         return any(not record.late for record in self._records.values())
 
+    def moving_out(self, tier: int) -> int:
+        """Return how many slots of ``tier`` will be free when what moves up has arrived."""
+        return sum(
+            len(record.moved)
+            for record in self._records.values()
+            if record.source == tier and not record.late
+        )
+
     def open(self, record: JobRecord, *, names: Sequence[str], timeout_s: float) -> JobId:
         """Number ``record``, remember it and queue its job for the engine."""
         job_id = self._next_id

@@ -300,12 +300,13 @@ class Promoter:
             ladder.ram.add_writing(copies)
             for copy in copies:
                 self._grant(request, copy)
-            record = JobRecord(
-                Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved
+            record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch)
+            record.moved = moved.intersection(sources)
+            request.jobs.add(
+                ladder.ledger.open(
+                    record, names=ladder.names, timeout_s=ladder.limits.load_timeout_s
+                )
             )
-            timeout_s = ladder.limits.load_timeout_s
-            job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
-            request.jobs.add(job_id)
         return True
 
     def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:

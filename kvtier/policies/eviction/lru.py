@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from kvtier.policies.base import ChunkCopy, CopyState, Eviction, Evictable, PolicyContext
+from kvtier.policies.base import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 
 __all__ = ["Lru"]
 

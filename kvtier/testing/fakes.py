@@ -1,0 +1,110 @@
+"""Fakes that check what they are told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier.errors import KvtierError
+
+__all__ = ["RecordingTruth", "TruthError"]
+
+
+class TruthError(KvtierError):
+    """A slot was written on behalf of two owners."""
+
+
+class RecordingTruth:
+    """A :class:`~kvtier.manager.SlotTruth` that remembers, and stands in for the workers.
+
+    Stamps are handed out in ascending order, so a stamp that is not newer than the one a slot
+    bears is a write of a former owner over the present one's bytes; it raises.
+
+    Args:
+        driven: Whether a test plays the workers, with :meth:`stamp` and :meth:`acknowledge`. If
+            not, they are instant and only fail where told to.
+
+    Attributes:
+        not_stored: Slots whose stores fail, whatever was stamped.
+        not_quiet: Slots that a worker never lets go of.
+        issued: Jobs issued, per slot.
+        published: Every (slot, generation) stamped on behalf of a slower tier, in order.
+        generations: The stamp each slot bears.
+    """
+
+    def __init__(self, *, driven: bool = False) -> None:
+        self._driven = driven
+        self._acknowledged: Counter[int] = Counter()
+        self.not_stored: set[int] = set()
+        self.not_quiet: set[int] = set()
+        self.issued: Counter[int] = Counter()
+        self.published: list[tuple[int, int]] = []
+        self.generations: dict[int, int] = {}
+
+    # -- the workers' side ------------------------------------------------------------------
+
+    def stamp(self, slots: Sequence[int], generation: int) -> None:
+        """Say that the bytes of ``slots`` are whole as of ``generation``.
+
+        Raises:
+            TruthError: A slot bears that stamp or a newer one.
+        """
+        for slot in slots:
+            self._stamp(slot, generation)
+
+    def acknowledge(self, slots: Sequence[int]) -> None:
+        """Say that one job issued on each of ``slots`` is over.
+
+        Raises:
+            TruthError: No job was issued on one of them.
+        """
+        for slot in slots:
+            self._acknowledged[slot] += 1
+            if self._acknowledged[slot] > self.issued[slot]:
+                raise TruthError(f"slot {slot} was acknowledged more often than issued")
+
+    # -- SlotTruth --------------------------------------------------------------------------
+
+    def issue(self, slots: Sequence[int]) -> None:
+        """Count one more job on each of ``slots``.
+
+        Raises:
+            TruthError: A slot is named twice: a control block counts it once.
+        """
+        if len(set(slots)) != len(slots):
+            raise TruthError(f"a slot is issued twice: {slots}")
+        self.issued.update(slots)
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return whether each slot bears its stamp and is not told to fail."""
+        if not self._driven:
+            for slot, generation in zip(slots, generations, strict=True):
+                self._stamp(slot, generation)
+        return [
+            slot not in self.not_stored and self.generations.get(slot) == generation
+            for slot, generation in zip(slots, generations, strict=True)
+        ]
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Stamp slots filled from a slower tier.
+
+        Raises:
+            TruthError: A slot bears that stamp or a newer one.
+        """
+        for slot, generation in zip(slots, generations, strict=True):
+            self._stamp(slot, generation)
+            self.published.append((slot, generation))
+
+    def quiet(self, slots: Sequence[int]) -> list[bool]:
+        """Return whether each slot's jobs are all over."""
+        return [
+            slot not in self.not_quiet
+            and (not self._driven or self._acknowledged[slot] == self.issued[slot])
+            for slot in slots
+        ]
+
+    def _stamp(self, slot: int, generation: int) -> None:
+        if generation <= self.generations.get(slot, 0):
+            bears = self.generations[slot]
+            raise TruthError(f"slot {slot} bears {bears} and is stamped {generation}")
+        self.generations[slot] = generation

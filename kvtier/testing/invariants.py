@@ -1,0 +1,189 @@
+"""What must be true of a manager's books between any two calls.
+
+Shipped so that whoever writes a placement or an eviction policy can drive the manager with it
+and look after every step. It recounts from scratch what the manager counts as it goes, so it
+reads private members, and it costs as much as there are slots.
+"""
+
+# ruff: noqa: SLF001 - a recount that trusted the public figures would check nothing
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from kvtier.errors import KvtierError
+from kvtier.manager import TieredOffloadingManager, TierState
+from kvtier.policies import ChunkCopy, CopyState, Eviction
+from kvtier.policies.eviction import Lru
+
+__all__ = ["InvariantError", "check_manager", "eviction_order"]
+
+
+class InvariantError(KvtierError):
+    """The books contradict themselves.
+
+    Attributes:
+        invariant: Name of the rule that is broken.
+    """
+
+    def __init__(self, invariant: str, what: str) -> None:
+        super().__init__(f"{invariant}: {what}")
+        self.invariant = invariant
+
+
+def check_manager(manager: TieredOffloadingManager) -> None:
+    """Recount everything.
+
+    Args:
+        manager: Any manager, between two calls of its methods.
+
+    Raises:
+        InvariantError: A rule is broken; the message names it and the evidence.
+    """
+    ladder = manager._ladder
+    moving: Counter[ChunkCopy] = Counter()
+    held: list[set[ChunkCopy]] = [set() for _ in ladder.tiers]
+    for record in ladder.ledger.records():
+        for index, copies in (
+            (record.source, record.sources),
+            (record.destination, record.destinations),
+        ):
+            moving.update(copies)
+            held[index].update(copies)
+    held[0].update(manager._quarantine)
+    held[0].update(copy for queue in manager._demoter._queues for copy in queue)
+    for tier in ladder.tiers:
+        _check_copies(tier, moving)
+        _check_slots(tier, held[tier.index])
+        _check_counters(tier)
+        _check_order(tier)
+    _check_grants(manager)
+
+
+def eviction_order(eviction: Eviction) -> list[ChunkCopy] | None:
+    """Return the copies in an eviction policy's order, next victim first, if it can be seen.
+
+    Only for the built-in policies; None for others.
+    """
+    if not isinstance(eviction, Lru):
+        return None
+    entries = Counter(id(copy) for copy in eviction._queue)
+    order = []
+    for copy in eviction._queue:
+        entries[id(copy)] -= 1
+        if not entries[id(copy)] and copy.state != CopyState.GONE:
+            order.append(copy)
+    return order
+
+
+def _expect(invariant: str, what: str, *, counted: int, noted: int) -> None:
+    if noted != counted:
+        raise InvariantError(invariant, f"{what}: {noted} in the books, {counted} counted")
+    if noted < 0:
+        raise InvariantError("nothing is negative", f"{what}: {noted}")
+
+
+def _check_slots(tier: TierState, held: Iterable[ChunkCopy]) -> None:
+    """Account for every slot exactly once: a member, gone but held, or free."""
+    gone = [copy for copy in held if copy.state == CopyState.GONE and copy.pins]
+    owners = Counter(_slots(tier, gone))
+    for slot in range(tier.slots.capacity):
+        if owners[slot] != 1:
+            rule = "every slot has one owner"
+            raise InvariantError(rule, f"slot {slot} of {tier.name} has {owners[slot]}")
+    free = sum(end - start for start, end in tier.slots.extents())
+    _expect(
+        "free + used = capacity",
+        f"free slots of {tier.name}",
+        counted=free,
+        noted=tier.slots.free,
+    )
+    used = len(tier.copies) + len(gone)
+    _expect(
+        "free + used = capacity",
+        f"slots of {tier.name}",
+        counted=free + used,
+        noted=tier.slots.capacity,
+    )
+
+
+def _slots(tier: TierState, gone: Iterable[ChunkCopy]) -> Iterator[int]:
+    for copy in (*tier.copies.values(), *gone):
+        yield copy.slot
+    for start, end in tier.slots.extents():
+        yield from range(start, end)
+
+
+def _check_counters(tier: TierState) -> None:
+    copies = tier.copies.values()
+    resident = [copy for copy in copies if copy.state == CopyState.RESIDENT]
+    idle = sum(not copy.pins and not copy.dirty for copy in resident)
+    dirty = sum(bool(copy.dirty) for copy in copies)
+    for name, counted in (
+        ("idle", idle),
+        ("dirty", dirty),
+        ("writing", len(tier.copies) - len(resident)),
+    ):
+        noted = getattr(tier, name)
+        _expect(f"{name} equals a recount", tier.name, counted=counted, noted=noted)
+
+
+def _check_copies(tier: TierState, moving: Counter[ChunkCopy]) -> None:
+    for key, copy in tier.copies.items():
+        if copy.key != key or copy.state == CopyState.GONE:
+            raise InvariantError("members are not gone", f"{copy} in {tier.name}")
+        if min(copy.pins, copy.dirty, copy.grants) < 0:
+            raise InvariantError("nothing is negative", f"{copy} in {tier.name}")
+        # A member that is being written has its writer's pin, whatever it is written from.
+        reasons = copy.grants + max(moving[copy], copy.state != CopyState.RESIDENT)
+        if copy.pins < reasons:
+            rule = "no copy is evictable and in a job"
+            raise InvariantError(rule, f"{copy} in {tier.name} has {reasons} reasons to stay")
+
+
+def _check_order(tier: TierState) -> None:
+    """Every resident copy is in the eviction order or leaving, once."""
+    for copy in tier.leaving:
+        if tier.copies.get(copy.key) is not copy or not copy.dirty:
+            raise InvariantError("who leaves is a dirty member", f"{copy} in {tier.name}")
+    order = eviction_order(tier.eviction)
+    if order is None:
+        return
+    resident = {
+        copy
+        for copy in tier.copies.values()
+        if copy.state == CopyState.RESIDENT and copy not in tier.leaving
+    }
+    if len(order) != len(resident) or set(order) != resident:
+        rule = "the eviction order holds what is resident and stays"
+        raise InvariantError(rule, f"{tier.name}: {order} instead of {resident}")
+
+
+def _check_grants(manager: TieredOffloadingManager) -> None:
+    ram = manager._ram
+    promoter = manager._promoter
+    granted: Counter[ChunkCopy] = Counter()
+    for request in manager._requests.values():
+        granted.update(request.granted)
+        pending = sum(copy.state != CopyState.RESIDENT for copy in request.granted)
+        _expect(
+            "pending equals a recount", request.req_id, counted=pending, noted=request.pending
+        )
+    for copy in {*ram.copies.values(), *granted}:
+        _expect("grants equal a recount", repr(copy), counted=granted[copy], noted=copy.grants)
+        if copy.grants and ram.copies.get(copy.key) is not copy:
+            raise InvariantError("what is granted is in RAM", repr(copy))
+    _expect("granted equals a recount", ram.name, counted=len(granted), noted=promoter.granted)
+    waiting = Counter(
+        (id(copy), request.req_id)
+        for copy, requests in promoter._waiters.items()
+        for request in requests
+    )
+    expected = Counter(
+        (id(copy), request.req_id)
+        for request in manager._requests.values()
+        for copy in request.granted
+        if copy.state != CopyState.RESIDENT
+    )
+    if waiting != expected:
+        raise InvariantError("who waits is told", f"{waiting} instead of {expected}")

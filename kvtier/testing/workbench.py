@@ -1,0 +1,147 @@
+"""A manager on a bench: every storage job is run by the test, every step is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from kvtier.keys import ChunkKey, make_key
+from kvtier.manager import (
+    LoadPlan,
+    Lookup,
+    ManagerLimits,
+    StorePlan,
+    TieredOffloadingManager,
+    TierState,
+)
+from kvtier.policies import CopyState, LadderPlacement, Placement, build_eviction
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.invariants import check_manager
+from kvtier.types import Job, Outcome, TransferResult
+
+__all__ = ["TIER_NAMES", "Workbench", "prefix"]
+
+TIER_NAMES = ("ram", "nvme", "remote")
+
+
+def prefix(chunks: int, *, of: int = 0, group: int = 0) -> list[ChunkKey]:
+    """Return the keys of the first ``chunks`` chunks of prompt number ``of``.
+
+    >>> prefix(2, of=1) == prefix(3, of=1)[:2]
+    True
+    """
+    return [make_key(f"{of}.{depth}".encode(), group) for depth in range(chunks)]
+
+
+class Workbench:
+    """A manager over tiers of a few slots, with a truth that can be told to lie.
+
+    Args:
+        *capacities: Slots per tier, fastest first.
+        write: Of the :class:`LadderPlacement`, when no ``placement`` is given.
+        promote_after: Likewise.
+        placement: Another placement.
+        truth: What the workers say; instant workers when omitted.
+        limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
+
+    Attributes:
+        manager: The manager.
+        tiers: Its tiers.
+        ram: The first of them.
+        truth: What the workers say.
+    """
+
+    def __init__(
+        self,
+        *capacities: int,
+        write: Literal["through", "evict"] = "through",
+        promote_after: int = 1,
+        placement: Placement | None = None,
+        truth: RecordingTruth | None = None,
+        limits: ManagerLimits | None = None,
+    ) -> None:
+        self.truth = RecordingTruth() if truth is None else truth
+        self.tiers = [
+            TierState(name, index, capacity, build_eviction("lru", capacity=capacity))
+            for index, (name, capacity) in enumerate(zip(TIER_NAMES, capacities, strict=False))
+        ]
+        self.ram = self.tiers[0]
+        self.manager = TieredOffloadingManager(
+            self.tiers,
+            placement=placement
+            or LadderPlacement(tiers=len(capacities), write=write, promote_after=promote_after),
+            limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
+            truth=self.truth,
+            record_events=True,
+        )
+
+    # -- what an engine does ----------------------------------------------------------------
+
+    def store(self, keys: Sequence[ChunkKey], req_id: str = "writer") -> StorePlan | None:
+        """Store ``keys`` at once, as far as there is room."""
+        plan = self.manager.prepare_store(keys, req_id)
+        if plan is not None:
+            self.manager.complete_store(set(plan.keys))
+        self.check()
+        return plan
+
+    def look(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> list[Lookup]:
+        """Look ``keys`` up one by one, like an engine up to the first miss."""
+        answers: list[Lookup] = []
+        for key in keys:
+            answers.append(self.manager.lookup(key, req_id))
+            if answers[-1] is Lookup.MISS:
+                break
+        self.check()
+        return answers
+
+    def load(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> LoadPlan:
+        """Load ``keys`` at once."""
+        plan = self.manager.prepare_load(keys, req_id)
+        self.manager.complete_load(set(keys))
+        self.check()
+        return plan
+
+    def step(self, *, started: Sequence[str] = (), preempted: Sequence[str] = ()) -> list[Job]:
+        """End the scheduling step and return the jobs it planned."""
+        self.manager.end_step(started=started, preempted=preempted)
+        self.check()
+        return self.manager.take_jobs()
+
+    # -- what a storage engine does ---------------------------------------------------------
+
+    def finish(self, job: Job, *outcomes: Outcome, settled: bool = True) -> None:
+        """Report ``outcomes`` for the chunks of ``job``; the last one for all further ones."""
+        padded = outcomes or (Outcome.DONE,)
+        every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
+        self.manager.apply(TransferResult(job.job_id, every, settled=settled))
+        self.check()
+
+    def settle(self, *, started: Sequence[str] = (), steps: int = 20) -> None:
+        """Step and run every job until nothing is left to do.
+
+        Raises:
+            TimeoutError: That takes more than ``steps`` steps.
+        """
+        for _ in range(steps):
+            jobs = self.step(started=started)
+            started = ()
+            for job in jobs:
+                self.finish(job)
+            if not jobs and not self.manager.has_work():
+                return
+        raise TimeoutError(f"still busy after {steps} steps")
+
+    # -- what a test looks at ---------------------------------------------------------------
+
+    def resident(self, tier: int = 0) -> set[ChunkKey]:
+        """Return the keys that are hits in ``tier``."""
+        return {
+            key
+            for key, copy in self.tiers[tier].copies.items()
+            if copy.state == CopyState.RESIDENT
+        }
+
+    def check(self) -> None:
+        """Check the manager's invariants."""
+        check_manager(self.manager)

@@ -1,0 +1,519 @@
+"""The manager against a world that may do anything an engine, workers and disks may do.
+
+The world knows what every slot of every tier really holds. It runs stores, loads and storage
+jobs when hypothesis says so, in any order, with every outcome, and checks at each that the
+bytes are those of the key, and that nobody else may touch the slot meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvtier.keys import ChunkKey
+from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
+from kvtier.policies import ChunkCopy, CopyState, LadderPlacement, PolicyContext, Promotion
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.invariants import check_manager, eviction_order
+from kvtier.testing.workbench import TIER_NAMES, Workbench, prefix
+from kvtier.types import Job, Outcome, TransferResult
+
+GROUPS = 2
+PATIENCE = 6
+LONGEST = 5
+Content = tuple[ChunkKey, int]
+"""Key and cache epoch: after a reset the same key means other bytes."""
+
+
+class MovingLadder(LadderPlacement):
+    """Moves a chunk up instead of copying it."""
+
+    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
+        return Promotion(keep_source=False)
+
+
+@dataclass(eq=False)
+class Request:
+    req_id: str
+    prompt: int
+    chunks: int
+    running: bool = False
+    lookups: int = 0
+    loading: bool = False
+
+
+@dataclass(eq=False)
+class WorkerOp:
+    """A store or a load the workers were told to do."""
+
+    keys: Sequence[ChunkKey]
+    slots: Sequence[int]
+    generations: Sequence[int]
+    epoch: int
+    writes: bool
+    request: Request | None = None
+
+
+@dataclass(eq=False)
+class StorageOp:
+    job: Job
+    epoch: int
+    late: bool = False
+    touches: list[tuple[int, int, bool]] = field(default_factory=list)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    @initialize(
+        ram=st.integers(1, 6),
+        slower=st.lists(
+            st.one_of(st.integers(4, 12), st.integers(0, 12)), min_size=1, max_size=2
+        ),
+        mode=st.sampled_from(["through", "evict", "move"]),
+        promote_after=st.integers(1, 2),
+        budget=st.integers(0, 6),
+        reserve=st.sampled_from([0.0, 0.34, 1.0]),
+        queue=st.integers(1, 8),
+        warm=st.lists(st.integers(0, 2), max_size=3, unique=True),
+    )
+    def start(
+        self,
+        *,
+        ram: int,
+        slower: list[int],
+        mode: str,
+        promote_after: int,
+        budget: int,
+        reserve: float,
+        queue: int,
+        warm: list[int],
+    ) -> None:
+        self.truth = RecordingTruth(driven=True)
+        tiers = 1 + len(slower)
+        kind = MovingLadder if mode == "move" else LadderPlacement
+        self.bench = Workbench(
+            ram,
+            *slower,
+            placement=kind(
+                tiers=tiers,
+                write="through" if mode == "through" else "evict",
+                promote_after=promote_after,
+            ),
+            truth=self.truth,
+            limits=ManagerLimits(
+                pin_budget=budget,
+                reserve=reserve,
+                queue=queue,
+                patience_lookups=PATIENCE,
+                patience_stores=2,
+            ),
+        )
+        self.manager = self.bench.manager
+        self.contents: list[dict[int, Content | None]] = [{} for _ in self.bench.tiers]
+        self.rotten: set[tuple[int, int]] = set()
+        self.requests: list[Request] = []
+        self.born = 0
+        self.epoch = 0
+        self.orders: list[WorkerOp] = []
+        self.acknowledged: list[WorkerOp] = []
+        self.storage: list[StorageOp] = []
+        self.listed: list[set[ChunkKey]] = [set() for _ in self.bench.tiers]
+        for prompt in warm:
+            self.recover(prompt)
+
+    def recover(self, prompt: int) -> None:
+        """Let the chunks of a prompt have survived a restart in the second tier."""
+        tier = self.bench.tiers[1]
+        slots = [slot for start, end in tier.slots.extents() for slot in range(start, end)]
+        keys = [
+            key for group in range(GROUPS) for key in prefix(LONGEST, of=prompt, group=group)
+        ]
+        chunks = list(zip(keys, slots, strict=False))
+        assert self.manager.recover(1, chunks) == len(chunks)
+        for key, slot in chunks:
+            self.contents[1][slot] = (key, self.epoch)
+            self.listed[1].add(key)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    @rule(prompt=st.integers(0, 2), chunks=st.integers(1, LONGEST))
+    def arrive(self, prompt: int, chunks: int) -> None:
+        if len(self.requests) < 5:
+            self.born += 1
+            request = Request(f"r{self.born}", prompt, chunks)
+            self.requests.append(request)
+            self.manager.begin_request(request.req_id)
+
+    @rule(data=st.data(), seats=st.integers(0, 3))
+    def schedule(self, data: st.DataObject, seats: int) -> None:
+        """One step of an engine's scheduler."""
+        started = []
+        for request in [each for each in self.requests if not each.running]:
+            hits = self.ask(request)
+            if hits is not None and seats:
+                seats -= 1
+                started.append(request)
+                self.begin(request, hits)
+        preempted = self.maybe_preempt(data, started)
+        for request in self.requests:
+            if request.running and not request.loading and data.draw(st.integers(0, 3)):
+                self.offer(request)
+        self.end_step(started, preempted)
+
+    def ask(self, request: Request) -> int | None:
+        """Look a request up like vLLM does: every group, up to its first miss."""
+        request.lookups += 1
+        hits, deferred = request.chunks, False
+        for group in range(GROUPS):
+            keys = prefix(hits, of=request.prompt, group=group)
+            found = self.manager.lookup_prefix(keys, request.req_id)
+            if found is None:
+                deferred = True
+            elif found == 0:
+                return 0
+            else:
+                hits = min(hits, found)
+        return None if deferred else hits
+
+    def begin(self, request: Request, hits: int) -> None:
+        request.running = True
+        request.lookups = 0
+        keys = self.keys(request, hits)
+        if not keys:
+            return
+        plan = self.manager.prepare_load(keys, request.req_id)
+        for slot in plan.slots:
+            self.claim(0, slot, writes=False)
+        self.orders.append(self.order(keys, plan, request))
+        request.loading = True
+
+    def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
+        return WorkerOp(
+            keys, plan.slots, plan.generations, self.epoch, writes=False, request=request
+        )
+
+    def maybe_preempt(self, data: st.DataObject, started: list[Request]) -> list[Request]:
+        able = [
+            each
+            for each in self.requests
+            if each.running and not each.loading and each not in started
+        ]
+        if not able or data.draw(st.integers(0, 5)) != 0:
+            return []
+        victim = data.draw(st.sampled_from(able))
+        victim.running = False
+        return [victim]
+
+    def offer(self, request: Request) -> None:
+        keys = self.keys(request, request.chunks)
+        before = self.picture()
+        new = [key for key in keys if key not in self.bench.ram.copies]
+        plan = self.manager.prepare_store(keys, request.req_id)
+        if plan is None:
+            assert self.picture() == before, "a refused store changed something"
+            return
+        if not plan.keys:
+            # Being offered is a use, so the order may differ.
+            same = [
+                after[:2] == tier[:2]
+                for after, tier in zip(self.picture(), before, strict=True)
+            ]
+            assert all(same), "a store of nothing changed something"
+        assert list(plan.keys) == new[: len(plan.keys)], "the head goes first"
+        if plan.keys:
+            self.issue_store(plan)
+
+    def issue_store(self, plan: StorePlan) -> None:
+        for slot in plan.slots:
+            self.claim(0, slot, writes=True)
+        generations = [plan.generation] * len(plan.keys)
+        self.orders.append(
+            WorkerOp(plan.keys, plan.slots, generations, self.epoch, writes=True)
+        )
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A request finishes or is aborted, whatever it is doing."""
+        request = data.draw(st.sampled_from(self.requests))
+        self.requests.remove(request)
+        self.manager.end_request(request.req_id)
+
+    @rule()
+    def reset(self) -> None:
+        self.epoch += 1
+        self.manager.reset()
+        for request in self.requests:
+            request.loading = False
+            request.lookups = 0
+        self.acknowledged = []
+        self.collect()
+        assert not any(self.bench.resident(tier.index) for tier in self.bench.tiers)
+
+    @rule(leaving=st.booleans())
+    def smooth(self, leaving: bool) -> None:
+        """An engine's step in which nothing goes wrong."""
+        started = []
+        for request in [each for each in self.requests if not each.running]:
+            hits = self.ask(request)
+            if hits is not None:
+                started.append(request)
+                self.begin(request, hits)
+        for request in self.requests:
+            if request.running and not request.loading:
+                self.offer(request)
+        self.end_step(started, [])
+        self.finish_everything()
+        if leaving:
+            for request in [each for each in self.requests if each.running]:
+                self.requests.remove(request)
+                self.manager.end_request(request.req_id)
+
+    @rule()
+    def flush(self) -> None:
+        self.manager.flush()
+        self.collect()
+
+    # -- workers ----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.orders)
+    @rule(data=st.data(), fails=st.integers(0, 4))
+    def work(self, data: st.DataObject, fails: int) -> None:
+        """The workers do the oldest thing they were told to; a store's chunk may fail."""
+        op = self.orders.pop(0)
+        for at, (key, slot, generation) in enumerate(
+            zip(op.keys, op.slots, op.generations, strict=True)
+        ):
+            if not op.writes:
+                assert self.contents[0].get(slot) == (key, op.epoch), "a wrong byte was loaded"
+                assert self.truth.generations[slot] == generation
+            elif fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
+                self.contents[0][slot] = None
+            else:
+                self.contents[0][slot] = (key, op.epoch)
+                self.truth.stamp([slot], generation)
+        self.truth.acknowledge(op.slots)
+        if op.epoch == self.epoch:
+            self.acknowledged.append(op)
+
+    @precondition(lambda self: self.acknowledged)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        op = data.draw(st.sampled_from(self.acknowledged))
+        self.acknowledged.remove(op)
+        if op.writes:
+            self.manager.complete_store(set(op.keys))
+            return
+        self.manager.complete_load(set(op.keys))
+        if op.request is not None:
+            op.request.loading = False
+
+    # -- storage ----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.storage)
+    @rule(data=st.data(), ending=st.sampled_from([None, *Outcome]))
+    def transfer(self, data: st.DataObject, ending: Outcome | None) -> None:
+        """A storage job ends, each chunk in its own way where ``ending`` is None."""
+        op = data.draw(st.sampled_from(self.storage))
+        outcomes = [ending or data.draw(st.sampled_from(Outcome)) for _ in op.job.keys]
+        self.finish(op, outcomes)
+
+    @precondition(lambda self: any(not op.late for op in self.storage))
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        """A job's deadline passes while a thread still touches its slots."""
+        op = data.draw(st.sampled_from([op for op in self.storage if not op.late]))
+        op.late = True
+        outcomes = [Outcome.EXPIRED] * len(op.job.keys)
+        self.manager.apply(TransferResult(op.job.job_id, outcomes, settled=False))
+
+    @precondition(lambda self: any(self.contents[1:]))
+    @rule(data=st.data())
+    def rot(self, data: st.DataObject) -> None:
+        """A disk loses what it was given."""
+        tier = data.draw(st.sampled_from(range(1, len(self.contents))))
+        if self.contents[tier]:
+            self.rotten.add((tier, data.draw(st.sampled_from(sorted(self.contents[tier])))))
+
+    def finish(self, op: StorageOp, outcomes: list[Outcome]) -> None:
+        """Do what ``outcomes`` say to the bytes, and tell the manager."""
+        job = op.job
+        source = TIER_NAMES.index(job.source)
+        destination = TIER_NAMES.index(job.destination)
+        corrupt = set()
+        for at, (key, src, dst) in enumerate(
+            zip(job.keys, job.source_slots, job.destination_slots, strict=True)
+        ):
+            assert self.contents[source].get(src) == (key, op.epoch), "a wrong byte was moved"
+            if (source, src) in self.rotten and outcomes[at] is Outcome.DONE:
+                outcomes[at] = Outcome.CORRUPT
+            if outcomes[at] is Outcome.CORRUPT and source:
+                corrupt.add((source, src))
+            done = outcomes[at] is Outcome.DONE
+            self.contents[destination][dst] = (key, op.epoch) if done else None
+            self.rotten.discard((destination, dst))
+        self.storage.remove(op)
+        resident = {
+            (tier.index, copy.slot)
+            for tier in self.bench.tiers
+            for copy in tier.copies.values()
+        }
+        self.manager.apply(TransferResult(job.job_id, outcomes))
+        named = set(self.manager.take_corrupt())
+        if op.epoch == self.epoch:
+            assert named == corrupt & resident
+        else:
+            assert named == {(destination, dst) for dst in job.destination_slots if destination}
+
+    def collect(self) -> None:
+        """Take the jobs the manager planned."""
+        for job in self.manager.take_jobs():
+            op = StorageOp(job, self.epoch)
+            source = TIER_NAMES.index(job.source)
+            destination = TIER_NAMES.index(job.destination)
+            for slot in job.source_slots:
+                self.claim(source, slot, writes=False)
+            for slot in job.destination_slots:
+                self.claim(destination, slot, writes=True)
+            self.storage.append(op)
+        self.manager.take_cancels()
+
+    # -- what must hold ---------------------------------------------------------------------
+
+    def claim(self, tier: int, slot: int, *, writes: bool) -> None:
+        """Check that whoever still touches ``slot`` does not mind the new user."""
+        for op in self.orders:
+            if tier == 0 and slot in op.slots:
+                assert not writes, f"slot {slot} is given away while a worker uses it"
+                assert not op.writes, f"slot {slot} is read while a worker writes it"
+        for other in self.storage:
+            job = other.job
+            if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
+                assert not writes, f"slot {slot} of tier {tier} is given away while read"
+            if tier == TIER_NAMES.index(job.destination):
+                assert slot not in job.destination_slots, f"slot {slot} is being written"
+
+    def end_step(self, started: list[Request], preempted: list[Request]) -> None:
+        self.manager.end_step(
+            started=[each.req_id for each in started],
+            preempted=[each.req_id for each in preempted],
+        )
+        self.collect()
+
+    def keys(self, request: Request, chunks: int) -> list[ChunkKey]:
+        return [
+            key
+            for group in range(GROUPS)
+            for key in prefix(chunks, of=request.prompt, group=group)
+        ]
+
+    def picture(self) -> list[Any]:
+        """Everything a refusal must leave alone."""
+        return [
+            (
+                {
+                    key: (copy.slot, copy.state, copy.pins, copy.dirty, copy.hits)
+                    for key, copy in tier.copies.items()
+                },
+                tier.slots.extents(),
+                [copy.key for copy in eviction_order(tier.eviction) or ()],
+                (tier.idle, tier.dirty, tier.writing, set(tier.leaving)),
+            )
+            for tier in self.bench.tiers
+        ]
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        check_manager(self.manager)
+        snapshot = self.manager.snapshot()
+        assert snapshot.granted <= self.manager._ladder.limits.pin_budget
+        for event in self.manager.take_events():
+            for key in event.keys:
+                listed = self.listed[event.tier]
+                assert (key in listed) == event.removed, "an event out of order"
+                listed.symmetric_difference_update((key,))
+        for tier in self.bench.tiers:
+            assert self.listed[tier.index] == self.bench.resident(tier.index)
+
+    @invariant()
+    def a_hit_is_whole(self) -> None:
+        for tier in self.bench.tiers:
+            for key, copy in tier.copies.items():
+                if copy.state == CopyState.RESIDENT:
+                    held = self.contents[tier.index].get(copy.slot)
+                    assert held == (key, self.epoch), f"{copy} of {tier.name} holds {held}"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.drain()
+        note(f"after draining: {self.manager.snapshot()}")
+        snapshot = self.manager.snapshot()
+        assert (snapshot.requests, snapshot.granted, snapshot.jobs) == (0, 0, 0)
+        assert not self.manager.has_work()
+        for tier in self.bench.tiers:
+            assert not any(copy.pins for copy in tier.copies.values()), "a pin is left"
+            assert not tier.writing
+            assert tier.slots.free + len(tier.copies) == tier.slots.capacity
+        self.the_books_are_right()
+
+    def drain(self) -> None:
+        """Let everybody finish; every request must be answered in a bounded number of steps."""
+        bound = (PATIENCE + 4) * (len(self.requests) + 1)
+        for request in self.requests:
+            request.lookups = 0
+        for _ in range(bound):
+            if all(request.running for request in self.requests):
+                break
+            self.smooth(leaving=False)
+        assert all(request.running for request in self.requests), "a request starves"
+        for request in self.requests:
+            self.manager.end_request(request.req_id)
+        self.requests = []
+        self.finish_everything()
+        for _ in range(60):
+            self.end_step([], [])
+            self.finish_everything()
+            if not self.manager.has_work():
+                break
+
+    def finish_everything(self) -> None:
+        while self.orders:
+            op = self.orders[0]
+            self.work_well(op)
+        for op in self.acknowledged:
+            if op.request is not None:
+                op.request.loading = False
+            (self.manager.complete_store if op.writes else self.manager.complete_load)(
+                set(op.keys)
+            )
+        self.acknowledged = []
+        for storage in list(self.storage):
+            self.finish(storage, [Outcome.DONE] * len(storage.job.keys))
+        self.the_books_are_right()
+        self.a_hit_is_whole()
+
+    def work_well(self, op: WorkerOp) -> None:
+        self.orders.remove(op)
+        for key, slot, generation in zip(op.keys, op.slots, op.generations, strict=True):
+            if op.writes:
+                self.contents[0][slot] = (key, op.epoch)
+                self.truth.stamp([slot], generation)
+            else:
+                assert self.contents[0].get(slot) == (key, op.epoch)
+        self.truth.acknowledge(op.slots)
+        if op.epoch == self.epoch:
+            self.acknowledged.append(op)
+
+
+TestManagerMachine = ManagerMachine.TestCase

@@ -1,0 +1,341 @@
+"""Copying chunks down: as soon as they are stored, or ahead of need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.keys import ChunkKey
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Outcome, Why
+
+HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+
+
+def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
+    return ManagerLimits(pin_budget=8, reserve=reserve, queue=queue)
+
+
+class Choosy(LadderPlacement):
+    """Lets nothing but prompt 0 into slower tiers."""
+
+    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
+        return copy.key.startswith(b"0.")
+
+
+# -- write-through ---------------------------------------------------------------------------
+
+
+def test_with_write_through_a_stored_chunk_goes_down_at_the_end_of_the_step() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(2))
+    assert bench.ram.room == 2, "what must still go down is no victim"
+    assert bench.manager.has_work()
+    (job,) = bench.step()
+    assert (job.why, job.source, job.destination, job.keys) == (
+        Why.DEMOTE,
+        "ram",
+        "nvme",
+        prefix(2),
+    )
+    assert bench.resident(1) == set()
+    bench.finish(job)
+    assert bench.resident(1) == {*prefix(2)}
+    assert (bench.ram.room, bench.ram.dirty) == (4, 0)
+
+
+def test_with_write_through_every_slower_tier_gets_it_from_ram() -> None:
+    bench = Workbench(4, 8, 8)
+    bench.store(prefix(1))
+    nvme, remote = bench.step()
+    assert (nvme.destination, remote.destination) == ("nvme", "remote")
+    bench.finish(nvme)
+    assert (bench.ram.dirty, bench.ram.room) == (1, 3)
+    bench.finish(remote)
+    assert (bench.ram.dirty, bench.ram.room) == (0, 4)
+
+
+def test_what_a_slower_tier_has_is_not_written_again() -> None:
+    bench = Workbench(4, 8)
+    bench.manager.recover(1, [(prefix(1)[0], 3)])
+    bench.store(prefix(1))
+    assert bench.step() == []
+    assert bench.ram.dirty == 0
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [each for each in Outcome if each is not Outcome.DONE],
+    ids=lambda each: each.value,
+)
+def test_a_demotion_that_failed_is_counted_as_lost_and_the_chunk_stays_a_hit(
+    outcome: Outcome,
+) -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    bench.finish(job, outcome, Outcome.DONE)
+    assert bench.resident(1) == {prefix(2)[1]}
+    assert bench.look(prefix(2)) == [HIT, HIT]
+    assert (bench.ram.counters.lost, bench.ram.dirty) == (1, 0)
+    assert bench.tiers[1].counters.failed == (outcome is not Outcome.CANCELLED)
+    assert bench.tiers[1].slots.free == 7
+
+
+def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(1))
+    (job,) = bench.step()
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    assert (bench.ram.room, bench.tiers[1].room) == (3, 7)
+    assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
+    bench.finish(job, Outcome.EXPIRED)
+    assert (bench.ram.room, bench.tiers[1].room) == (4, 8)
+
+
+def test_no_more_chunks_are_on_their_way_than_the_queue_takes() -> None:
+    bench = Workbench(8, 8, limits=limits(queue=3))
+    bench.store(prefix(5))
+    (first,) = bench.step()
+    assert first.keys == prefix(3)
+    assert bench.step() == []
+    bench.finish(first)
+    (second,) = bench.step()
+    assert second.keys == prefix(5)[3:]
+
+
+def test_what_finds_no_room_below_is_counted_as_lost_and_may_leave() -> None:
+    bench = Workbench(4, 2)
+    bench.store(prefix(3))
+    (job,) = bench.step()
+    assert job.keys == prefix(2)
+    assert (bench.ram.counters.lost, bench.tiers[1].counters.refused) == (1, 1)
+    bench.finish(job)
+    assert (bench.ram.dirty, bench.ram.room) == (0, 4)
+
+
+def test_without_a_slot_below_nothing_is_sent_and_nothing_waits() -> None:
+    bench = Workbench(4, 0)
+    bench.store(prefix(3))
+    bench.settle()
+    assert (bench.ram.counters.lost, bench.ram.room) == (3, 4)
+
+
+def test_a_full_slower_tier_makes_room_by_its_own_order() -> None:
+    bench = Workbench(4, 3)
+    bench.store(prefix(3))
+    bench.settle()
+    bench.store(prefix(1, of=1))
+    bench.settle()
+    assert bench.resident(1) == {*prefix(3)[1:], *prefix(1, of=1)}
+
+
+def test_what_the_placement_refuses_is_not_dirty() -> None:
+    bench = Workbench(4, 8, placement=Choosy(tiers=2, write="through"))
+    bench.store([*prefix(1), *prefix(1, of=1)])
+    (job,) = bench.step()
+    assert job.keys == prefix(1)
+    assert bench.ram.room == 3
+
+
+# -- write on evict --------------------------------------------------------------------------
+
+
+def evicting(*capacities: int, reserve: float = 0.0, queue: int = 64) -> Workbench:
+    return Workbench(*capacities, write="evict", limits=limits(reserve=reserve, queue=queue))
+
+
+def test_with_write_on_evict_nothing_moves_while_the_reserve_is_free() -> None:
+    bench = evicting(4, 8, reserve=0.5)
+    bench.store(prefix(2))
+    assert bench.step() == []
+    assert (bench.ram.dirty, bench.ram.room) == (2, 2)
+
+
+def test_the_reserve_is_freed_ahead_of_need_oldest_first() -> None:
+    bench = evicting(4, 8, reserve=0.5)
+    bench.store(prefix(3))
+    (job,) = bench.step()
+    assert job.keys == prefix(1)
+    assert bench.look(prefix(3)) == [HIT] * 3, "it is a hit until it has arrived"
+    assert bench.step() == [], "it is on its way"
+    bench.finish(job)
+    assert bench.resident() == {*prefix(3)[1:]}
+    assert bench.resident(1) == {*prefix(1)}
+    assert bench.ram.counters.evicted == 1
+
+
+def test_a_store_that_found_no_room_is_made_room_for() -> None:
+    bench = evicting(4, 8)
+    bench.manager.begin_request("a")
+    bench.store(prefix(4))
+    assert bench.store(prefix(2, of=1), "a") is None
+    bench.settle()
+    assert bench.store(prefix(2, of=1), "a") is not None
+    assert bench.resident(1) == {*prefix(2)}
+
+
+def test_a_leaving_chunk_that_is_loaded_stays_after_all() -> None:
+    bench = evicting(2, 8, reserve=0.5)
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    bench.manager.prepare_load(prefix(1), "a")
+    bench.finish(job)
+    assert bench.resident() == {*prefix(2)}
+    bench.manager.complete_load(prefix(1))
+    assert bench.ram.dirty == 1
+    assert bench.ram.room == 1
+
+
+def test_a_leaving_chunk_that_is_pinned_without_being_used_stays_too() -> None:
+    bench = evicting(2, 8, reserve=0.5)
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    copy = bench.ram.copies[prefix(1)[0]]
+    bench.ram.pin(copy)
+    bench.finish(job)
+    assert copy not in bench.ram.leaving
+    bench.ram.unpin(copy)
+    assert bench.resident() == {*prefix(2)}
+
+
+def test_a_leaving_chunk_that_did_not_arrive_is_lost_and_makes_room() -> None:
+    bench = evicting(2, 8, reserve=0.5)
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    bench.finish(job, Outcome.FAILED)
+    assert bench.resident() == {prefix(2)[1]}
+    assert (bench.ram.counters.lost, bench.ram.slots.free) == (1, 1)
+
+
+def test_a_chunk_that_came_from_below_leaves_without_being_written_again() -> None:
+    bench = evicting(2, 8, reserve=0.5)
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.store(prefix(1))
+    bench.store(prefix(1, of=1))
+    assert bench.step() == []
+    assert bench.ram.room == 1
+    bench.store(prefix(1, of=2))
+    assert bench.resident() == {*prefix(1, of=1), *prefix(1, of=2)}
+
+
+def test_a_clean_victim_goes_at_once_when_the_reserve_is_short() -> None:
+    bench = evicting(3, 8, reserve=0.67)
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.store([*prefix(1), *prefix(2, of=1)])
+    (job,) = bench.step()
+    assert job.keys == prefix(1, of=1)
+    assert bench.resident() == {*prefix(2, of=1)}
+
+
+def test_a_victim_the_placement_refuses_is_lost() -> None:
+    bench = Workbench(
+        2, 8, placement=Choosy(tiers=2, write="evict"), limits=limits(reserve=1.0)
+    )
+    bench.store([*prefix(1), *prefix(1, of=1)])
+    (job,) = bench.step()
+    assert job.keys == prefix(1)
+    assert bench.resident() == {*prefix(1)}
+    assert bench.ram.counters.lost == 1
+
+
+def test_victims_that_the_queue_does_not_take_wait_for_the_next_step() -> None:
+    bench = evicting(4, 8, reserve=1.0, queue=1)
+    bench.store(prefix(4))
+    sent: list[ChunkKey] = []
+    for _ in range(4):
+        (job,) = bench.step()
+        sent += job.keys
+        assert bench.step() == []
+        bench.finish(job)
+    assert set(sent) == {*prefix(4)}
+    assert bench.ram.slots.free == 4
+
+
+def test_three_tiers_pass_victims_on_and_the_last_one_forgets() -> None:
+    bench = evicting(2, 2, 2, reserve=0.5)
+    for prompt in range(6):
+        bench.store(prefix(1, of=prompt))
+        bench.settle()
+    resident = [sorted(bench.resident(tier)) for tier in range(3)]
+    assert resident == [prefix(1, of=5), prefix(1, of=4), prefix(1, of=2) + prefix(1, of=3)]
+    assert [tier.counters.lost for tier in bench.tiers] == [0, 0, 0]
+
+
+def test_a_middle_tier_without_a_reserve_is_made_room_in_on_demand() -> None:
+    bench = evicting(2, 2, 8)
+    bench.manager.begin_request("a")
+    for prompt in range(3):
+        while bench.store(prefix(2, of=prompt), "a") is None:
+            bench.settle()
+    bench.manager.flush()
+    bench.settle()
+    bench.store(prefix(2, of=3), "a")
+    bench.settle()
+    assert bench.tiers[2].counters.stored > 0
+
+
+def test_a_corrupt_source_found_by_a_demotion_is_dropped() -> None:
+    bench = evicting(1, 1, 2, reserve=1.0)
+    bench.store(prefix(1))
+    (down,) = bench.step()
+    bench.finish(down)
+    (further,) = bench.step()
+    assert (further.source, further.destination) == ("nvme", "remote")
+    bench.finish(further, Outcome.CORRUPT)
+    assert bench.manager.take_corrupt() == [(1, 0)]
+    assert bench.tiers[1].counters.corrupt == 1
+    assert not any(bench.resident(tier) for tier in range(3))
+    assert bench.tiers[1].slots.free == 1
+
+
+# -- shutting down ---------------------------------------------------------------------------
+
+
+def test_flush_brings_every_dirty_chunk_down_and_keeps_it_in_ram() -> None:
+    bench = evicting(4, 8)
+    bench.store(prefix(3))
+    assert bench.step() == []
+    bench.manager.flush()
+    bench.manager.flush()
+    bench.settle()
+    assert bench.resident(1) == {*prefix(3)}
+    assert bench.resident() == {*prefix(3)}
+    assert bench.ram.dirty == 0
+    assert not bench.manager.has_work()
+
+
+def test_flush_after_write_through_has_nothing_to_add() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(2))
+    bench.manager.flush()
+    (job,) = bench.manager.take_jobs()
+    bench.finish(job)
+    bench.manager.flush()
+    assert bench.manager.take_jobs() == []
+
+
+# -- surviving a restart ---------------------------------------------------------------------
+
+
+def test_recovered_chunks_are_hits_below_the_least_recently_used_first() -> None:
+    bench = Workbench(2, 3)
+    assert bench.manager.recover(1, zip(prefix(3), (2, 0, 1), strict=True)) == 3
+    bench.store(prefix(1, of=1))
+    bench.settle()
+    assert bench.resident(1) == {*prefix(3)[1:], *prefix(1, of=1)}
+
+
+def slots_of(bench: Workbench, tier: int) -> Sequence[int]:
+    return sorted(copy.slot for copy in bench.tiers[tier].copies.values())
+
+
+def test_recovered_chunks_keep_their_slots() -> None:
+    bench = Workbench(2, 4)
+    bench.manager.recover(1, [(prefix(1)[0], 2)])
+    bench.store(prefix(2, of=1))
+    bench.settle()
+    assert slots_of(bench, 1) == [0, 1, 2]

@@ -1,0 +1,368 @@
+"""Bringing chunks up for a request that waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Job, Outcome, Why
+
+HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+BELOW = 8
+"""Chunks of each prompt that the slower tier holds."""
+
+
+def warmed(*capacities: int, prompts: int = 1, tier: int = 1, **options: Any) -> Workbench:
+    """Return a bench whose tier number ``tier`` holds the heads of some prompts."""
+    bench = Workbench(*capacities, **options)
+    keys = [key for prompt in range(prompts) for key in prefix(BELOW, of=prompt)]
+    bench.manager.recover(tier, zip(keys, range(len(keys)), strict=True))
+    return bench
+
+
+def limits(**values: Any) -> ManagerLimits:
+    return ManagerLimits(**{"pin_budget": 4, "reserve": 0.0, "queue": 64, **values})
+
+
+def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0) -> Job:
+    """Let a request ask for a prefix that is below; return the job it causes."""
+    assert bench.look(prefix(chunks, of=of), req_id)[0] is RETRY
+    (job,) = bench.step()
+    return job
+
+
+def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
+    bench = warmed(4, 8)
+    job = asked(bench, 3)
+    assert (job.why, job.source, job.destination) == (Why.PROMOTE, "nvme", "ram")
+    assert (job.keys, job.source_slots, job.destination_slots) == (
+        prefix(3),
+        [0, 1, 2],
+        [0, 1, 2],
+    )
+    bench.finish(job)
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, MISS]
+    plan = bench.load(prefix(3))
+    assert bench.truth.published == list(zip(plan.slots, plan.generations, strict=True))
+    assert bench.tiers[1].counters.hits == 3
+    assert bench.resident(1) == {*prefix(BELOW)}, "the slower copy is kept"
+
+
+def test_the_second_load_of_a_promoted_chunk_is_a_hit_of_ram() -> None:
+    bench = warmed(4, 8)
+    bench.finish(asked(bench, 1))
+    assert bench.manager.load_source(prefix(1)[0]) == 1
+    bench.load(prefix(1))
+    bench.load(prefix(1))
+    assert (bench.tiers[1].counters.hits, bench.ram.counters.hits) == (1, 1)
+
+
+def test_what_was_brought_up_stays_until_it_is_loaded() -> None:
+    bench = warmed(4, 8)
+    bench.finish(asked(bench, 3))
+    bench.manager.begin_request("writer")
+    assert bench.store(prefix(2, of=9)) is None
+    for _ in range(5):
+        bench.settle()
+        assert bench.look(prefix(3)) == [HIT] * 3
+    bench.load(prefix(3))
+    assert bench.manager.snapshot().granted == 0
+    assert bench.store(prefix(2, of=9)) is not None
+
+
+def test_resident_chunks_of_the_prefix_are_kept_while_the_rest_comes_up() -> None:
+    bench = warmed(4, 8)
+    bench.store(prefix(1))
+    bench.settle()
+    assert bench.look(prefix(2)) == [HIT, RETRY]
+    (job,) = bench.step()
+    assert job.keys == prefix(2)[1:]
+    assert bench.manager.snapshot().granted == 2
+    assert bench.ram.room == 2
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [each for each in Outcome if each is not Outcome.DONE],
+    ids=lambda each: each.value,
+)
+def test_a_promotion_that_does_not_arrive_is_a_miss_and_gives_its_slot_back(
+    outcome: Outcome,
+) -> None:
+    bench = warmed(4, 8)
+    bench.finish(asked(bench, 3), Outcome.DONE, outcome, Outcome.DONE)
+    assert bench.look(prefix(3)) == [HIT, MISS]
+    assert bench.manager.lookup(prefix(3)[2], "reader") is HIT
+    assert bench.ram.slots.free == 2
+    failures = bench.tiers[1].counters
+    assert failures.read_failed == (outcome not in {Outcome.CORRUPT, Outcome.CANCELLED})
+    assert failures.corrupt == (outcome is Outcome.CORRUPT)
+    bench.step(started=["reader"])
+    assert bench.manager.snapshot().granted == 0
+
+
+def test_a_corrupt_chunk_leaves_the_slower_tier_for_good() -> None:
+    bench = warmed(4, 8)
+    bench.finish(asked(bench, 2), Outcome.DONE, Outcome.CORRUPT)
+    assert prefix(2)[1] not in bench.tiers[1].copies
+    assert bench.manager.take_corrupt() == [(1, 1)]
+    assert bench.manager.take_corrupt() == []
+    assert bench.look(prefix(2), "other") == [HIT, MISS]
+
+
+def test_a_deadline_answers_at_once_while_the_slot_stays_out_of_use() -> None:
+    bench = warmed(2, 8)
+    job = asked(bench, 2)
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    assert bench.look(prefix(2)) == [MISS]
+    bench.step(started=["reader"])
+    assert bench.look(prefix(2), "other") == [MISS], "a late chunk is nothing to wait for"
+    assert not bench.manager.has_work()
+    assert bench.ram.room == 0
+    bench.finish(job, Outcome.EXPIRED)
+    assert bench.ram.slots.free == 2
+    assert bench.manager.snapshot().jobs == 0
+
+
+def test_a_late_chunk_that_arrives_after_all_is_a_hit_for_the_next_request() -> None:
+    bench = warmed(2, 8)
+    job = asked(bench, 2)
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    bench.finish(job)
+    bench.finish(job)
+    assert bench.look(prefix(2), "other") == [HIT, HIT]
+
+
+def test_a_request_asks_for_late_chunks_only_up_to_them() -> None:
+    bench = warmed(4, 8)
+    late = asked(bench, 1, "a")
+    bench.look(prefix(1), "b")
+    bench.finish(late, Outcome.EXPIRED, settled=False)
+    bench.step()
+    assert bench.look(prefix(1), "b") == [MISS]
+    bench.finish(late)
+
+
+def test_two_requests_share_one_promotion() -> None:
+    bench = warmed(4, 8)
+    bench.look(prefix(2), "a")
+    bench.look(prefix(3), "b")
+    first, second = bench.step()
+    assert (first.keys, second.keys) == (prefix(2), prefix(3)[2:])
+    assert bench.manager.snapshot().granted == 3
+    bench.finish(first)
+    assert bench.look(prefix(2), "a") == [HIT, HIT]
+    assert bench.manager.lookup(prefix(1)[0], "b") is RETRY
+    bench.load(prefix(2), "a")
+    bench.finish(second)
+    assert bench.look(prefix(3), "b") == [HIT, HIT, HIT]
+
+
+def test_a_deferred_request_answers_in_two_calls_per_group() -> None:
+    bench = warmed(4, 8)
+    groups = [prefix(2), prefix(2, group=1)]
+    bench.look(groups[0])
+    bench.manager.prepare_store(groups[1], "writer")
+    assert bench.look(groups[1]) == [RETRY, RETRY]
+    bench.step()
+    for keys in groups:
+        assert bench.look(keys) == [RETRY, MISS]
+        assert bench.manager.lookup_prefix(keys, "reader") is None
+
+
+def test_a_deferred_request_may_open_the_next_step_with_another_key() -> None:
+    bench = warmed(4, 8)
+    asked(bench, 3)
+    assert bench.look(prefix(3)) == [RETRY, MISS]
+    bench.step()
+    assert bench.look(prefix(3)[1:]) == [RETRY, MISS]
+
+
+def test_a_prefix_that_can_never_fit_the_budget_is_cut_to_its_head() -> None:
+    bench = warmed(8, 8, limits=limits(pin_budget=3))
+    job = asked(bench, 5)
+    assert job.keys == prefix(3)
+    bench.finish(job)
+    assert bench.look(prefix(5)) == [HIT, HIT, HIT, MISS]
+
+
+def test_a_prefix_larger_than_ram_is_cut_to_what_is_free() -> None:
+    bench = warmed(2, 8, limits=limits(pin_budget=8, patience_lookups=1))
+    assert asked(bench, 5).keys == prefix(2)
+
+
+def test_a_chunk_behind_one_that_finds_no_slot_is_not_kept() -> None:
+    bench = warmed(2, 16, limits=limits(patience_lookups=1))
+    bench.store([*prefix(1, of=7), prefix(3)[2]])
+    bench.settle()
+    bench.manager.prepare_load(prefix(1, of=7), "holder")
+    assert bench.look(prefix(3)) == [RETRY, RETRY, HIT]
+    assert bench.step() == []
+    assert bench.manager.snapshot().granted == 0
+    assert bench.look(prefix(3)) == [MISS]
+
+
+def test_the_budget_is_for_all_requests_and_first_come_is_first_served() -> None:
+    bench = warmed(8, 32, prompts=3, limits=limits(pin_budget=4))
+    for prompt, chunks in enumerate((3, 3, 1)):
+        bench.look(prefix(chunks, of=prompt), f"r{prompt}")
+    (first,) = bench.step()
+    assert first.keys == prefix(3)
+    assert bench.manager.snapshot().waiting == 3
+    bench.finish(first)
+    assert bench.step() == [], "the third would fit, but the second was first"
+    bench.look(prefix(3), "r0")
+    bench.load(prefix(3), "r0")
+    second, third = bench.step()
+    assert (second.keys, third.keys) == (prefix(3, of=1), prefix(1, of=2))
+
+
+def test_patience_ends_and_the_request_takes_what_there_is() -> None:
+    bench = warmed(8, 32, prompts=2, limits=limits(pin_budget=4, patience_lookups=3))
+    asked(bench, 3, "a")
+    bench.look(prefix(3, of=1), "b")
+    assert [len(bench.step()) for _ in range(3)] == [0, 0, 1]
+    assert bench.manager.snapshot().granted == 4
+
+
+def test_a_blocked_request_waits_for_room_that_pins_hold() -> None:
+    bench = warmed(2, 16)
+    bench.store(prefix(2, of=9))
+    bench.settle()
+    bench.manager.prepare_load(prefix(2, of=9), "other")
+    bench.look(prefix(2))
+    assert bench.step() == []
+    assert bench.look(prefix(2)) == [RETRY, MISS]
+    bench.manager.complete_load(prefix(2, of=9))
+    assert [job.keys for job in bench.step()] == [prefix(2)]
+
+
+def test_an_aborted_request_lets_go_and_cancels_what_only_it_wanted() -> None:
+    bench = warmed(4, 8)
+    bench.look(prefix(2), "a")
+    bench.look(prefix(3)[2:], "b")
+    first, second = bench.step()
+    bench.look(prefix(3)[2:], "c")
+    bench.step()
+    bench.manager.end_request("a")
+    bench.manager.end_request("b")
+    assert bench.manager.take_cancels() == [first.job_id]
+    assert bench.manager.take_cancels() == []
+    bench.finish(first, Outcome.CANCELLED)
+    bench.finish(second)
+    assert bench.manager.snapshot().granted == 1
+    bench.manager.end_request("c")
+    assert (bench.manager.snapshot().granted, bench.ram.slots.free) == (0, 3)
+
+
+def test_a_queued_or_asking_request_may_leave() -> None:
+    bench = warmed(4, 16, prompts=2)
+    asked(bench, 4, "a")
+    bench.look(prefix(2, of=1), "b")
+    bench.step()
+    bench.look(prefix(2, of=1), "c")
+    for req_id in ("b", "c"):
+        bench.manager.end_request(req_id)
+    assert bench.step() == []
+
+
+def test_a_preempted_request_asks_afresh() -> None:
+    bench = warmed(4, 8)
+    bench.finish(asked(bench, 3))
+    bench.load(prefix(2))
+    assert bench.manager.snapshot().granted == 0
+    bench.step(preempted=["reader"])
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
+    (job,) = bench.step()
+    assert job.keys == prefix(4)[3:]
+
+
+def test_a_request_that_starts_without_lets_go() -> None:
+    bench = warmed(4, 8)
+    job = asked(bench, 3)
+    bench.step(started=["reader"])
+    assert bench.manager.snapshot().granted == 0
+    assert bench.manager.take_cancels() == [job.job_id]
+    bench.finish(job)
+    assert bench.resident() == {*prefix(3)}
+
+
+def test_a_request_that_finds_all_in_ram_is_granted_nothing() -> None:
+    bench = warmed(4, 8)
+    bench.store(prefix(2))
+    bench.look(prefix(2))
+    bench.settle()
+    assert bench.manager.snapshot().granted == 0
+    assert bench.look(prefix(2)) == [HIT, HIT]
+
+
+def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
+    bench = warmed(4, 8)
+    other = asked(bench, 1, "a")
+    assert bench.look(prefix(3)) == [RETRY, RETRY, RETRY]
+    bench.manager._ladder.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
+    (job,) = bench.step()
+    assert job.keys == prefix(2)[1:]
+    bench.finish(other)
+    bench.finish(job)
+    assert bench.look(prefix(3)) == [HIT, HIT, MISS]
+
+
+# -- chunks that come up for one request only ------------------------------------------------
+
+
+def test_a_chunk_promoted_the_first_time_leaves_with_its_load() -> None:
+    bench = warmed(4, 8, promote_after=2)
+    bench.finish(asked(bench, 2))
+    bench.load(prefix(2))
+    assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
+
+
+def test_a_chunk_promoted_the_second_time_stays() -> None:
+    bench = warmed(4, 8, promote_after=2)
+    for req_id in ("a", "b"):
+        bench.finish(asked(bench, 2, req_id))
+        bench.load(prefix(2), req_id)
+    assert bench.resident() == {*prefix(2)}
+
+
+def test_a_passing_chunk_stays_for_the_other_request_that_was_promised_it() -> None:
+    bench = warmed(4, 8, promote_after=2)
+    bench.look(prefix(1), "a")
+    bench.look(prefix(1), "b")
+    (job,) = bench.step()
+    bench.finish(job)
+    bench.load(prefix(1), "a")
+    assert bench.look(prefix(1), "b") == [HIT]
+    bench.load(prefix(1), "b")
+    assert bench.resident() == set()
+
+
+def test_a_passing_chunk_leaves_when_its_request_does_before_or_after_it_arrived() -> None:
+    bench = warmed(4, 16, prompts=2, promote_after=2)
+    bench.finish(asked(bench, 1, "a"))
+    bench.manager.end_request("a")
+    assert bench.resident() == set()
+    job = asked(bench, 2, "b", of=1)
+    bench.manager.end_request("b")
+    bench.finish(job)
+    assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
+
+
+# -- three tiers -----------------------------------------------------------------------------
+
+
+def test_the_fastest_slower_tier_is_read_with_one_job_per_tier() -> None:
+    bench = warmed(4, 8, 8, tier=2)
+    bench.manager.recover(1, [(prefix(1)[0], 5)])
+    bench.look(prefix(3))
+    nvme, remote = bench.step()
+    assert (nvme.source, nvme.keys, nvme.source_slots) == ("nvme", prefix(1), [5])
+    assert (remote.source, remote.keys) == ("remote", prefix(3)[1:])
+    bench.finish(nvme)
+    assert bench.look(prefix(3)) == [RETRY, MISS]
+    bench.finish(remote)
+    assert bench.look(prefix(3)) == [HIT, HIT, HIT]

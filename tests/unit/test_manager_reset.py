@@ -1,0 +1,158 @@
+"""A reset makes everything a miss and gives no slot away that somebody may still touch."""
+
+from __future__ import annotations
+
+from kvtier.manager import Lookup
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Outcome
+
+HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+
+
+def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:
+    bench = Workbench(4, 8, 8)
+    bench.store(prefix(3))
+    bench.settle()
+    bench.manager.reset()
+    bench.check()
+    assert bench.look(prefix(3)) == [MISS]
+    assert [tier.slots.free for tier in bench.tiers] == [4, 8, 8]
+    removed = {event.tier for event in bench.manager.take_events() if event.removed}
+    assert removed == {0, 1, 2}
+
+
+def test_slots_that_workers_may_touch_are_in_quarantine_until_they_are_quiet() -> None:
+    truth = RecordingTruth(driven=True)
+    bench = Workbench(4, 0, truth=truth)
+    plan = bench.manager.prepare_store(prefix(2), "a")
+    assert plan is not None
+    bench.manager.reset()
+    bench.check()
+    assert bench.ram.slots.free == 2
+    assert bench.manager.snapshot().tiers[0].quarantined == 2
+    assert bench.manager.has_work()
+    truth.stamp(plan.slots[:1], plan.generation)
+    truth.acknowledge(plan.slots[:1])
+    bench.step()
+    assert bench.ram.slots.free == 3
+    truth.acknowledge(plan.slots[1:])
+    bench.step()
+    assert bench.ram.slots.free == 4
+    assert not bench.manager.has_work()
+
+
+def test_a_load_in_flight_keeps_its_slots_until_it_is_over() -> None:
+    bench = Workbench(2, 0)
+    bench.store(prefix(2))
+    bench.settle()
+    bench.truth.not_quiet = {0}
+    bench.manager.prepare_load(prefix(1), "a")
+    bench.manager.reset()
+    bench.manager.complete_load(prefix(1))
+    assert bench.ram.slots.free == 1
+    bench.truth.not_quiet = set()
+    bench.step()
+    assert bench.ram.slots.free == 2
+
+
+def test_a_promotion_in_flight_only_frees_slots_when_it_ends() -> None:
+    bench = Workbench(4, 8)
+    bench.manager.recover(1, zip(prefix(3), range(3), strict=True))
+    bench.look(prefix(3))
+    (job,) = bench.step()
+    bench.manager.reset()
+    bench.check()
+    assert (bench.ram.slots.free, bench.tiers[1].slots.free) == (1, 5)
+    assert bench.manager.snapshot().granted == 0
+    bench.finish(job)
+    assert (bench.ram.slots.free, bench.tiers[1].slots.free) == (4, 8)
+    assert bench.look(prefix(3)) == [MISS]
+    assert bench.truth.published == []
+
+
+def test_a_demotion_in_flight_must_not_come_back_after_a_restart() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    bench.manager.reset()
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    assert not bench.manager.has_work()
+    assert (bench.ram.slots.free, bench.tiers[1].slots.free) == (2, 6)
+    bench.finish(job)
+    assert bench.manager.take_corrupt() == [(1, 0), (1, 1)]
+    assert (bench.ram.slots.free, bench.tiers[1].slots.free) == (4, 8)
+    assert bench.resident(1) == set()
+
+
+def test_a_slot_needs_both_its_job_and_its_workers_to_let_go() -> None:
+    for job_first in (True, False):
+        bench = Workbench(1, 8)
+        bench.store(prefix(1))
+        (job,) = bench.step()
+        bench.truth.not_quiet = {0}
+        bench.manager.prepare_load(prefix(1), "a")
+        bench.manager.reset()
+        if job_first:
+            bench.finish(job)
+        else:
+            bench.truth.not_quiet = set()
+            bench.step()
+        assert bench.ram.slots.free == 0
+        bench.truth.not_quiet = set()
+        bench.step()
+        if not job_first:
+            bench.finish(job)
+        assert bench.ram.slots.free == 1
+
+
+def test_chunks_queued_for_a_demotion_are_forgotten() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(2))
+    bench.manager.reset()
+    assert bench.step() == []
+    assert bench.ram.slots.free == 4
+
+
+def test_a_second_reset_leaves_the_quarantine_as_it_is() -> None:
+    bench = Workbench(2, 0)
+    bench.truth.not_quiet = {0}
+    bench.manager.prepare_store(prefix(1), "a")
+    bench.manager.reset()
+    bench.manager.reset()
+    bench.check()
+    assert bench.ram.slots.free == 1
+    bench.truth.not_quiet = set()
+    bench.step()
+    assert bench.ram.slots.free == 2
+
+
+def test_requests_live_on_and_ask_afresh() -> None:
+    bench = Workbench(4, 16)
+    bench.manager.recover(1, zip(prefix(8), range(8), strict=True))
+    bench.look(prefix(4), "granted")
+    (job,) = bench.step()
+    bench.finish(job)
+    bench.look(prefix(8)[4:], "queued")
+    bench.step()
+    assert bench.manager.snapshot().waiting == 1
+    bench.manager.reset()
+    snapshot = bench.manager.snapshot()
+    assert (snapshot.requests, snapshot.waiting, snapshot.granted) == (2, 0, 0)
+    bench.store(prefix(2))
+    assert bench.look(prefix(2), "granted") == [HIT, HIT]
+    bench.settle(started=["granted", "queued"])
+
+
+def test_the_same_key_stored_after_a_reset_is_a_new_chunk() -> None:
+    bench = Workbench(2, 0)
+    bench.truth.not_quiet = {0}
+    bench.manager.prepare_store(prefix(1), "a")
+    bench.manager.reset()
+    plan = bench.store(prefix(1), "b")
+    assert plan is not None
+    assert plan.slots == [1]
+    bench.truth.not_quiet = set()
+    bench.settle()
+    assert bench.resident() == {*prefix(1)}
+    assert bench.ram.slots.free == 1

@@ -1,0 +1,233 @@
+"""Storing into RAM and loading from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.keys import make_key
+from kvtier.manager import Lookup, ManagerLimits, ResidencyEvent
+from kvtier.testing.workbench import Workbench, prefix
+
+HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+
+
+def impatient(**limits: Any) -> ManagerLimits:
+    return ManagerLimits(**{"pin_budget": 8, "reserve": 0.0, "queue": 64, **limits})
+
+
+def test_a_chunk_is_a_hit_once_its_store_is_complete_and_not_before() -> None:
+    bench = Workbench(4, 0)
+    plan = bench.manager.prepare_store(prefix(2), "a")
+    assert plan is not None
+    assert (plan.keys, plan.slots, plan.evicted) == (prefix(2), [0, 1], [])
+    assert bench.look(prefix(2), "b") == [RETRY, RETRY]
+    bench.manager.complete_store(set(plan.keys))
+    assert bench.look(prefix(3), "c") == [HIT, HIT, MISS]
+
+
+def test_a_store_that_the_workers_did_not_finish_is_a_miss() -> None:
+    bench = Workbench(4, 0)
+    bench.truth.not_stored = {1}
+    bench.store(prefix(3))
+    assert bench.look(prefix(3)) == [HIT, MISS]
+    assert bench.resident() == {prefix(3)[0], prefix(3)[2]}
+    assert (bench.ram.counters.failed, bench.ram.slots.free) == (1, 2)
+
+
+def test_a_request_that_waits_for_another_ones_store_gets_its_outcome() -> None:
+    bench = Workbench(4, 0)
+    plan = bench.manager.prepare_store(prefix(2), "a")
+    assert plan is not None
+    bench.look(prefix(2), "b")
+    bench.step()
+    assert bench.manager.snapshot().waiting == 1
+    bench.truth.not_stored = {plan.slots[1]}
+    bench.manager.complete_store(set(plan.keys))
+    assert bench.look(prefix(2), "b") == [HIT, MISS]
+    assert bench.manager.snapshot().granted == 1
+    bench.manager.end_request("b")
+    assert bench.manager.snapshot().granted == 0
+
+
+def test_completing_a_store_that_is_not_in_flight_is_ignored() -> None:
+    bench = Workbench(4, 0)
+    bench.store(prefix(1))
+    bench.manager.complete_store(prefix(2))
+    bench.manager.complete_load(prefix(2))
+    assert bench.resident() == {*prefix(1)}
+
+
+def test_the_oldest_chunks_make_room_and_are_announced_first() -> None:
+    bench = Workbench(3, 0)
+    bench.store(prefix(3))
+    bench.settle()
+    plan = bench.store(prefix(2, of=1), "b")
+    assert plan is not None
+    assert plan.evicted == prefix(2)
+    assert bench.manager.take_events() == [
+        ResidencyEvent(0, prefix(3), removed=False),
+        ResidencyEvent(0, prefix(2), removed=True),
+        ResidencyEvent(0, prefix(2, of=1), removed=False),
+    ]
+    assert bench.manager.take_events() == []
+
+
+def test_nobody_hears_of_events_unless_they_are_recorded() -> None:
+    bench = Workbench(3, 0)
+    bench.manager._ladder._record_events = False
+    bench.store(prefix(3))
+    assert bench.manager.take_events() == []
+
+
+def test_what_is_loaded_is_no_victim_until_the_load_is_complete() -> None:
+    bench = Workbench(2, 0)
+    bench.store(prefix(2))
+    bench.settle()
+    bench.manager.begin_request("b")
+    plan = bench.manager.prepare_load(prefix(1), "a")
+    assert (list(plan.slots), len(plan.generations)) == ([0], 1)
+    assert bench.manager.prepare_store(prefix(2, of=1), "b") is None
+    bench.manager.complete_load(prefix(1))
+    assert bench.manager.prepare_store(prefix(2, of=1), "b") is not None
+
+
+def test_two_loads_of_one_chunk_are_two_pins() -> None:
+    bench = Workbench(1, 0)
+    bench.store(prefix(1))
+    bench.settle()
+    for _ in range(2):
+        bench.manager.prepare_load(prefix(1), "a")
+    bench.manager.complete_load(prefix(1))
+    assert bench.ram.room == 0
+    bench.manager.complete_load(prefix(1))
+    assert bench.ram.room == 1
+
+
+def test_loading_what_is_not_there_is_an_error_and_pins_nothing() -> None:
+    bench = Workbench(4, 0)
+    bench.store(prefix(1))
+    bench.manager.prepare_store(prefix(1, of=1), "w")
+    with pytest.raises(KeyError):
+        bench.manager.prepare_load([*prefix(1), *prefix(1, of=2)], "a")
+    with pytest.raises(KeyError):
+        bench.manager.prepare_load([*prefix(1), *prefix(1, of=1)], "a")
+    assert bench.ram.copies[prefix(1)[0]].hits == 0
+
+
+def test_the_stamp_of_a_load_is_the_stamp_of_the_store() -> None:
+    bench = Workbench(4, 0)
+    first, second = bench.store(prefix(2)), bench.store(prefix(3))
+    assert first is not None
+    assert second is not None
+    plan = bench.load(prefix(3))
+    assert list(plan.generations) == [first.generation, first.generation, second.generation]
+
+
+def test_nothing_new_is_an_empty_plan_and_counts_as_a_use() -> None:
+    bench = Workbench(2, 0)
+    bench.store(prefix(1))
+    bench.store(prefix(1, of=1))
+    bench.settle()
+    plan = bench.store(prefix(1))
+    assert plan is not None
+    assert plan.keys == ()
+    bench.store(prefix(1, of=2))
+    assert bench.resident() == {*prefix(1), *prefix(1, of=2)}
+
+
+def test_no_room_now_is_none_a_bounded_number_of_times_and_changes_nothing() -> None:
+    bench = Workbench(2, 0, limits=impatient(patience_stores=2))
+    bench.store(prefix(1))
+    bench.settle()
+    bench.manager.prepare_load(prefix(1), "reader")
+    bench.manager.begin_request("a")
+    new = prefix(2, of=1)
+    assert [bench.manager.prepare_store(new, "a") for _ in range(2)] == [None, None]
+    plan = bench.store(new, "a")
+    assert plan is not None
+    assert plan.keys == new[:1], "the tail is refused, for it is useless without its head"
+    assert bench.ram.counters.refused == 1
+
+
+def test_a_store_larger_than_ram_is_cut_at_once() -> None:
+    bench = Workbench(2, 0)
+    bench.manager.begin_request("a")
+    plan = bench.store(prefix(5), "a")
+    assert plan is not None
+    assert plan.keys == prefix(2)
+    assert bench.ram.counters.refused == 3
+
+
+def test_with_no_room_at_all_the_plan_is_empty() -> None:
+    bench = Workbench(0, 0)
+    plan = bench.store(prefix(2))
+    assert plan is not None
+    assert (list(plan.keys), list(plan.slots)) == ([], [])
+
+
+def test_a_prefix_is_not_evicted_to_store_its_own_tail() -> None:
+    bench = Workbench(3, 0, limits=impatient(patience_stores=0))
+    bench.store(prefix(2))
+    bench.settle()
+    bench.manager.begin_request("a")
+    plan = bench.store(prefix(4), "a")
+    assert plan is not None
+    assert (plan.keys, plan.evicted) == (prefix(3)[2:], [])
+
+
+def test_a_chunk_knows_its_place_in_the_prefix_of_its_group() -> None:
+    bench = Workbench(8, 0)
+    bench.manager.begin_request("a")
+    bench.store([*prefix(2), *prefix(1, group=1)], "a")
+    bench.store(prefix(4)[2:], "a")
+    copies = bench.ram.copies
+    assert [copies[key].depth for key in prefix(4)] == [0, 1, 2, 3]
+    assert [copies[key].parent for key in prefix(4)] == [None, *prefix(3)]
+    assert copies[prefix(1, group=1)[0]].parent is None
+
+
+def test_a_preempted_request_begins_again_at_the_root() -> None:
+    bench = Workbench(8, 0)
+    bench.manager.begin_request("a")
+    bench.store(prefix(2), "a")
+    bench.settle()
+    bench.step(preempted=["a", "unknown"])
+    bench.load(prefix(2), "a")
+    bench.store(prefix(3), "a")
+    assert bench.ram.copies[prefix(3)[2]].parent == prefix(2)[1]
+    bench.step(preempted=["a"])
+    bench.store([make_key(b"other", 0)], "a")
+    assert bench.ram.copies[make_key(b"other", 0)].depth == 0
+
+
+def test_hits_are_counted_for_the_tier_and_a_miss_once_per_request() -> None:
+    bench = Workbench(4, 4)
+    bench.store(prefix(2))
+    bench.look(prefix(4), "a")
+    bench.look(prefix(4), "a")
+    bench.load(prefix(2), "a")
+    assert (bench.ram.counters.hits, bench.ram.counters.misses) == (2, 1)
+    assert bench.manager.load_source(prefix(1)[0]) == 0
+    assert bench.manager.load_source(b"unknown") == 0
+
+
+def test_lookup_prefix_counts_leading_hits() -> None:
+    bench = Workbench(4, 0)
+    bench.store(prefix(2))
+    assert bench.manager.lookup_prefix(prefix(4), "a") == 2
+    assert bench.manager.lookup_prefix(prefix(4, of=1), "a") == 0
+    bench.manager.prepare_store(prefix(1, of=2), "w")
+    assert bench.manager.lookup_prefix(prefix(1, of=2), "a") is None
+
+
+def test_requests_are_counted_from_begin_to_end() -> None:
+    bench = Workbench(4, 0)
+    bench.manager.begin_request("a")
+    bench.manager.begin_request("a")
+    bench.look(prefix(1), "b")
+    assert bench.manager.snapshot().requests == 2
+    for req_id in ("a", "b", "b"):
+        bench.manager.end_request(req_id)
+    assert bench.manager.snapshot().requests == 0

@@ -1,0 +1,196 @@
+"""One tier's books: what may leave, what may not, and when a slot is free again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from kvtier.keys import ChunkKey
+from kvtier.manager import TierState
+from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.base import Evictable
+from kvtier.policies.eviction import Lru
+from kvtier.testing.workbench import prefix
+
+CTX = PolicyContext()
+
+
+class LeafFirst(Eviction):
+    """Picks the oldest copy without resident children."""
+
+    leaf_only = True
+    touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.order: list[ChunkCopy] = []
+
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self.order.append(copy)
+
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self.order.remove(copy)
+        self.order.append(copy)
+
+    def on_remove(self, copy: ChunkCopy) -> None:
+        self.order.remove(copy)
+
+    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        for copy in self.order:
+            if evictable(copy):
+                self.order.remove(copy)
+                return copy
+        return None
+
+
+def make_tier(capacity: int = 4, eviction: Eviction | None = None) -> TierState:
+    return TierState("ram", 0, capacity, eviction or Lru(capacity))
+
+
+def fill(tier: TierState, keys: Sequence[ChunkKey]) -> list[ChunkCopy]:
+    """Make ``keys``, a chain from its root, resident."""
+    slots = tier.slots.allocate(len(keys))
+    parents = [None, *keys]
+    copies = [
+        ChunkCopy(key, slot, parents[at], at)
+        for at, (key, slot) in enumerate(zip(keys, slots, strict=True))
+    ]
+    tier.add_writing(copies)
+    tier.publish(copies, CTX)
+    return copies
+
+
+def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
+    tier = make_tier(2)
+    slots = tier.slots.allocate(2)
+    copies = [ChunkCopy(key, slot) for key, slot in zip(prefix(2), slots, strict=True)]
+    tier.add_writing(copies)
+    assert (tier.room, tier.idle, tier.writing) == (0, 0, 2)
+    assert tier.make_room(1, CTX) is None
+    tier.publish(copies, CTX)
+    assert (tier.room, tier.idle, tier.writing, tier.counters.stored) == (2, 2, 0, 2)
+
+
+def test_a_write_that_failed_gives_its_slot_back() -> None:
+    tier = make_tier(2)
+    copy = ChunkCopy(prefix(1)[0], tier.slots.allocate(1)[0])
+    tier.add_writing([copy])
+    tier.abort(copy)
+    assert (tier.slots.free, tier.copies, copy.state) == (2, {}, CopyState.GONE)
+
+
+def test_a_pinned_copy_stays_and_the_next_one_leaves() -> None:
+    tier = make_tier(2)
+    first, second = fill(tier, prefix(2))
+    tier.pin(first)
+    assert tier.make_room(1, CTX) == [second]
+    assert tier.make_room(2, CTX) is None
+    tier.unpin(first)
+    assert tier.make_room(2, CTX) == [first]
+
+
+def test_a_dirty_copy_stays_until_it_is_clean_as_often_as_it_was_marked() -> None:
+    tier = make_tier(1)
+    (copy,) = fill(tier, prefix(1))
+    tier.mark_dirty(copy)
+    tier.mark_dirty(copy)
+    assert (tier.room, tier.dirty) == (0, 1)
+    tier.mark_clean(copy)
+    assert (tier.room, tier.dirty) == (0, 1)
+    tier.mark_clean(copy)
+    assert (tier.room, tier.dirty) == (1, 0)
+
+
+def test_the_slot_of_a_dropped_copy_is_free_when_the_last_pin_is_gone() -> None:
+    tier = make_tier(1)
+    (copy,) = fill(tier, prefix(1))
+    tier.pin(copy)
+    tier.pin(copy)
+    tier.drop(copy)
+    tier.drop(copy)
+    assert (tier.copies, tier.slots.free) == ({}, 0)
+    tier.unpin(copy)
+    assert tier.slots.free == 0
+    tier.unpin(copy)
+    assert tier.slots.free == 1
+
+
+def test_a_dirty_copy_that_is_dropped_leaves_no_dirt_behind() -> None:
+    tier = make_tier(1)
+    (copy,) = fill(tier, prefix(1))
+    tier.mark_dirty(copy)
+    tier.drop(copy)
+    assert (tier.dirty, tier.idle, tier.slots.free) == (0, 0, 1)
+
+
+def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
+    tier = make_tier(2)
+    first, second = fill(tier, prefix(2))
+    tier.mark_dirty(first)
+    assert tier.pick_leaving(CTX) is first
+    assert first.key in tier.copies
+    tier.touch([first], CTX)
+    tier.stay(first, CTX)
+    assert not tier.leaving
+    tier.mark_clean(first)
+    assert tier.make_room(2, CTX) == [second, first]
+
+
+def test_a_leaving_copy_may_be_dropped() -> None:
+    tier = make_tier(1)
+    (copy,) = fill(tier, prefix(1))
+    tier.mark_dirty(copy)
+    tier.pick_leaving(CTX)
+    tier.drop(copy)
+    assert (tier.leaving, tier.slots.free) == (set(), 1)
+
+
+def test_of_a_touched_prefix_the_root_stays_longest() -> None:
+    tier = make_tier(3)
+    copies = fill(tier, prefix(3))
+    tier.touch(copies, CTX)
+    assert tier.make_room(3, CTX) == copies[::-1]
+
+
+def test_with_a_leaf_only_policy_a_parent_leaves_after_its_children() -> None:
+    tier = make_tier(4, LeafFirst(4))
+    root, middle, leaf = fill(tier, prefix(3))
+    (other,) = fill(tier, prefix(1, of=1))
+    tier.touch([root], CTX)
+    assert (root.kids, middle.kids, leaf.kids) == (1, 1, 0)
+    assert tier.make_room(2, CTX) == [leaf, middle]
+    assert root.kids == 0
+    assert tier.make_room(4, CTX) == [other, root]
+
+
+def test_with_a_leaf_only_policy_a_pinned_leaf_keeps_its_ancestors_and_nothing_changes() -> (
+    None
+):
+    tier = make_tier(4, LeafFirst(4))
+    root, middle, leaf = fill(tier, prefix(3))
+    (other,) = fill(tier, prefix(1, of=1))
+    tier.pin(leaf)
+    assert tier.make_room(2, CTX) is None
+    assert (root.kids, middle.kids, tier.idle, tier.slots.free) == (1, 1, 3, 0)
+    assert tier.make_room(1, CTX) == [other]
+    tier.unpin(leaf)
+    tier.drop(leaf)
+    assert middle.kids == 0
+
+
+def test_a_snapshot_does_not_change_afterwards() -> None:
+    tier = make_tier(3)
+    fill(tier, prefix(2))
+    before = tier.snapshot()
+    tier.make_room(3, CTX)
+    assert (before.used, before.resident, before.held, before.counters.evicted) == (2, 2, 0, 0)
+    assert tier.snapshot().counters.evicted == 2
+
+
+def test_what_is_wanted_is_the_most_that_was_wanted_and_never_more_than_there_is() -> None:
+    tier = make_tier(4)
+    tier.want(2)
+    tier.want(1)
+    assert tier.wanted == 2
+    tier.want(100)
+    assert tier.wanted == 4
