@@ -1,10 +1,11 @@
 """Copies chunks down, ahead of need.
 
-A chunk that must still reach a slower tier is *dirty* and is no victim. With write-through it is
-dirty from the moment it is stored until it arrived below; with write-on-evict it becomes so only
-by being new, and is sent down when the tier's reserve of free slots runs low: the best victims are
-taken out of the order, copied, and dropped when they arrived. Either way an eviction never waits
-for a disk, and a chunk that could not be copied is counted as lost, never silently forgotten.
+A chunk that must still reach a slower tier is *dirty* and is no victim. With write-through it
+is dirty from the moment it is stored until it arrived below; with write-on-evict it becomes
+so only by being new, and is sent down when the tier's reserve of free slots runs low: the
+best victims are taken out of the order, copied, and dropped when they arrived. Either way an
+eviction never waits for a disk, and a chunk that could not be copied is counted as lost,
+never silently forgotten.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import JobRecord
+from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult, Why
 
 __all__ = ["Demoter"]
-
-_BATCH_CHUNKS = 256
-"""Most chunks of one job: enough to merge large runs, few enough that loads are not kept waiting."""
 
 
 class Demoter:
@@ -67,7 +65,7 @@ class Demoter:
         for index, queue in enumerate(self._queues):
             while queue:
                 room = self._ladder.limits.queue - self._in_flight[index]
-                batch = self._take(index, min(room, _BATCH_CHUNKS))
+                batch = self._take(index, min(room, BATCH_CHUNKS))
                 sent = bool(batch) and self._send(self._ladder.ram, batch, index)
                 for copy in batch:
                     self._ladder.ram.unpin(copy)  # the job holds its own pin now
@@ -168,13 +166,11 @@ class Demoter:
         target.add_writing(copies)
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
-        ladder.ledger.open(
-            record, names=ladder.names, timeout_s=ladder.limits.store_timeout_s
-        )
+        ladder.ledger.open(record, names=ladder.names, timeout_s=ladder.limits.store_timeout_s)
         return fits == len(batch)
 
     def _settle_source(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Note that ``copy`` need not be sent down any more, and let it go if it was leaving."""
+        """Note that ``copy`` need not be sent down; let it go if it was leaving."""
         if copy.state != CopyState.RESIDENT:
             return
         if copy.dirty:
@@ -249,8 +245,8 @@ class Demoter:
         """Take one victim out of the order.
 
         Returns:
-            The tier it must reach first and the victim; -1 when it left at once; None when there
-            is no victim.
+            The tier it must reach first and the victim; -1 when it left at once; None when
+            there is no victim.
         """
         ladder = self._ladder
         victim = tier.pick_leaving(ladder.ctx)

@@ -57,7 +57,9 @@ class Ladder:
         self._generation += 1
         return self._generation
 
-    def slower_copy(self, key: ChunkKey, *, than: int = 0) -> tuple[TierState, ChunkCopy] | None:
+    def slower_copy(
+        self, key: ChunkKey, *, than: int = 0
+    ) -> tuple[TierState, ChunkCopy] | None:
         """Return the fastest resident copy of ``key`` in a tier slower than ``than``."""
         for tier in self.tiers[than + 1 :]:
             copy = tier.copies.get(key)

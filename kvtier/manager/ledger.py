@@ -1,8 +1,8 @@
 """Storage jobs in flight, and the slots they hold.
 
-A job's slots belong to it until its settled result arrives, whatever else happens: the request may
-end, the cache may be reset, the deadline may pass. The ledger is the only place that knows, and
-:meth:`JobLedger.close` the only way a job's slots become free again.
+A job's slots belong to it until its settled result arrives, whatever else happens: the
+request may end, the cache may be reset, the deadline may pass. The ledger is the only place
+that knows, and :meth:`JobLedger.close` the only way a job's slots become free again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from kvtier.policies import ChunkCopy
 from kvtier.types import Job, JobId, Why
 
-__all__ = ["JobLedger", "JobRecord"]
+__all__ = ["BATCH_CHUNKS", "JobLedger", "JobRecord"]
+
+BATCH_CHUNKS = 256
+"""Most chunks of one job: enough to merge long runs into few large I/O calls, few enough that
+an urgent job never waits long behind one."""
 
 
 @dataclass(slots=True)

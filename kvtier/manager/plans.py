@@ -88,6 +88,7 @@ class ManagerLimits:
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
         patience_lookups: Steps a request may wait for its turn to be promoted.
+        patience_arrivals: Steps a request may wait for chunks on their way.
         patience_stores: Refusals after which a request's store is cut to what fits.
     """
 
@@ -97,6 +98,7 @@ class ManagerLimits:
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
     patience_lookups: int = 256
+    patience_arrivals: int = 20_000
     patience_stores: int = 16
 
 
@@ -136,4 +138,4 @@ class SlotTruth(Protocol):
         """Stamp slots whose bytes came from a slower tier, so that workers may load them."""
 
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether every job issued on it was acknowledged by every rank."""
+        """Return for each slot whether all ranks acknowledged every job issued on it."""

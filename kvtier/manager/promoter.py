@@ -1,19 +1,21 @@
 """Brings chunks up for requests that are about to start.
 
-The engine asks for a waiting request's chunks one by one, at every step, until it is scheduled.
-What is found in a slower tier must be in RAM before the request may count on it, and must stay
-there until the request loads it: a promotion that nobody protects is evicted by the next one, and
-a prefix larger than RAM is then promoted for ever while the request never runs. So:
+The engine asks for a waiting request's chunks one by one, at every step, until it is
+scheduled. What is found in a slower tier must be in RAM before the request may count on it,
+and must stay there until the request loads it: a promotion that nobody protects is evicted by
+the next one, and a prefix larger than RAM is then promoted for ever while the request never
+runs. So:
 
 * A request asks once. Its answers for that step are noted; at the end of the step everything it
   found is *granted* as a whole: resident copies are pinned for it, missing ones are brought up
   into slots pinned for it.
-* Grants are bounded by a budget. A request that fits the budget but not what is left of it waits
+* Grants are bounded by a budget. A request that fits the budget but not what is left of it
+  waits
   its turn, first come first served, for a bounded number of steps. One that could never fit, or
   that waited too long, is granted the head of its prefix that fits; the rest is recomputed.
-* When all its chunks have arrived or failed the request is *settled*: what is in RAM is a hit, all
-  else a miss, whatever the slower tiers hold. So every request is answered within a bounded number
-  of lookups.
+* When all its chunks have arrived or failed the request is *settled*: what is in RAM is a
+  hit, all else a miss, whatever the slower tiers hold. So every request is answered within a
+  bounded number of lookups.
 * The grant ends when the request's load is planned (which pins for itself), or when the request
   starts without, is preempted or ends.
 """
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import JobRecord
+from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
 from kvtier.manager.tier import TierState
@@ -56,6 +58,7 @@ class Promoter:
         self._ladder = ladder
         self._asking: dict[RequestState, None] = {}
         self._queue: dict[RequestState, None] = {}
+        self._waiting: dict[RequestState, None] = {}
         self._waiters: dict[ChunkCopy, list[RequestState]] = {}
         self._step = 0
         self.granted = 0
@@ -98,6 +101,7 @@ class Promoter:
             else:
                 request.asked.clear()
         self._asking.clear()
+        self._give_up()
         blocked = False
         for request in list(self._queue):
             request.lookups += 1
@@ -113,6 +117,7 @@ class Promoter:
         """End whatever is kept or planned for ``request``; it may ask afresh afterwards."""
         self._asking.pop(request, None)
         self._queue.pop(request, None)
+        self._waiting.pop(request, None)
         granted, request.granted = request.granted, []
         for copy in granted:
             if copy.state != CopyState.RESIDENT:
@@ -138,7 +143,7 @@ class Promoter:
             if not arrived:
                 request.granted.remove(copy)
             if not request.pending and request.phase == Phase.WAITING:
-                request.phase = Phase.SETTLED
+                self._settle_request(request)
         if not arrived and copy.grants:
             copy.pins -= copy.grants
             copy.grants = 0
@@ -183,6 +188,7 @@ class Promoter:
         """Forget every grant and every waiting request; for a reset of the cache."""
         self._asking.clear()
         self._queue.clear()
+        self._waiting.clear()
         self._waiters.clear()
         self.granted = 0
 
@@ -233,23 +239,46 @@ class Promoter:
         for wish in wishes:
             if wish.copy is not None:
                 self._grant(request, wish.copy)
+        if not self._fetch(request, wishes, whole=whole):
+            self._take_back(request)
+            return False
+        self._cut(request, wishes)
+        request.phase = Phase.WAITING
+        request.asked.clear()
+        request.wanting = False
+        request.lookups = 0
+        self._waiting[request] = None
+        if not request.pending:
+            self._settle_request(request)
+        return True
+
+    def _fetch(self, request: RequestState, wishes: Sequence[_Wish], *, whole: bool) -> bool:
+        """Bring up what of ``wishes`` is not in RAM, or the head of it when not ``whole``.
+
+        Returns:
+            False when all was wanted and there is no room for it now.
+        """
         missing = [wish for wish in wishes if wish.copy is None]
         ram = self._ladder.ram
         if whole and len(missing) > ram.room:
             ram.want(len(missing))
-            self._take_back(request)
             return False
-        missing = missing[: ram.room]
-        if not self._bring_up(request, missing):
-            if whole:
-                self._take_back(request)
-                return False
-            missing = []
-        self._cut(request, wishes)
-        request.phase = Phase.WAITING if request.pending else Phase.SETTLED
-        request.asked.clear()
-        request.wanting = False
-        return True
+        return self._bring_up(request, missing[: ram.room]) or not whole
+
+    def _settle_request(self, request: RequestState) -> None:
+        request.phase = Phase.SETTLED
+        self._waiting.pop(request, None)
+
+    def _give_up(self) -> None:
+        """Settle requests that have waited too long for chunks on their way.
+
+        Promotions have deadlines. What has none is a chunk that another request's worker is
+        storing: it is acknowledged within a few steps, or the engine is in trouble.
+        """
+        for request in list(self._waiting):
+            request.lookups += 1
+            if request.lookups >= self._ladder.limits.patience_arrivals:
+                self._settle_request(request)
 
     def _survey(self, request: RequestState) -> list[_Wish]:
         """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
@@ -275,39 +304,50 @@ class Promoter:
         ladder = self._ladder
         if ladder.make_room(ladder.ram, len(missing)) is None:
             return False
+        ladder.ram.counters.misses += len(missing)
         slots = ladder.ram.slots.allocate(len(missing))
-        by_tier: dict[int, tuple[list[ChunkCopy], list[ChunkCopy]]] = {}
+        by_tier: dict[int, list[tuple[_Wish, int]]] = {}
+        for wish, slot in zip(missing, slots, strict=True):
+            if wish.tier is None:
+                raise ValueError("a chunk that is in RAM cannot be brought up")
+            by_tier.setdefault(wish.tier.index, []).append((wish, slot))
+        for index, found in by_tier.items():
+            for at in range(0, len(found), BATCH_CHUNKS):
+                self._promote(request, index, found[at : at + BATCH_CHUNKS])
+        return True
+
+    def _promote(
+        self, request: RequestState, index: int, found: Sequence[tuple[_Wish, int]]
+    ) -> None:
+        """Plan one job that brings chunks of tier ``index`` up into the slots beside them."""
+        ladder = self._ladder
+        sources: list[ChunkCopy] = []
+        copies: list[ChunkCopy] = []
         moved: set[ChunkCopy] = set()
         generation = ladder.next_generation()
-        for wish, slot in zip(missing, slots, strict=True):
-            tier, source = wish.tier, wish.source
-            if tier is None or source is None:
+        for wish, slot in found:
+            source = wish.source
+            if source is None:
                 raise ValueError("a chunk that is in RAM cannot be brought up")
-            how = ladder.placement.promote(source, tier.index, ladder.ctx)
+            how = ladder.placement.promote(source, index, ladder.ctx)
             source.hits += 1
             copy = ChunkCopy(wish.key, slot, source.parent, source.depth)
-            copy.origin = tier.index
+            copy.origin = index
             copy.transient = how.keep_source and not how.stay
             copy.generation = generation
             wish.copy = copy
-            tier.pin(source)
+            ladder.tiers[index].pin(source)
             if not how.keep_source:
                 moved.add(source)
-            sources, copies = by_tier.setdefault(tier.index, ([], []))
             sources.append(source)
             copies.append(copy)
-        for index, (sources, copies) in by_tier.items():
-            ladder.ram.add_writing(copies)
-            for copy in copies:
-                self._grant(request, copy)
-            record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch)
-            record.moved = moved.intersection(sources)
-            request.jobs.add(
-                ladder.ledger.open(
-                    record, names=ladder.names, timeout_s=ladder.limits.load_timeout_s
-                )
-            )
-        return True
+        ladder.ram.add_writing(copies)
+        for copy in copies:
+            self._grant(request, copy)
+        record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
+        timeout_s = ladder.limits.load_timeout_s
+        job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
+        request.jobs.add(job_id)
 
     def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
         """Give back grants behind the first chunk that could not be brought up."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import ChunkCopy
 from kvtier.types import JobId
 
@@ -73,3 +74,10 @@ class RequestState:
         self.refusals = 0
         self.missed = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
+
+    def remember(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that ``keys`` follow, group by group, on what was stored or loaded before."""
+        for key in keys:
+            group = key[-GROUP_NBYTES:]
+            tail = self.tails.get(group)
+            self.tails[group] = (key, 0 if tail is None else tail[1] + 1)

@@ -1,11 +1,12 @@
 """Slot numbers, handed out in extents.
 
-Throughput to a slow medium is decided by bytes per system call, so a request's chunks should lie
-next to each other. A free list popped at random loses that within minutes. Free slots are kept as
-maximal extents, filed by the power of two of their length: an allocation takes an extent from the smallest
-bin that has one long enough, and only when there is none splits over the longest ones. Freed
-slots merge with their free neighbours at once, so an evicted request leaves one extent behind.
-Both directions are O(1) per extent touched, and nothing ever scans the slots.
+Throughput to a slow medium is decided by bytes per system call, so a request's chunks should
+lie next to each other. A free list popped at random loses that within minutes. Free slots are
+kept as maximal extents, filed by the power of two of their length: an allocation takes an
+extent from the smallest bin that has one long enough, and only when there is none splits over
+the longest ones. Freed slots merge with their free neighbours at once, so an evicted request
+leaves one extent behind. Both directions are O(1) per extent touched, and nothing ever scans
+the slots.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class SlotAllocator:
     def _best(self, wanted: int) -> int:
         """Return the start of an extent of at least ``wanted`` slots, or of a long one."""
         bins = self._bins
-        # Extents in bin b have 2**(b-1) to 2**b - 1 slots: in the bin of ``wanted`` some fit, of
-        # which the oldest few are tried, and from the bin above on all do.
+        # Extents in bin b have 2**(b-1) to 2**b - 1 slots: in the bin of ``wanted`` some fit,
+        # of which the oldest few are tried, and from the bin above on all do.
         exact = wanted.bit_length()
         for start in islice(bins[exact], _TRIED):
             if self._end_of[start] - start >= wanted:

@@ -144,7 +144,7 @@ class TierState:
         copy.pins += 1
 
     def unpin(self, copy: ChunkCopy) -> None:
-        """Take back one :meth:`pin`; the last one frees the slot of a copy that left meanwhile."""
+        """Take back one :meth:`pin`; the last frees the slot of a copy that left."""
         copy.pins -= 1
         if copy.pins:
             return

@@ -1,23 +1,22 @@
 """The composite manager: decides where every chunk is, and never touches one.
 
-It keeps the books of all tiers and answers the engine's scheduler from them. It does no I/O, never
-waits and never reads a clock; what should happen leaves as :class:`~kvtier.types.Job` values, what
-happened comes back as :class:`~kvtier.types.TransferResult` values. The same object therefore
-serves a live engine and a simulator.
+It keeps the books of all tiers and answers the engine's scheduler from them. It does no I/O,
+never waits and never reads a clock; what should happen leaves as :class:`~kvtier.types.Job`
+values, what happened comes back as :class:`~kvtier.types.TransferResult` values. The same
+object therefore serves a live engine and a simulator.
 
-Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill it, ``complete_store``
-asks the workers' own record whether they did and only then makes it a hit. From there the
-:class:`~kvtier.manager.demoter.Demoter` copies it down. A later request that finds it below waits
-while the :class:`~kvtier.manager.promoter.Promoter` brings it up and keeps it for that request.
-``prepare_load`` pins it until ``complete_load``.
+Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill it,
+``complete_store`` asks the workers' own record whether they did and only then makes it a hit.
+From there the :class:`~kvtier.manager.demoter.Demoter` copies it down. A later request that
+finds it below waits while the :class:`~kvtier.manager.promoter.Promoter` brings it up and
+keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
@@ -31,10 +30,12 @@ from kvtier.manager.plans import (
     StorePlan,
 )
 from kvtier.manager.promoter import Promoter
+from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement
-from kvtier.types import Job, JobId, TransferResult, Why
+from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 
 __all__ = ["TieredOffloadingManager"]
 
@@ -72,8 +73,9 @@ class TieredOffloadingManager:
         self._truth = truth
         self._promoter = Promoter(self._ladder)
         self._demoter = Demoter(self._ladder)
+        self._storer = Storer(self._ladder, self._promoter, self._demoter)
+        self._quarantine = Quarantine(self._ladder)
         self._requests: dict[str, RequestState] = {}
-        self._quarantine: list[ChunkCopy] = []
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class TieredOffloadingManager:
             self._requests[req_id] = RequestState(req_id)
 
     def end_request(self, req_id: str) -> None:
-        """Forget a request; what was kept for it may be evicted. Loads in flight stay pinned."""
+        """Forget a request and what was kept for it; loads in flight stay pinned."""
         request = self._requests.pop(req_id, None)
         if request is not None:
             self._promoter.release(request)
@@ -151,7 +153,7 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             self._promoter.release(request)
-            self._remember_tails(request, keys)
+            request.remember(keys)
         slots = [copy.slot for copy in copies]
         self._truth.issue(slots)
         return LoadPlan(slots, [copy.generation for copy in copies])
@@ -185,46 +187,14 @@ class TieredOffloadingManager:
             What to store, perhaps nothing; None when there is no room *now* and asking again at
             the next step may help. None changes nothing.
         """
-        members = self._ram.copies
-        new = [key for key in keys if key not in members]
-        request = self._requests.get(req_id)
-        if not new:
-            self._touch_offered(keys)
-            return StorePlan((), (), 0, ())
-        # The prefix that is offered along is no victim for its own tail.
-        there = [copy for key in keys if (copy := members.get(key)) is not None]
-        for copy in there:
-            self._ram.pin(copy)
-        plan = self._store_new(new, keys, request)
-        for copy in there:
-            self._ram.unpin(copy)
-        return plan
+        return self._storer.prepare(keys, self._requests.get(req_id))
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """Make stored chunks hits, if every worker recorded that their bytes are whole.
 
         A key that is not being stored is ignored.
         """
-        ram = self._ram
-        written: list[ChunkCopy] = []
-        for key in keys:
-            copy = ram.copies.get(key)
-            if copy is not None and copy.state == CopyState.WRITING and copy.origin == 0:
-                written.append(copy)
-        # The engine hands the keys over as a set; slots ascend along the prefix.
-        written.sort(key=_slot_of)
-        slots = [copy.slot for copy in written]
-        whole = self._truth.stored(slots, [copy.generation for copy in written])
-        arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
-        for copy, ok in zip(written, whole, strict=True):
-            if not ok:
-                ram.counters.failed += 1
-                self._promoter.settle(copy, arrived=False)
-                ram.abort(copy)
-        self._ladder.publish(ram, arrived)
-        self._demoter.stored(arrived)
-        for copy in arrived:
-            self._promoter.settle(copy, arrived=True)
+        self._storer.complete(keys)
 
     # -- steps and storage jobs -------------------------------------------------------------
 
@@ -246,8 +216,9 @@ class TieredOffloadingManager:
         for req_id in preempted:
             request = self._requests.get(req_id)
             if request is not None:
-                request.tails.clear()  # its chunks will be loaded or offered from the root again
-        self._release_quarantine()
+                # Its chunks will be loaded, or offered, from the root again.
+                request.tails.clear()
+        self._quarantine.release()
         self._promoter.end_step()
         self._demoter.flush()
 
@@ -267,7 +238,7 @@ class TieredOffloadingManager:
         return self._ladder.take_corrupt()
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency events since the last call, removals before the stores they allow."""
+        """Return residency events since the last call, each removal before what replaced it."""
         return self._ladder.take_events()
 
     def apply(self, result: TransferResult) -> None:
@@ -288,9 +259,7 @@ class TieredOffloadingManager:
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""
-        return bool(
-            self._demoter.queued or self._ladder.ledger.active or self._quarantine
-        )
+        return bool(self._demoter.queued or self._ladder.ledger.active or self._quarantine)
 
     def flush(self) -> None:
         """Plan jobs that bring every dirty chunk down; for an orderly shutdown."""
@@ -317,8 +286,8 @@ class TieredOffloadingManager:
     def reset(self) -> None:
         """Make every chunk in every tier a miss: a new epoch, because weights may have changed.
 
-        Slots that a storage job or a worker may still touch stay out of use until it is known to
-        be over. No ``complete_*`` is expected for what was prepared before.
+        Slots that a storage job or a worker may still touch stay out of use until it is known
+        to be over. No ``complete_*`` is expected for what was prepared before.
         """
         self._ladder.epoch += 1
         for request in self._requests.values():
@@ -329,12 +298,12 @@ class TieredOffloadingManager:
         for request in self._requests.values():
             request.pending = 0
             self._promoter.release(request)
-        moving = self._moving()
-        for tier in self._ladder.tiers:
-            for copy in list(tier.copies.values()):
-                self._evacuate(tier, copy, moving)
+        unsent = self.take_jobs()
+        self._quarantine.evacuate()
         self._demoter.clear()
-        self._release_quarantine()
+        for job in unsent:
+            # Never handed out, so nobody will report on it.
+            self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
 
     def snapshot(self) -> ManagerSnapshot:
         """Return the manager's figures now."""
@@ -365,114 +334,6 @@ class TieredOffloadingManager:
             for tier in self._ladder.tiers:
                 tier.counters.misses += 1
 
-    def _store_new(
-        self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None
-    ) -> StorePlan | None:
-        ram = self._ram
-        fits = self._room_for(len(new), request)
-        if fits is None:
-            return None
-        victims = self._ladder.make_room(ram, fits)
-        if victims is None:
-            ram.counters.refused += len(new)
-            return StorePlan((), (), 0, ())
-        ram.counters.refused += len(new) - fits
-        self._touch_offered(keys)
-        new = new[:fits]
-        slots = ram.slots.allocate(fits)
-        generation = self._ladder.next_generation()
-        copies = self._make_copies(new, slots, generation, keys, request)
-        ram.add_writing(copies)
-        self._truth.issue(slots)
-        if request is not None:
-            self._remember_tails(request, keys)
-        return StorePlan(new, slots, generation, [victim.key for victim in victims])
-
-    def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
-        """Return how many of ``chunks`` new chunks to take, or None to be asked again."""
-        room = self._ram.room
-        if chunks <= room:
-            if request is not None:
-                request.refusals = 0
-            return chunks
-        self._ram.want(chunks)
-        patience = self._ladder.limits.patience_stores
-        hopeless = chunks > self._ram.slots.capacity
-        if request is None or hopeless or request.refusals >= patience:
-            return room
-        request.refusals += 1
-        return None
-
-    def _touch_offered(self, keys: Sequence[ChunkKey]) -> None:
-        """Count being offered again as a use, in every tier that holds the chunk."""
-        for tier in self._ladder.tiers:
-            members = tier.copies
-            there = [
-                copy
-                for key in keys
-                if (copy := members.get(key)) is not None and copy.state == _RESIDENT
-            ]
-            if there:
-                tier.touch(there, self._ladder.ctx)
-
-    def _make_copies(
-        self,
-        new: Sequence[ChunkKey],
-        slots: Sequence[int],
-        generation: int,
-        offered: Sequence[ChunkKey],
-        request: RequestState | None,
-    ) -> list[ChunkCopy]:
-        tails = {} if request is None else dict(request.tails)
-        places: dict[ChunkKey, tuple[ChunkKey | None, int]] = {}
-        for key in offered:
-            group = key[-GROUP_NBYTES:]
-            tail = tails.get(group)
-            places[key] = (None, 0) if tail is None else (tail[0], tail[1] + 1)
-            tails[group] = (key, places[key][1])
-        copies = []
-        for key, slot in zip(new, slots, strict=True):
-            copy = ChunkCopy(key, slot, *places[key])
-            copy.generation = generation
-            copies.append(copy)
-        return copies
-
-    def _remember_tails(self, request: RequestState, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            group = key[-GROUP_NBYTES:]
-            tail = request.tails.get(group)
-            request.tails[group] = (key, 0 if tail is None else tail[1] + 1)
-
-    def _moving(self) -> Counter[int]:
-        """Return how many storage jobs hold each copy's slot, by the copy's id."""
-        return Counter(
-            id(copy)
-            for record in self._ladder.ledger.records()
-            for copy in (*record.sources, *record.destinations)
-        )
-
-    def _evacuate(self, tier: TierState, copy: ChunkCopy, moving: Counter[int]) -> None:
-        """Make ``copy`` a miss now and its slot free once nobody can touch it."""
-        self._ladder.drop(tier, copy)
-        if not copy.pins or tier.index:
-            return
-        # Requests' and workers' pins will not be taken back one by one: no completion is coming.
-        # One pin stands for the workers until they are quiet, one for each storage job.
-        copy.grants = 0
-        copy.pins = 1 + moving[id(copy)]
-        self._quarantine.append(copy)
-
-    def _release_quarantine(self) -> None:
-        if not self._quarantine:
-            return
-        held, self._quarantine = self._quarantine, []
-        quiet = self._truth.quiet([copy.slot for copy in held])
-        for copy, ok in zip(held, quiet, strict=True):
-            if ok:
-                self._ram.unpin(copy)
-            else:
-                self._quarantine.append(copy)
-
     def _apply_stale(self, record: JobRecord, result: TransferResult) -> None:
         """Free the slots of a job of before a reset."""
         if not result.settled:
@@ -489,7 +350,3 @@ class TieredOffloadingManager:
         ):
             for copy in copies:
                 self._ladder.tiers[tier].unpin(copy)
-
-
-def _slot_of(copy: ChunkCopy) -> int:
-    return copy.slot

@@ -1,10 +1,10 @@
 """What a policy sees and what it must answer.
 
-Two small protocols share the work. An :class:`Eviction` orders the copies of *one* tier and names
-victims. A :class:`Placement`, one per cache, decides what crosses tiers. Neither does I/O, awaits,
-reads a clock or draws its own random numbers: time and randomness arrive in a
-:class:`PolicyContext`. So the live engine and a simulator can drive the very same object, and a
-policy tuned on a trace is deployed unchanged.
+Two small protocols share the work. An :class:`Eviction` orders the copies of *one* tier and
+names victims. A :class:`Placement`, one per cache, decides what crosses tiers. Neither does
+I/O, awaits, reads a clock or draws its own random numbers: time and randomness arrive in a
+:class:`PolicyContext`. So the live engine and a simulator can drive the very same object, and
+a policy tuned on a trace is deployed unchanged.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Eviction(ABC):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
 
-    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Note that ``key`` was asked for and is not here; before any insertion.
 
         Policies that keep no memory of absent keys have nothing to do.
@@ -207,7 +207,7 @@ class Placement(ABC):
 
     @abstractmethod
     def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
-        """Return whether ``copy`` may enter ``tier``; a refusal is counted, nothing is retried."""
+        """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried."""
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from typing_extensions import override
+
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.types import Why
 
@@ -21,8 +23,8 @@ class LadderPlacement(Placement):
     Args:
         tiers: Number of tiers, RAM included.
         write: ``through`` copies a chunk to every slower tier as soon as it is stored, which is
-            what makes it survive a killed process; ``evict`` copies it to the next tier when its
-            room is needed and no slower tier has it.
+            what makes it survive a killed process; ``evict`` copies it to the next tier when
+            its room is needed and no slower tier has it.
         promote_after: A chunk stays in RAM from its n-th hit in the slower tier on; before, it
             leaves again once the request it was fetched for has loaded it.
     """
@@ -35,14 +37,18 @@ class LadderPlacement(Placement):
         self._last = 0 if through else tiers - 1
         self._promote_after = promote_after
 
+    @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         return self._slower
 
+    @override
     def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
         return True
 
+    @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         return Promotion(stay=copy.hits + 1 >= self._promote_after)
 
+    @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         return source + 1 if source < self._last else None

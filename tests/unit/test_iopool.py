@@ -37,7 +37,9 @@ async def test_the_urgent_call_overtakes_those_that_wait(pool: IoPool) -> None:
         tasks.create_task(pool.run(gate.wait, priority=0))
         await asyncio.sleep(0)
         for name, priority in (("demote", 3), ("store", 2), ("load", 0)):
-            tasks.create_task(pool.run(lambda name=name: order.append(name), priority=priority))
+            tasks.create_task(
+                pool.run(functools.partial(order.append, name), priority=priority)
+            )
         await asyncio.sleep(0)
         gate.set()
     assert order == ["load", "store", "demote"]

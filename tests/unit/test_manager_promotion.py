@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from kvtier.manager import Lookup, ManagerLimits
+from kvtier.manager.ledger import BATCH_CHUNKS
+from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, Why
 
@@ -366,3 +368,32 @@ def test_the_fastest_slower_tier_is_read_with_one_job_per_tier() -> None:
     assert bench.look(prefix(3)) == [RETRY, MISS]
     bench.finish(remote)
     assert bench.look(prefix(3)) == [HIT, HIT, HIT]
+
+
+def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run() -> None:
+    keys = prefix(BATCH_CHUNKS + 40)
+    bench = Workbench(len(keys), len(keys))
+    bench.manager.recover(1, [(key, slot) for slot, key in enumerate(keys)])
+    assert set(bench.look(keys)) == {RETRY}
+    jobs = bench.step()
+    assert [len(job.keys) for job in jobs] == [BATCH_CHUNKS, 40]
+    for job in jobs:
+        assert list(job.source_slots) == list(
+            range(job.source_slots[0], job.source_slots[-1] + 1)
+        )
+        bench.finish(job)
+    assert bench.look(keys) == [HIT] * len(keys)
+    assert bench.manager.snapshot().tiers[0].counters.misses == len(keys)
+
+
+def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None:
+    limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=4, patience_arrivals=3)
+    bench = Workbench(4, 0, limits=limits, truth=RecordingTruth(driven=True))
+    plan = bench.manager.prepare_store(prefix(2), "writer")
+    assert plan is not None
+    assert bench.look(prefix(2)) == [RETRY, RETRY]
+    for _ in range(3):
+        bench.step()
+        assert bench.look(prefix(2)) == [RETRY, MISS]
+    bench.step()
+    assert bench.look(prefix(2)) == [MISS]

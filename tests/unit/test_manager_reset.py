@@ -156,3 +156,14 @@ def test_the_same_key_stored_after_a_reset_is_a_new_chunk() -> None:
     bench.settle()
     assert bench.resident() == {*prefix(1)}
     assert bench.ram.slots.free == 1
+
+
+def test_jobs_that_were_not_handed_out_yet_never_are() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(3))
+    bench.manager.end_step()
+    bench.manager.reset()
+    bench.check()
+    assert bench.manager.take_jobs() == []
+    assert [tier.slots.free for tier in bench.tiers] == [4, 8]
+    assert not bench.manager.has_work()

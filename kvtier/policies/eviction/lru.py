@@ -1,17 +1,19 @@
 """Least recently used, as a queue that is tidied lazily.
 
-The textbook structure, a doubly linked list, costs a dozen attribute writes for every touch, and
-touches outnumber evictions. Here a touch appends the copy to a queue and leaves its older entries
-where they are; ``copy.queued`` counts them. An entry met at the old end is the copy's true place
-only if it is its last one, otherwise it is skipped. Every entry is appended once and popped once,
-so the cost is O(1) amortised, and a batch of touches is one C call. When stale entries outnumber
-live ones the queue is rebuilt, which bounds it by twice the copies.
+The textbook structure, a doubly linked list, costs a dozen attribute writes for every touch,
+and touches outnumber evictions. Here a touch appends the copy to a queue and leaves its older
+entries where they are; ``copy.queued`` counts them. An entry met at the old end is the copy's
+true place only if it is its last one, otherwise it is skipped. Every entry is appended once
+and popped once, so the cost is O(1) amortised, and a batch of touches is one C call. When
+stale entries outnumber live ones the queue is rebuilt, which bounds it by twice the copies.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 
@@ -29,22 +31,26 @@ class Lru(Eviction):
         self._queue: deque[ChunkCopy] = deque()
         self._members = 0
 
+    @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         self._members += 1
         copy.queued = 1
         self._queue.append(copy)
 
+    @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         self._members += len(copies)
         for copy in copies:
             copy.queued = 1
         self._queue.extend(copies)
 
+    @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         copy.queued += 1
         self._queue.append(copy)
         self._bound()
 
+    @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
         touched = list(copies)
         for copy in touched:
@@ -52,11 +58,13 @@ class Lru(Eviction):
         self._queue.extend(touched)
         self._bound()
 
+    @override
     def on_remove(self, copy: ChunkCopy) -> None:
         # Its entries stay; they are recognised by the copy's state and skipped.
         self._members -= 1
         self._bound()
 
+    @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
         queue = self._queue
         rejected = 0

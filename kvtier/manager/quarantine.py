@@ -1,0 +1,68 @@
+"""Keeps slots out of use that somebody may still touch after a reset.
+
+A reset makes every chunk a miss at once, but bytes in flight do not stop: a storage job may be
+reading or writing a slot, and a worker may have been told to, without any completion that the
+engine would still pass on. Such a slot stays taken until the jobs have settled and the workers'
+own record says that they are done with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtier.manager.ladder import Ladder
+from kvtier.manager.tier import TierState
+from kvtier.policies import ChunkCopy
+
+__all__ = ["Quarantine"]
+
+
+class Quarantine:
+    """RAM slots that a worker may still touch."""
+
+    def __init__(self, ladder: Ladder) -> None:
+        self._ladder = ladder
+        self._held: list[ChunkCopy] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def evacuate(self) -> None:
+        """Make every chunk in every tier a miss, and free the slots that nobody can touch."""
+        moving = self._moving()
+        for tier in self._ladder.tiers:
+            for copy in list(tier.copies.values()):
+                self._evacuate(tier, copy, moving)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the slots whose workers are done."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        quiet = self._ladder.truth.quiet([copy.slot for copy in held])
+        for copy, ok in zip(held, quiet, strict=True):
+            if ok:
+                self._ladder.ram.unpin(copy)
+            else:
+                self._held.append(copy)
+
+    def _moving(self) -> Counter[int]:
+        """Return how many storage jobs hold each copy's slot, by the copy's id."""
+        return Counter(
+            id(copy)
+            for record in self._ladder.ledger.records()
+            for copy in (*record.sources, *record.destinations)
+        )
+
+    def _evacuate(self, tier: TierState, copy: ChunkCopy, moving: Counter[int]) -> None:
+        """Make ``copy`` a miss now and its slot free once nobody can touch it."""
+        self._ladder.drop(tier, copy)
+        if not copy.pins or tier.index:
+            return
+        # Requests' and workers' pins will not be taken back one by one: no completion is
+        # coming. One pin stands for the workers until they are quiet, one for each storage
+        # job.
+        copy.grants = 0
+        copy.pins = 1 + moving[id(copy)]
+        self._held.append(copy)

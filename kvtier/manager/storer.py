@@ -1,0 +1,152 @@
+"""Takes new chunks into RAM.
+
+A store is planned before a byte moves: room is made, slots are given and the chunk is written
+into the books as *writing*. It becomes a hit only when the workers' own record says that
+every rank's bytes are whole. The engine offers a request's chunks again at every step until
+they are taken, so a store that finds no room is put off a few times; after that the head that
+fits is taken, because the engine forgets what it was refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.manager.demoter import Demoter
+from kvtier.manager.ladder import Ladder
+from kvtier.manager.plans import StorePlan
+from kvtier.manager.promoter import Promoter
+from kvtier.manager.requests import RequestState
+from kvtier.policies import ChunkCopy, CopyState
+
+__all__ = ["Storer"]
+
+_RESIDENT = CopyState.RESIDENT
+_NOTHING = StorePlan((), (), 0, ())
+
+
+class Storer:
+    """Plans stores into RAM and completes them."""
+
+    def __init__(self, ladder: Ladder, promoter: Promoter, demoter: Demoter) -> None:
+        self._ladder = ladder
+        self._ram = ladder.ram
+        self._promoter = promoter
+        self._demoter = demoter
+
+    def prepare(
+        self, keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> StorePlan | None:
+        """Do :meth:`TieredOffloadingManager.prepare_store`."""
+        members = self._ram.copies
+        new = [key for key in keys if key not in members]
+        if not new:
+            self._touch_offered(keys)
+            return _NOTHING
+        # The prefix that is offered along is no victim for its own tail.
+        there = [copy for key in keys if (copy := members.get(key)) is not None]
+        for copy in there:
+            self._ram.pin(copy)
+        plan = self._store_new(new, keys, request)
+        for copy in there:
+            self._ram.unpin(copy)
+        return plan
+
+    def complete(self, keys: Collection[ChunkKey]) -> None:
+        """Do :meth:`TieredOffloadingManager.complete_store`."""
+        ram = self._ram
+        written: list[ChunkCopy] = []
+        for key in keys:
+            copy = ram.copies.get(key)
+            if copy is not None and copy.state == CopyState.WRITING and copy.origin == 0:
+                written.append(copy)
+        # The engine hands the keys over as a set; slots ascend along the prefix.
+        written.sort(key=_slot_of)
+        slots = [copy.slot for copy in written]
+        whole = self._ladder.truth.stored(slots, [copy.generation for copy in written])
+        arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
+        for copy, ok in zip(written, whole, strict=True):
+            if not ok:
+                ram.counters.failed += 1
+                self._promoter.settle(copy, arrived=False)
+                ram.abort(copy)
+        self._ladder.publish(ram, arrived)
+        self._demoter.stored(arrived)
+        for copy in arrived:
+            self._promoter.settle(copy, arrived=True)
+
+    def _store_new(
+        self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> StorePlan | None:
+        ram = self._ram
+        fits = self._room_for(len(new), request)
+        if fits is None:
+            return None
+        victims = self._ladder.make_room(ram, fits)
+        if victims is None:
+            ram.counters.refused += len(new)
+            return _NOTHING
+        ram.counters.refused += len(new) - fits
+        self._touch_offered(keys)
+        new = new[:fits]
+        slots = ram.slots.allocate(fits)
+        generation = self._ladder.next_generation()
+        copies = self._make_copies(new, slots, generation, keys, request)
+        ram.add_writing(copies)
+        self._ladder.truth.issue(slots)
+        if request is not None:
+            request.remember(keys)
+        return StorePlan(new, slots, generation, [victim.key for victim in victims])
+
+    def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
+        """Return how many of ``chunks`` new chunks to take, or None to be asked again."""
+        room = self._ram.room
+        if chunks <= room:
+            if request is not None:
+                request.refusals = 0
+            return chunks
+        self._ram.want(chunks)
+        patience = self._ladder.limits.patience_stores
+        hopeless = chunks > self._ram.slots.capacity
+        if request is None or hopeless or request.refusals >= patience:
+            return room
+        request.refusals += 1
+        return None
+
+    def _touch_offered(self, keys: Sequence[ChunkKey]) -> None:
+        """Count being offered again as a use, in every tier that holds the chunk."""
+        for tier in self._ladder.tiers:
+            members = tier.copies
+            there = [
+                copy
+                for key in keys
+                if (copy := members.get(key)) is not None and copy.state == _RESIDENT
+            ]
+            if there:
+                tier.touch(there, self._ladder.ctx)
+
+    def _make_copies(
+        self,
+        new: Sequence[ChunkKey],
+        slots: Sequence[int],
+        generation: int,
+        offered: Sequence[ChunkKey],
+        request: RequestState | None,
+    ) -> list[ChunkCopy]:
+        tails = {} if request is None else dict(request.tails)
+        places: dict[ChunkKey, tuple[ChunkKey | None, int]] = {}
+        for key in offered:
+            group = key[-GROUP_NBYTES:]
+            tail = tails.get(group)
+            places[key] = (None, 0) if tail is None else (tail[0], tail[1] + 1)
+            tails[group] = (key, places[key][1])
+        copies = []
+        for key, slot in zip(new, slots, strict=True):
+            copy = ChunkCopy(key, slot, *places[key])
+            copy.generation = generation
+            copies.append(copy)
+        return copies
+
+
+def _slot_of(copy: ChunkCopy) -> int:
+    return copy.slot
