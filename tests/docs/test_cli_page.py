@@ -1,0 +1,101 @@
+"""The command line's page shows commands and outputs there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli import app
+from kvtier.config import load_config
+from kvtier.errors import ConfigError
+from tests.docs.pages import DOCS, blocks_of
+
+PAGE = DOCS / "reference/cli.md"
+COMMANDS = re.findall(r"^## kvtier (\S+)$", PAGE.read_text(), re.MULTILINE)
+MODEL = """{
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "torch_dtype": "bfloat16"
+}"""
+
+
+def invoke(arguments: Sequence[str]) -> str:
+    """Return what kvtier prints, on a terminal as wide as the page's."""
+    answer = CliRunner(env={"COLUMNS": "96"}).invoke(app, list(arguments))
+    assert answer.exit_code == 0, answer.output
+    return answer.stdout
+
+
+def shown(command: str) -> tuple[list[str], str]:
+    """Return the arguments and the output of the example that begins with ``command``."""
+    for block in blocks_of(PAGE):
+        prompt, _, output = block.text.partition("\n")
+        if block.language == "console" and prompt.startswith(f"$ kvtier {command}"):
+            return prompt.split()[2:], output
+    raise AssertionError(command)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The page's configuration, in a directory with the page's model."""
+    (text,) = (block.text for block in blocks_of(PAGE) if block.language == "yaml")
+    (tmp_path / "kvtier.yaml").write_text(text)
+    model = tmp_path / "models/llama-8b"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(MODEL)
+    return tmp_path
+
+
+def test_every_command_has_a_section_and_every_section_a_command() -> None:
+    commands = invoke(["--help"]).split("Commands:")[1]
+    listed = re.findall(r"^  ([a-z-]+)  +\S", commands, re.MULTILINE)
+    assert sorted(COMMANDS) == sorted(["--version", *listed])
+
+
+def test_every_option_the_page_names_is_in_the_help_of_its_command() -> None:
+    sections = re.split(r"^## kvtier (\S+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    for command, section in zip(sections[::2], sections[1::2], strict=True):
+        if command.startswith("--"):
+            continue
+        text = invoke([command, "--help"])
+        for option in set(re.findall(r"`(--[a-z-]+)`", section)):
+            assert option in text, f"{command} {option}"
+
+
+def test_the_plan_on_the_page_is_what_the_command_prints(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example)
+    arguments, output = shown("plan")
+    printed = [line.rstrip() for line in invoke(arguments).split("\n")]
+    assert printed == [line.rstrip() for line in output.split("\n")]
+
+
+def test_the_arguments_on_the_page_are_what_the_command_prints(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example)
+    arguments, output = shown("vllm-args")
+    assert invoke(arguments).replace(str(example), "/etc") == output
+
+
+def test_the_version_on_the_page_is_this_one() -> None:
+    arguments, output = shown("--version")
+    assert invoke(arguments) == output
+
+
+def test_the_errors_on_the_page_are_what_the_command_says(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example)
+    text = (example / "kvtier.yaml").read_text()
+    wrong = text.replace("capacity: 8GiB", "capactiy: 8 GB")
+    (example / "wrong.yaml").write_text(wrong)
+    _, output = shown("check wrong.yaml")
+    with pytest.raises(ConfigError) as refusal:
+        load_config("wrong.yaml")
+    assert output == "".join(f"error: {line}\n" for line in str(refusal.value).split("\n"))
