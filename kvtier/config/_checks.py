@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from kvtier.config._environment import environment
 from kvtier.config._models import KvtierConfig, NvmeTierConfig
 from kvtier.errors import ConfigError
 from kvtier.units import approximate_size, format_size
@@ -143,8 +142,3 @@ def _store_warnings(config: KvtierConfig) -> Iterator[str]:
             problem = "a flipped bit on the disk becomes a wrong token"
             remedy = "xxh3 costs a fraction of a core"
             yield config.origin.complain(f"tiers[{number}].checksum", problem, remedy)
-    if len(config.tiers) > 1 and environment().python_hash_seed is None:
-        yield (
-            "PYTHONHASHSEED is not set here: engines whose block hashes are seeded at random "
-            "find nothing after a restart; set it to the same number, such as 0, for all"
-        )

@@ -10,9 +10,9 @@ runs. So:
   found is *granted* as a whole: resident copies are pinned for it, missing ones are brought up
   into slots pinned for it.
 * Grants are bounded by a budget. A request that fits the budget but not what is left of it
-  waits
-  its turn, first come first served, for a bounded number of steps. One that could never fit, or
-  that waited too long, is granted the head of its prefix that fits; the rest is recomputed.
+  waits its turn, first come first served, for a bounded number of steps. One that could never
+  fit, or that waited too long, is granted the head of its prefix that fits; the rest is
+  recomputed.
 * When all its chunks have arrived or failed the request is *settled*: what is in RAM is a
   hit, all else a miss, whatever the slower tiers hold. So every request is answered within a
   bounded number of lookups.

@@ -21,7 +21,8 @@ class TierCounters:
     hits: int = 0
     """Chunks loaded into the GPU whose bytes came from this tier."""
     misses: int = 0
-    """Chunks asked for and not whole here; each counted once per request."""
+    """Chunks asked for and not here: those found in a slower tier, and one per request for
+    the first that was nowhere."""
     stored: int = 0
     """Chunks that became resident, from wherever."""
     evicted: int = 0

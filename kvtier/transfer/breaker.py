@@ -37,11 +37,16 @@ class Breaker:
         self._probing = True
         return True
 
-    def record(self, *, failed: bool, now: float) -> None:
-        """Note how a call that was allowed ended."""
+    def record(self, *, failed: bool, now: float) -> bool:
+        """Note how a call that was allowed ended.
+
+        Returns:
+            Whether this opened it, or opened it again.
+        """
         self._probing = False
         if not failed:
             self._failures = 0
-            return
+            return False
         self._failures += 1
         self._closed_again_s = now + self._backoff_s
+        return self._failures >= self._limit

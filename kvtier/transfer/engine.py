@@ -300,7 +300,7 @@ class TransferEngine:
         del self._running[job.job_id]
         failed = Outcome.FAILED in outcomes
         if not pending.late:
-            channel.breaker.record(failed=failed, now=ended_s)
+            self._record(pending, failed=failed, now=ended_s)
         if failed:
             logger.warning(
                 "job %d, %s -> %s: %s", job.job_id, job.source, job.destination, error
@@ -332,7 +332,7 @@ class TransferEngine:
             self._finish(pending, Outcome.EXPIRED, error="the deadline passed in the queue")
             return
         pending.late = True
-        channel.breaker.record(failed=True, now=now)
+        self._record(pending, failed=True, now=now)
         logger.warning(
             "job %d, %s -> %s: no answer after %.1f s",
             job.job_id,
@@ -347,6 +347,16 @@ class TransferEngine:
                 TransferResult(job.job_id, outcomes, settled=False, error=error)
             )
             self._settled.notify_all()
+
+    def _record(self, pending: _Pending, *, failed: bool, now: float) -> None:
+        """Tell a channel's breaker how a job ended, and the operator when that opened it."""
+        if pending.channel.breaker.record(failed=failed, now=now):
+            logger.warning(
+                "%s -> %s is out of service for %.1f s after repeated failures",
+                pending.job.source,
+                pending.job.destination,
+                self._limits.breaker_backoff_s,
+            )
 
     def _cancel_queued(self, reason: str) -> None:
         for pending in list(self._queued.values()):

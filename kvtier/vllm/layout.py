@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.v1.core import kv_cache_utils
+
 from kvtier.config import KvtierConfig, check_chunk_fits, environment, slot_nbytes
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
@@ -14,7 +16,12 @@ from kvtier.types import LayoutFingerprint
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-__all__ = ["fingerprint", "region_geometry", "require_supported_layout"]
+__all__ = [
+    "block_hashes_are_stable",
+    "fingerprint",
+    "region_geometry",
+    "require_supported_layout",
+]
 
 _FORMAT = "kvtier-vllm-1"
 """Raised when the bytes of a slot are laid out differently."""
@@ -87,6 +94,17 @@ def fingerprint(engine: OffloadingConfig, config: KvtierConfig) -> LayoutFingerp
             "hash_seed": environment().python_hash_seed or "",
         }
     )
+
+
+def block_hashes_are_stable() -> bool:
+    """Return whether a restarted engine will give the same tokens the same keys.
+
+    vLLM seeds its block hashes while the engine starts, after its connectors are built, so this
+    is to be asked when the first request arrives.
+    """
+    seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    known = (None, getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None))
+    return environment().python_hash_seed is not None or seed in known
 
 
 def _model_files(model: Path) -> str:

@@ -32,6 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.keys import group_of
 from kvtier.manager import Lookup
+from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.statistics import EngineStatistics, engine_statistics
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierManager"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,6 +112,7 @@ class KVTierManager(OffloadingManager):
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
         self._reporter = StatsReporter()
+        self._saw_request = False
         self._closed = False
 
     # -- requests
@@ -120,6 +122,13 @@ class KVTierManager(OffloadingManager):
     @_answered_with(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start remembering a request."""
+        if not self._saw_request:
+            self._saw_request = True
+            if self._storage.tiers and not block_hashes_are_stable():
+                logger.warning(
+                    "vLLM seeds its block hashes at random, so nothing stored is found after a "
+                    "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
+                )
         self._manager.begin_request(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 

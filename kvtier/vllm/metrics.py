@@ -24,7 +24,10 @@ __all__ = ["StatsReporter", "metric_definitions"]
 _COUNTERS: Mapping[str, str] = {
     "hit_chunks": "Chunks loaded into the GPU, by the tier their bytes came from.",
     "hit_tokens": "Prompt tokens not computed, by the tier their KV came from.",
-    "miss_chunks": "Chunks asked for and not in the tier, once per request.",
+    "miss_chunks": (
+        "Chunks asked for and not in the tier: those found in a slower one, and one per "
+        "request for the first that was nowhere."
+    ),
     "stored_chunks": "Chunks that became resident in the tier.",
     "evicted_chunks": "Chunks that left the tier to make room.",
     "refused_chunks": "Chunks not taken for lack of room or by policy.",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierOffloadingSpec"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _MEET_TIMEOUT_S = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""

@@ -19,7 +19,8 @@ class TierFigures:
         name: The tier's name.
         hit_chunks: Chunks loaded into the GPU whose bytes came from here.
         hit_tokens: Prompt tokens they stand for.
-        miss_chunks: Chunks asked for and not here, once per request.
+        miss_chunks: Chunks asked for and not here: those found in a slower tier, and one per
+            request for the first that was nowhere.
         stored_chunks: Chunks that became resident.
         evicted_chunks: Chunks that left to make room.
         refused_chunks: Chunks not taken for lack of room or by policy.
@@ -100,7 +101,7 @@ def engine_statistics(
     """
     return EngineStatistics(
         tiers=[
-            _tier_figures(tier, channels, hit_tokens[number])
+            _tier_figures(tier, channels, hit_tokens[number], fastest=not number)
             for number, tier in enumerate(manager.tiers)
         ],
         waiting_requests=manager.waiting,
@@ -113,6 +114,8 @@ def _tier_figures(
     tier: TierSnapshot,
     channels: Mapping[tuple[str, str], ChannelStatistics],
     hit_tokens: int,
+    *,
+    fastest: bool,
 ) -> TierFigures:
     counters = tier.counters
     out = [stats for (source, _), stats in channels.items() if source == tier.name]
@@ -140,5 +143,6 @@ def _tier_figures(
         held_chunks=tier.held,
         dirty_chunks=tier.dirty,
         queued_bytes=sum(stats.queued_bytes for stats in (*out, *into)),
-        out_of_service=int(any(stats.out_of_service for stats in (*out, *into))),
+        # A channel's breaker is about the slower of its two ends.
+        out_of_service=int(not fastest and any(s.out_of_service for s in (*out, *into))),
     )

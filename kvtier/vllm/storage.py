@@ -16,10 +16,11 @@ from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
 from kvtier.types import LayoutFingerprint
+from kvtier.units import format_size
 
 __all__ = ["Storage", "open_storage"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,10 @@ def _build_manager(
             number, ((chunk.key, chunk.slot) for chunk in tier.recovered())
         )
         logger.info(
-            "tier %s: %d of %d chunks recovered", tier.name, chunks, tier.capacity_slots
+            "tier %s: %d of %d chunks of %s recovered",
+            tier.name,
+            chunks,
+            tier.capacity_slots,
+            format_size(slot_nbytes),
         )
     return manager

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierWorker"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _COPY_TIMEOUT_S = 60.0
 """A copy between device and RAM takes milliseconds; one that takes this long has failed."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -33,6 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm import manager as door_module
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.statistics import TierFigures
@@ -354,6 +356,23 @@ def test_every_number_that_is_reported_was_declared(
     assert stats.reduce()["kvtier_evicted_chunks:('ram',)"] == 4
     again = door.manager.get_stats().reduce()
     assert "kvtier_evicted_chunks:('ram',)" not in again
+
+
+def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
+    settings: Settings,
+    open_door: OpenDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    door = open_door(settings())
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "drawn at random")
+    warned: list[str] = []
+    monkeypatch.setattr(door_module.logger, "warning", warned.append)
+    door.request()
+    door.request()
+    assert len(warned) == 1
+    assert "PYTHONHASHSEED" in warned[0]
 
 
 def test_metrics_can_be_switched_off(settings: Settings, open_door: OpenDoor) -> None:

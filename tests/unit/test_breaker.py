@@ -18,8 +18,8 @@ def test_it_stays_closed_below_the_limit_and_a_success_starts_the_count_again() 
 
 def test_it_opens_after_failures_in_a_row_and_refuses_until_the_back_off_is_over() -> None:
     breaker = make()
-    breaker.record(failed=True, now=0.0)
-    breaker.record(failed=True, now=1.0)
+    assert not breaker.record(failed=True, now=0.0)
+    assert breaker.record(failed=True, now=1.0)
     assert breaker.is_open(1.0)
     assert not breaker.allow(10.9)
     assert breaker.allow(11.0)

@@ -98,15 +98,6 @@ def test_a_store_without_checksums_is_a_warning(tmp_path: Path) -> None:
     assert warning.startswith("a.yaml:7: tiers[1].checksum = off: a flipped bit")
 
 
-def test_a_store_with_unseeded_hashes_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED")
-    (warning,) = check_environment(ladder(tmp_path))
-    assert warning.startswith("PYTHONHASHSEED is not set")
-    assert check_environment(KvtierConfig(tiers=(RamTierConfig(capacity_bytes=1),))) == []
-
-
 def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment().python_hash_seed == "0"
     monkeypatch.delenv("PYTHONHASHSEED")

@@ -1,11 +1,12 @@
 """Least recently used, as a queue that is tidied lazily.
 
-The textbook structure, a doubly linked list, costs a dozen attribute writes for every touch,
-and touches outnumber evictions. Here a touch appends the copy to a queue and leaves its older
-entries where they are; ``copy.queued`` counts them. An entry met at the old end is the copy's
-true place only if it is its last one, otherwise it is skipped. Every entry is appended once
-and popped once, so the cost is O(1) amortised, and a batch of touches is one C call. When
-stale entries outnumber live ones the queue is rebuilt, which bounds it by twice the copies.
+The textbook structure, a doubly linked list, costs a dozen attribute writes per touch in
+Python, and an ``OrderedDict`` hashes every key again and keeps a second table of them. Here a
+touch appends the copy to a queue and leaves its older entries where they are; ``copy.queued``
+counts them. An entry met at the old end is the copy's true place only if it is its last one,
+otherwise it is skipped. Every entry is appended once and popped once, so the cost is O(1)
+amortised. When stale entries outnumber live ones the queue is rebuilt, which bounds it by
+twice the copies.
 """
 
 from __future__ import annotations
