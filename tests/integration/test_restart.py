@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -11,40 +12,41 @@ from kvtier.vllm.demo.runner import EngineFailedError, EngineProcess, run_engine
 from kvtier.vllm.demo.scenario import Wave
 from tests.integration.harness import Reference, Site
 
+WRITE_DEADLINE_S = 60.0
 
-def test_a_killed_engine_leaves_a_store_that_the_next_one_just_opens(
+
+def test_a_store_has_one_engine_and_outlives_it_when_it_is_killed_while_storing(
     reference: Reference, site: Site
 ) -> None:
     waves = reference.conversations
     blocks = reference.footprint_blocks
     scenario = site.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks)
-    with EngineProcess(scenario, site.directory, "killed") as engine:
-        engine.wait_for("wave")
-        engine.wait_for("wave")
-        # The third wave has begun: its requests store while the earlier ones still spill.
-        engine.kill()
     first = waves[:2]
-    again = scenario.model_copy(update={"waves": first})
-    report = run_engine(again, site.directory, "after")
-    reference.assert_equal(report, waves=first)
-    assert report.waves[0].counters["kvtier_hit_tokens{tier=nvme}"] > 0
-    assert "ERROR kvtier" not in site.log("after")
-    site.assert_nothing_held()
-
-
-def test_a_second_engine_on_a_store_in_use_fails_and_names_the_first(
-    reference: Reference, site: Site
-) -> None:
-    waves = reference.conversations[:1]
-    scenario = site.scenario(waves, ram_blocks=64, nvme_blocks=256)
-    with EngineProcess(scenario, site.directory, "first") as engine:
-        engine.wait_for("ready")
+    with EngineProcess(scenario, site.directory, "killed") as engine:
+        for _ in first:
+            engine.wait_for("wave")
         os.kill(engine.pid, signal.SIGSTOP)  # it owns the store and does not get on
         with pytest.raises(EngineFailedError):
             run_engine(scenario, site.directory, "second")
         assert f"pid {engine.pid}" in site.log("second")
         os.kill(engine.pid, signal.SIGCONT)
-        reference.assert_equal(engine.result(), waves=waves)
+        wait_for_a_write(site)
+        engine.kill()
+    again = scenario.model_copy(update={"waves": first})
+    report = run_engine(again, site.directory, "after")
+    reference.assert_equal(report, waves=first)
+    assert report.waves[0].counters["kvtier_hit_tokens{tier=nvme}"] > 0
+    assert "ERROR" not in site.log("after")
+    site.assert_nothing_held()
+
+
+def wait_for_a_write(site: Site) -> None:
+    """Return the moment a chunk reaches the slab: more are on their way, its row may be."""
+    (slots,) = site.store.glob("*/slots.bin")
+    before = slots.stat().st_mtime_ns
+    deadline = time.monotonic() + WRITE_DEADLINE_S
+    while slots.stat().st_mtime_ns == before:
+        assert time.monotonic() < deadline
 
 
 def test_two_ranks_spill_and_restart_with_every_token_equal(
