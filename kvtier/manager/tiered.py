@@ -242,7 +242,11 @@ class TieredOffloadingManager:
         return self._ladder.take_events()
 
     def apply(self, result: TransferResult) -> None:
-        """Take the outcome of a storage job into account; unknown jobs are ignored."""
+        """Take the outcome of a storage job into account; unknown jobs are ignored.
+
+        Not to be called between a lookup and the ``prepare_load`` that relies on it: a victim
+        that has arrived below leaves RAM here, though it was a hit until now.
+        """
         ledger = self._ladder.ledger
         record = ledger.find(result.job_id)
         if record is None:

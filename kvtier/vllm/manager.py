@@ -1,8 +1,8 @@
 """The scheduler half: vLLM's OffloadingManager in front of kvtier's.
 
 It lives in the scheduler's thread, where an exception kills the engine and a wait stalls
-every request. So every call first takes what the storage engine finished, then asks the pure
-manager, then hands over new jobs; and an unexpected error is logged once, counted, and
+every request. So it only moves values: results of the storage engine to the pure manager, at
+the edges of a step, and new jobs back; and an unexpected error is logged once, counted, and
 answered as a miss.
 """
 
@@ -113,6 +113,7 @@ class KVTierManager(OffloadingManager):
         self._internal_errors = 0
         self._reporter = StatsReporter()
         self._saw_request = False
+        self._step_begins = True
         self._closed = False
 
     # -- requests
@@ -145,7 +146,11 @@ class KVTierManager(OffloadingManager):
     @_answered_with(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded now, later or not at all."""
-        if self._engine.ready:
+        if self._step_begins:
+            # Once per step, before the first answer: a result may drop a copy that was a
+            # victim, and a chunk that was called a hit must still be there when its load is
+            # prepared.
+            self._step_begins = False
             self._take_results()
         return _ANSWERS[self._manager.lookup(key, req_context.req_id)]
 
@@ -215,6 +220,7 @@ class KVTierManager(OffloadingManager):
     @_answered_with(_nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Close a scheduling step: start promotions and demotions."""
+        self._step_begins = True
         self._take_results()
         self._manager.end_step(
             started=context.new_req_ids,

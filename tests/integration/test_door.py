@@ -515,3 +515,22 @@ def test_a_prefix_larger_than_ram_makes_progress_within_five_steps(
         door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
         steps += 1
         assert steps <= 5
+
+
+def test_a_hit_stays_a_hit_until_the_step_ends_although_its_demotion_has_finished(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(
+        settings(ram=8, extra="placement:\n  write: evict\n  clean_reserve: 50%\n")
+    )
+    keys = fill_and_store(door, 50, 8)
+    # The step above began to send the oldest chunks down; let them arrive unseen.
+    assert door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+    context = door.request()
+    door.manager._step_begins = False  # another request was looked up before
+    assert door.lookup(keys, context) == 8
+    spec = door.manager.prepare_load(keys, context)
+    assert door.worker.submit_load(9, spec, GPULoadStoreSpec(list(range(8)), [8], [0]))
+    door.finish(9)
+    assert all(door.holds(block, 50 + block) for block in range(8))
+    door.manager.complete_load(set(keys), context)
