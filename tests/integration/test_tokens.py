@@ -13,6 +13,16 @@ def hit_tokens(report: Report, tier: str) -> float:
     return report.count("kvtier_hit_tokens", tier=tier)
 
 
+def assert_nothing_pinned(report: Report) -> None:
+    """Once all requests ended and all demotions arrived, every chunk may be evicted."""
+    last = report.waves[-1].counters
+    held = {series: value for series, value in last.items() if "held_chunks" in series}
+    assert len(held) == 2
+    assert set(held.values()) == {0}
+    assert last["kvtier_granted_chunks{}"] == 0
+    assert last["kvtier_dirty_chunks{tier=ram}"] == 0
+
+
 def test_two_hundred_requests_spill_to_nvme_and_every_token_is_equal(
     reference: Reference, site: Site
 ) -> None:
@@ -26,6 +36,7 @@ def test_two_hundred_requests_spill_to_nvme_and_every_token_is_equal(
     assert hit_tokens(report, "nvme") > 0
     assert report.count("kvtier_failed_chunks") == 0
     assert report.count("kvtier_internal_errors") == 0
+    assert_nothing_pinned(report)
     site.assert_nothing_held()
 
 
@@ -44,6 +55,7 @@ def test_tiers_too_small_for_the_work_and_chunks_of_four_blocks_keep_every_token
     reference.assert_equal(report, waves=waves)
     assert hit_tokens(report, "nvme") > 0
     assert report.count("kvtier_evicted_chunks", tier="nvme") > 0
+    assert_nothing_pinned(report)
     site.assert_nothing_held()
 
 
@@ -65,4 +77,5 @@ def test_preemption_aborts_and_a_reset_keep_every_token_equal(
     fresh = report.model_copy(update={"waves": report.waves[2:]})
     assert [answer.cached_tokens for answer in fresh.answers()] == [0, 0, 0]
     assert fresh.count("kvtier_hit_tokens") == 0
+    assert_nothing_pinned(report)
     site.assert_nothing_held()
