@@ -39,6 +39,8 @@ class Demoter:
     def stored(self, copies: Sequence[ChunkCopy]) -> None:
         """Decide where chunks that just became resident in RAM must go."""
         ladder = self._ladder
+        if len(ladder.tiers) == 1:
+            return
         for copy in copies:
             below = ladder.slower_copy(copy.key) is not None
             targets = [] if below else self._place(copy)

@@ -149,6 +149,12 @@ class Promoter:
             copy.grants = 0
             self.granted -= 1
 
+    def settle_arrived(self, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`settle` for copies that are whole; nothing where nobody waits for any."""
+        if self._waiters:
+            for copy in copies:
+                self.settle(copy, arrived=True)
+
     def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
         """Take a promotion job's outcome into account.
 

@@ -23,6 +23,7 @@ __all__ = ["Storer"]
 
 _RESIDENT = CopyState.RESIDENT
 _NOTHING = StorePlan((), (), 0, ())
+_ROOT: tuple[ChunkKey | None, int] = (None, -1)
 
 
 class Storer:
@@ -72,8 +73,7 @@ class Storer:
                 ram.abort(copy)
         self._ladder.publish(ram, arrived)
         self._demoter.stored(arrived)
-        for copy in arrived:
-            self._promoter.settle(copy, arrived=True)
+        self._promoter.settle_arrived(arrived)
 
     def _store_new(
         self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None
@@ -94,8 +94,6 @@ class Storer:
         copies = self._make_copies(new, slots, generation, keys, request)
         ram.add_writing(copies)
         self._ladder.truth.issue(slots)
-        if request is not None:
-            request.remember(keys)
         return StorePlan(new, slots, generation, [victim.key for victim in victims])
 
     def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
@@ -133,18 +131,28 @@ class Storer:
         offered: Sequence[ChunkKey],
         request: RequestState | None,
     ) -> list[ChunkCopy]:
-        tails = {} if request is None else dict(request.tails)
-        places: dict[ChunkKey, tuple[ChunkKey | None, int]] = {}
+        """Make the copies of ``new``, each linked to the chunk offered before it in its group."""
+        tails = {} if request is None else request.tails
+        copies: list[ChunkCopy] = []
+        places = iter(slots)
+        wanted = iter(new)
+        expected = next(wanted, None)
+        group, parent, depth = b"", None, -1
         for key in offered:
-            group = key[-GROUP_NBYTES:]
-            tail = tails.get(group)
-            places[key] = (None, 0) if tail is None else (tail[0], tail[1] + 1)
-            tails[group] = (key, places[key][1])
-        copies = []
-        for key, slot in zip(new, slots, strict=True):
-            copy = ChunkCopy(key, slot, *places[key])
-            copy.generation = generation
-            copies.append(copy)
+            if key[-GROUP_NBYTES:] != group:
+                if parent is not None:
+                    tails[group] = (parent, depth)
+                group = key[-GROUP_NBYTES:]
+                parent, depth = tails.get(group, _ROOT)
+            depth += 1
+            if key is expected:
+                copy = ChunkCopy(key, next(places), parent, depth)
+                copy.generation = generation
+                copies.append(copy)
+                expected = next(wanted, None)
+            parent = key
+        if parent is not None:
+            tails[group] = (parent, depth)
         return copies
 
 
