@@ -77,12 +77,16 @@ class Demoter:
     def apply(self, record: JobRecord, result: TransferResult) -> None:
         """Take a demotion job's outcome into account."""
         if not result.settled:
+            # Its slots stay taken, but it must not keep later jobs from being sent, and
+            # refused.
             record.late = True
+            self._in_flight[record.destination] -= len(record.sources)
             return
         ladder = self._ladder
         source_tier = ladder.tiers[record.source]
         target = ladder.tiers[record.destination]
-        self._in_flight[record.destination] -= len(record.sources)
+        if not record.late:
+            self._in_flight[record.destination] -= len(record.sources)
         arrived: list[ChunkCopy] = []
         for source, copy, outcome in zip(
             record.sources, record.destinations, result.outcomes, strict=True

@@ -89,6 +89,7 @@ class ManagerLimits:
         store_timeout_s: Deadline of a demotion.
         patience_lookups: Steps a request may wait for its turn to be promoted.
         patience_arrivals: Steps a request may wait for chunks on their way.
+        patience_grants: Steps for which chunks are kept for a request nobody asks about.
         patience_stores: Refusals after which a request's store is cut to what fits.
     """
 
@@ -99,6 +100,7 @@ class ManagerLimits:
     store_timeout_s: float = 60.0
     patience_lookups: int = 256
     patience_arrivals: int = 20_000
+    patience_grants: int = 256
     patience_stores: int = 16
 
 
@@ -130,6 +132,9 @@ class SlotTruth(Protocol):
 
     def issue(self, slots: Sequence[int]) -> None:
         """Note that the workers are about to be given one more job on each of ``slots``."""
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Take the stamps off ``slots``: their bytes are about to change, so none may load."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether every rank's bytes of that generation are whole."""

@@ -52,6 +52,7 @@ class Promoter:
 
     Attributes:
         granted: RAM slots held for waiting requests.
+        step: Scheduling steps so far.
     """
 
     def __init__(self, ladder: Ladder) -> None:
@@ -59,8 +60,9 @@ class Promoter:
         self._asking: dict[RequestState, None] = {}
         self._queue: dict[RequestState, None] = {}
         self._waiting: dict[RequestState, None] = {}
+        self._settled: dict[RequestState, None] = {}
         self._waiters: dict[ChunkCopy, list[RequestState]] = {}
-        self._step = 0
+        self.step = 0
         self.granted = 0
 
     @property
@@ -83,17 +85,17 @@ class Promoter:
         group that answers only MISS would end the whole lookup, so each group's scan is opened
         with a RETRY.
         """
-        if request.deferred_at != self._step:
+        if request.deferred_at != self.step:
             # The engine may have computed more of the prefix and open with another key.
             request.deferred.clear()
-            request.deferred_at = self._step
+            request.deferred_at = self.step
         group = key[-GROUP_NBYTES:]
         opened = request.deferred.setdefault(group, key)
         return Lookup.RETRY if opened == key else Lookup.MISS
 
     def end_step(self) -> None:
         """Grant what this step's requests asked for, first come first served."""
-        self._step += 1
+        self.step += 1
         for request in self._asking:
             if request.wanting:
                 request.phase = Phase.QUEUED
@@ -102,6 +104,7 @@ class Promoter:
                 request.asked.clear()
         self._asking.clear()
         self._give_up()
+        self._let_lapse()
         blocked = False
         for request in list(self._queue):
             request.lookups += 1
@@ -118,6 +121,7 @@ class Promoter:
         self._asking.pop(request, None)
         self._queue.pop(request, None)
         self._waiting.pop(request, None)
+        self._settled.pop(request, None)
         granted, request.granted = request.granted, []
         for copy in granted:
             if copy.state != CopyState.RESIDENT:
@@ -195,6 +199,7 @@ class Promoter:
         self._asking.clear()
         self._queue.clear()
         self._waiting.clear()
+        self._settled.clear()
         self._waiters.clear()
         self.granted = 0
 
@@ -273,7 +278,19 @@ class Promoter:
 
     def _settle_request(self, request: RequestState) -> None:
         request.phase = Phase.SETTLED
+        request.asked_at = self.step
         self._waiting.pop(request, None)
+        self._settled[request] = None
+
+    def _let_lapse(self) -> None:
+        """End the grants of requests that nobody has asked about for long.
+
+        Such a request was scheduled without a word, as after a preemption, or it stands behind
+        others; there it would hold the room that those in front of it need. It may ask afresh.
+        """
+        oldest = self.step - self._ladder.limits.patience_grants
+        for request in [held for held in self._settled if held.asked_at < oldest]:
+            self.release(request)
 
     def _give_up(self) -> None:
         """Settle requests that have waited too long for chunks on their way.
@@ -312,6 +329,7 @@ class Promoter:
             return False
         ladder.ram.counters.misses += len(missing)
         slots = ladder.ram.slots.allocate(len(missing))
+        ladder.truth.withdraw(slots)
         by_tier: dict[int, list[tuple[_Wish, int]]] = {}
         for wish, slot in zip(missing, slots, strict=True):
             if wish.tier is None:

@@ -32,6 +32,7 @@ class RequestState:
         req_id: The engine's id.
         phase: One of :class:`Phase`.
         asked: Chunks found somewhere in this scheduling step, in the order asked.
+        asked_at: Step of its last lookup since it settled.
         wanting: Whether one of them is not whole in RAM.
         granted: RAM copies kept for it until it loads or ends.
         pending: How many of them are not whole yet.
@@ -46,6 +47,7 @@ class RequestState:
 
     __slots__ = (
         "asked",
+        "asked_at",
         "deferred",
         "deferred_at",
         "granted",
@@ -64,6 +66,7 @@ class RequestState:
         self.req_id = req_id
         self.phase = Phase.ASKING
         self.asked: dict[ChunkKey, None] = {}
+        self.asked_at = 0
         self.wanting = False
         self.granted: list[ChunkCopy] = []
         self.pending = 0

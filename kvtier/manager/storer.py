@@ -16,7 +16,7 @@ from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
-from kvtier.manager.requests import RequestState
+from kvtier.manager.requests import Phase, RequestState
 from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Storer"]
@@ -39,6 +39,10 @@ class Storer:
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
         """Do :meth:`TieredOffloadingManager.prepare_store`."""
+        if request is not None and request.phase != Phase.ASKING:
+            # It runs, so it waits for nothing: a request that is resumed after a preemption is
+            # not announced as started.
+            self._promoter.release(request)
         members = self._ram.copies
         new = [key for key in keys if key not in members]
         if not new:
@@ -90,6 +94,7 @@ class Storer:
         self._touch_offered(keys)
         new = new[:fits]
         slots = ram.slots.allocate(fits)
+        self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
         copies = self._make_copies(new, slots, generation, keys, request)
         ram.add_writing(copies)
@@ -131,7 +136,7 @@ class Storer:
         offered: Sequence[ChunkKey],
         request: RequestState | None,
     ) -> list[ChunkCopy]:
-        """Make the copies of ``new``, each linked to the chunk offered before it in its group."""
+        """Make the copies of ``new``, each linked to the chunk before it in its group."""
         tails = {} if request is None else request.tails
         copies: list[ChunkCopy] = []
         places = iter(slots)

@@ -102,10 +102,14 @@ class TieredOffloadingManager:
         if request is None:
             request = self._requests[req_id] = RequestState(req_id)
         phase = request.phase
-        if phase in (Phase.QUEUED, Phase.WAITING):
-            return self._promoter.defer(request, key)
+        if phase != Phase.ASKING:
+            if phase != Phase.SETTLED:
+                return self._promoter.defer(request, key)
+            request.asked_at = self._promoter.step
         copy = self._ram.copies.get(key)
         if copy is not None and copy.state == _RESIDENT:
+            if self._ram.leaving:
+                self._ram.stay(copy, self._ladder.ctx)
             if phase == Phase.ASKING:
                 self._promoter.note(request, key, wanting=False)
             return Lookup.HIT

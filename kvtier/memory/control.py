@@ -11,7 +11,8 @@ So a worker acknowledges every job and leaves the truth here, in memory both sid
     Jobs on this slot that the rank has finished, whatever came of them. The scheduler counts
     what it issued; while the two differ a worker may still touch the slot.
 
-Each number has one writer and is an aligned machine word, so no lock is needed: the engine's
+Each number is an aligned machine word. A worker writes while it has a job on the slot, the
+scheduler while nobody has, so no lock is needed: the engine's
 own message, which follows the write, orders it before the scheduler's read.
 """
 
@@ -76,6 +77,11 @@ class ControlBlock:
     def issue(self, slots: Sequence[int]) -> None:
         """Count one more job on each of ``slots``; no slot twice."""
         self._issued[slots] += np.uint32(1)
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Take the stamps off ``slots``: their bytes are about to change, so none may load."""
+        if slots:
+            self._generation[:, slots] = 0
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return for each slot whether every rank's bytes of that generation are whole."""

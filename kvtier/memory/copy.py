@@ -28,6 +28,9 @@ __all__ = ["BlockCopier", "BlockCopyPlan", "GroupCopy", "KVBlocks", "plan_copy"]
 
 Indices = npt.NDArray[np.int64]
 
+_STAGING_NBYTES = 64 << 20
+"""Most device memory a copy borrows: the engine leaves little, a long prefix is gigabytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVBlocks:
@@ -161,7 +164,7 @@ class BlockCopier:
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy blocks to slots; returns when the bytes are there."""
         with self._stream.after(after):
-            for copy in plan.groups:
+            for copy in self._pieces(plan):
                 staged = self._gather(copy)
                 width = staged.shape[1]
                 for rows, slots, sub in _runs(copy):
@@ -170,7 +173,7 @@ class BlockCopier:
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy slots to blocks; returns when the bytes are there."""
         with self._stream.after(after):
-            for copy in plan.groups:
+            for copy in self._pieces(plan):
                 staged = self._staging(copy)
                 width = staged.shape[1]
                 for rows, slots, sub in _runs(copy):
@@ -181,6 +184,17 @@ class BlockCopier:
         """Unpin the slots and let go of them. Idempotent; no copy may be running."""
         self._stream.close()
         self._host = torch.empty((0, 0, 0), dtype=torch.int8)
+
+    def _pieces(self, plan: BlockCopyPlan) -> Iterator[GroupCopy]:
+        """Yield the plan's copies in pieces that need a bounded staging tensor each."""
+        for copy in plan.groups:
+            width = sum(page for _, page in self._kv.groups[copy.group])
+            step = max(_STAGING_NBYTES // max(width, 1), 1)
+            for at in range(0, len(copy.blocks), step):
+                piece = slice(at, at + step)
+                yield GroupCopy(
+                    copy.group, copy.blocks[piece], copy.slots[piece], copy.subs[piece]
+                )
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
         width = sum(page for _, page in self._kv.groups[copy.group])

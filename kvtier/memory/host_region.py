@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE = 1 << 30
 _HELLO_NBYTES = 4096
+_THANKS = b"+"
+_THANKS_TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -228,9 +230,11 @@ class _Server:
             return False
         try:
             socket.send_fds(peer, [self._hello], [self._descriptor])
+            peer.settimeout(_THANKS_TIMEOUT_S)
+            # A process that died before it mapped the region leaves its place to another.
+            return peer.recv(1) == _THANKS
         except OSError:
             return False
-        return True
 
 
 @contextlib.contextmanager
@@ -277,16 +281,23 @@ def _receive(name: str, geometry: RegionGeometry, deadline: float) -> int:
             hello, descriptors, _, _ = socket.recv_fds(peer, _HELLO_NBYTES, 1)
         except TimeoutError as error:
             raise EOFError from error
-    if not descriptors:
-        raise EOFError
-    served = json.loads(hello)
+        if not descriptors:
+            raise EOFError
+        _require_shape(name, json.loads(hello), geometry, descriptors[0])
+        peer.send(_THANKS)
+    return descriptors[0]
+
+
+def _require_shape(
+    name: str, served: object, geometry: RegionGeometry, descriptor: int
+) -> None:
+    """Close ``descriptor`` and raise unless the region served has the shape that is needed."""
     if served != asdict(geometry):
-        os.close(descriptors[0])
+        os.close(descriptor)
         raise UnsupportedError(
             f"host region {name!r} has another shape: {served} instead of {asdict(geometry)}; "
             "all processes of an engine must read the same configuration file"
         )
-    return descriptors[0]
 
 
 def _uid_of(peer: socket.socket) -> int:

@@ -40,6 +40,7 @@ class RecordingTruth:
         self.issued: Counter[int] = Counter()
         self.published: list[tuple[int, int]] = []
         self.generations: dict[int, int] = {}
+        self._bare: set[int] = set()
 
     # -- the workers' side ------------------------------------------------------------------
 
@@ -75,13 +76,18 @@ class RecordingTruth:
             raise TruthError(f"a slot is issued twice: {slots}")
         self.issued.update(slots)
 
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Take the stamps off ``slots``."""
+        self._bare.update(slots)
+
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return whether each slot bears its stamp and is not told to fail."""
         if not self._driven:
             for slot, generation in zip(slots, generations, strict=True):
                 self._stamp(slot, generation)
         return [
-            slot not in self.not_stored and self.generations.get(slot) == generation
+            slot not in self.not_stored | self._bare
+            and self.generations.get(slot) == generation
             for slot, generation in zip(slots, generations, strict=True)
         ]
 
@@ -108,3 +114,4 @@ class RecordingTruth:
             bears = self.generations[slot]
             raise TruthError(f"slot {slot} bears {bears} and is stamped {generation}")
         self.generations[slot] = generation
+        self._bare.discard(slot)

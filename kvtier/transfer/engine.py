@@ -97,7 +97,7 @@ class TransferEngine:
         self._heap: list[_Pending] = []
         self._queued: dict[JobId, _Pending] = {}
         self._running: dict[JobId, _Pending] = {}
-        self._paused = False
+        self._pauses = 0
         self._closing = False
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
@@ -141,6 +141,11 @@ class TransferEngine:
     def ready(self) -> bool:
         """Whether :meth:`poll` has anything to return."""
         return bool(self._results)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every submitted job is settled."""
+        return not self._unsettled
 
     def poll(self) -> list[TransferResult]:
         """Return the results since the last call, in the order they came."""
@@ -239,7 +244,7 @@ class TransferEngine:
                 self._admit()
                 if self._closing:
                     self._cancel_queued("the engine is closing")
-                if not self._paused:
+                if not self._pauses:
                     self._start(tasks)
         for closer in self._closers:
             try:
@@ -269,13 +274,15 @@ class TransferEngine:
             if pending.done:
                 continue
             channel = pending.channel
+            if channel.breaker.is_open(time.monotonic()):
+                self._refuse(pending)
+                continue
             room = self._limits.running_bytes - channel.running_bytes
             if channel.running_bytes and pending.nbytes > room:
                 blocked.append(pending)
                 continue
             if not channel.breaker.allow(time.monotonic()):
-                channel.refused += 1
-                self._finish(pending, Outcome.REFUSED, error="the tier is out of service")
+                self._refuse(pending)
                 continue
             del self._queued[pending.job.job_id]
             self._running[pending.job.job_id] = pending
@@ -283,6 +290,10 @@ class TransferEngine:
             tasks.create_task(self._execute(pending))
         for pending in blocked:
             heapq.heappush(self._heap, pending)
+
+    def _refuse(self, pending: _Pending) -> None:
+        pending.channel.refused += 1
+        self._finish(pending, Outcome.REFUSED, error="the tier is out of service")
 
     async def _execute(self, pending: _Pending) -> None:
         """Run one job to its settled result; the top of its task, so nothing escapes."""
@@ -329,6 +340,12 @@ class TransferEngine:
         channel.expired += 1
         now = time.monotonic()
         if job.job_id in self._queued:
+            if any(
+                running.late and running.channel is channel
+                for running in self._running.values()
+            ):
+                # It waited behind a call that hangs: that, too, is the medium not answering.
+                self._record(pending, failed=True, now=now)
             self._finish(pending, Outcome.EXPIRED, error="the deadline passed in the queue")
             return
         pending.late = True
@@ -363,7 +380,7 @@ class TransferEngine:
             self._finish(pending, Outcome.CANCELLED, error=reason)
 
     async def _exclusively(self, action: Callable[[], Awaitable[None]]) -> None:
-        self._paused = True
+        self._pauses += 1
         try:
             self._admit()
             self._cancel_queued("the cache was reset")
@@ -372,7 +389,7 @@ class TransferEngine:
                 self._wake.clear()
             await action()
         finally:
-            self._paused = False
+            self._pauses -= 1
             self._wake.set()
 
     def _finish(self, pending: _Pending, outcome: Outcome, *, error: str) -> None:

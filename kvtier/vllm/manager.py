@@ -269,13 +269,17 @@ class KVTierManager(OffloadingManager):
     @_answered_with(_nothing)
     def reset_cache(self) -> None:
         """Make everything in every tier a miss, for good: weights may have changed."""
-        self._take_results()
         self._manager.reset()
-        if not self._engine.exclusively(self._reset_tiers, timeout_s=_RESET_TIMEOUT_S):
+        self._take_results()
+        try:
+            done = self._engine.exclusively(self._reset_tiers, timeout_s=_RESET_TIMEOUT_S)
+        except Exception:
+            logger.exception("resetting the tiers")
+            done = False
+        if not done:
             logger.error(
-                "the tiers were not reset within %.0f s; nothing old is served, but do not "
-                "reuse their directories should this process be killed now",
-                _RESET_TIMEOUT_S,
+                "not every tier was reset for good: nothing old is served by this engine, but "
+                "remove the stores' directories before another one uses them"
             )
 
     @override
@@ -301,10 +305,11 @@ class KVTierManager(OffloadingManager):
     # --------------------------------------------------------------------------------
 
     def _take_results(self) -> None:
-        if not self._engine.ready:
-            return
         for result in self._engine.poll():
-            self._manager.apply(result)
+            try:
+                self._manager.apply(result)
+            except Exception as error:  # noqa: BLE001 - the other results must not be lost
+                self.note_internal_error("apply", error)
         for tier, slot in self._manager.take_corrupt():
             self._storage.tiers[tier - 1].forget((slot,))
 
@@ -322,8 +327,7 @@ class KVTierManager(OffloadingManager):
         try:
             while (left_s := deadline - time.monotonic()) > 0:
                 self._manager.flush()
-                sent = self._hand_over()
-                if not sent and not self._manager.has_work():
+                if not self._hand_over() and self._engine.idle:
                     return
                 self._engine.wait_any(timeout_s=left_s)
                 self._take_results()
@@ -331,5 +335,16 @@ class KVTierManager(OffloadingManager):
             logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
 
     async def _reset_tiers(self) -> None:
+        """Reset every tier, also when one of them fails.
+
+        Raises:
+            ExceptionGroup: What went wrong, tier by tier.
+        """
+        errors: list[Exception] = []
         for tier in self._storage.tiers:
-            await tier.reset()
+            try:
+                await tier.reset()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other tiers
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("tiers that could not be reset", errors)

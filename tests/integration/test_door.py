@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -324,6 +324,32 @@ def test_after_a_reset_nothing_old_is_found_now_or_after_a_restart(
     door.close()
     again = open_door(path)
     assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 2
+
+
+def test_a_reset_that_fails_is_loud_and_reaches_every_tier(
+    settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    second = f"- kind: nvme\n  name: big\n  path: {tmp_path / 'big'}\n  capacity: 1MiB\n"
+    door = open_door(settings(ram=16, extra=second))
+    keys = fill_and_store(door, 50, 4)
+    door.settle()
+    reached: list[str] = []
+    said: list[str] = []
+
+    def failing(name: str) -> Callable[[], Awaitable[None]]:
+        async def reset() -> None:
+            reached.append(name)
+            raise OSError(5, name)
+
+        return reset
+
+    for tier in door.manager._storage.tiers:
+        monkeypatch.setattr(tier, "reset", failing(tier.name))
+    monkeypatch.setattr(door_module.logger, "error", lambda text, *_, **__: said.append(text))
+    door.manager.reset_cache()
+    assert reached == ["nvme", "big"]
+    assert "remove the stores' directories" in said[-1]
+    assert door.load(keys, list(range(4))) == []
 
 
 def test_removals_are_announced_before_the_stores_that_use_their_room(

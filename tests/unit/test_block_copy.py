@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from kvtier.errors import UnsupportedError
 from kvtier.iopool import IoPool
 from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory import copy as copy_module
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
 from kvtier.memory.streams import open_stream
 from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
@@ -120,6 +122,34 @@ def test_partial_first_and_last_chunks_take_only_their_own_blocks(
         assert block_bytes(target, 0, new) == block_bytes(source, 0, old)
     out.close()
     into.close()
+
+
+def test_a_long_copy_borrows_a_bounded_amount_of_memory(
+    make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_module, "_STAGING_NBYTES", 3 * BLOCK_NBYTES)
+    borrowed: list[int] = []
+    empty = torch.empty
+
+    def measured(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        tensor = empty(shape, **options)
+        borrowed.append(tensor.nbytes)
+        return tensor
+
+    region = make_region(blocks_per_chunk=1)
+    source, target = make_kv(), make_kv(fill=False)
+    out = BlockCopier(source, region, rank=0, blocks_per_chunk=1)
+    back = BlockCopier(target, region, rank=0, blocks_per_chunk=1)
+    blocks, slots = list(range(16)), [15, 3, *range(4, 15), 0, 1, 2]
+    plan = plan_copy(blocks, [16, 0], [0, 0], slots, blocks_per_chunk=1)
+    monkeypatch.setattr(torch, "empty", measured)
+    out.store(plan, after=None)
+    back.load(plan, after=None)
+    assert max(borrowed) <= 3 * BLOCK_NBYTES
+    monkeypatch.undo()
+    assert all(block_bytes(target, 0, b) == block_bytes(source, 0, b) for b in blocks)
+    out.close()
+    back.close()
 
 
 def test_groups_follow_one_another_and_a_skipped_group_takes_no_slot(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -64,6 +65,17 @@ def test_a_second_region_of_one_name_is_refused(request: pytest.FixtureRequest) 
     region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
     with pytest.raises(UnsupportedError, match="its own engine_id"):
         HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    region.close()
+
+
+def test_a_process_that_dies_while_attaching_leaves_its_place_to_another(
+    request: pytest.FixtureRequest,
+) -> None:
+    name = name_of(request)
+    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
+        dying.connect(f"\0kvtier-region-{name}")
+    HostRegion.attach(name, SMALL, timeout_s=10).close()
     region.close()
 
 

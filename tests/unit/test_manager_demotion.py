@@ -160,12 +160,22 @@ def test_the_reserve_is_freed_ahead_of_need_oldest_first() -> None:
     bench.store(prefix(3))
     (job,) = bench.step()
     assert job.keys == prefix(1)
-    assert bench.look(prefix(3)) == [HIT] * 3, "it is a hit until it has arrived"
     assert bench.step() == [], "it is on its way"
     bench.finish(job)
     assert bench.resident() == {*prefix(3)[1:]}
     assert bench.resident(1) == {*prefix(1)}
     assert bench.ram.counters.evicted == 1
+
+
+def test_a_leaving_chunk_that_is_asked_for_is_a_hit_and_stays_after_all() -> None:
+    bench = evicting(4, 8, reserve=0.5)
+    bench.store(prefix(3))
+    (job,) = bench.step()
+    assert bench.look(prefix(3)) == [HIT] * 3
+    bench.finish(job)
+    assert bench.resident() == {*prefix(3)}
+    assert bench.resident(1) == {*prefix(1)}
+    assert bench.ram.counters.evicted == 0
 
 
 def test_a_store_that_found_no_room_is_made_room_for() -> None:
@@ -339,3 +349,19 @@ def test_recovered_chunks_keep_their_slots() -> None:
     bench.store(prefix(2, of=1))
     bench.settle()
     assert slots_of(bench, 1) == [0, 1, 2]
+
+
+def test_a_tier_that_hangs_does_not_keep_the_engine_stepping_for_ever() -> None:
+    limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=2)
+    bench = Workbench(4, 8, limits=limits)
+    bench.store(prefix(4))
+    (stuck,) = bench.step()
+    assert bench.step() == [], "the queue is full"
+    bench.finish(stuck, Outcome.EXPIRED, settled=False)
+    (refused,) = bench.step()
+    bench.finish(refused, Outcome.REFUSED)
+    assert bench.step() == []
+    assert not bench.manager.has_work()
+    assert bench.ram.counters.lost == 2
+    bench.finish(stuck)
+    assert bench.resident(1) == {*prefix(2)}

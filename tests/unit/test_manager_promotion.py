@@ -397,3 +397,31 @@ def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None
         assert bench.look(prefix(2)) == [RETRY, MISS]
     bench.step()
     assert bench.look(prefix(2)) == [MISS]
+
+
+def resumed(bench: Workbench) -> None:
+    """Let a request settle with grants and then run without loading, unannounced."""
+    assert bench.look(prefix(4)) == [RETRY] * 4
+    (job,) = bench.step()
+    bench.finish(job, Outcome.FAILED, Outcome.DONE)
+    assert bench.look(prefix(4)) == [MISS]
+    assert bench.manager.snapshot().granted == 3
+
+
+def test_a_request_that_stores_waits_for_nothing_any_more() -> None:
+    bench = warmed(8, 8)
+    resumed(bench)
+    assert bench.manager.prepare_store(prefix(1, of=7), "reader") is not None
+    assert bench.manager.snapshot().granted == 0
+
+
+def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> None:
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=8, patience_grants=3)
+    bench = warmed(8, 8, limits=limits)
+    resumed(bench)
+    for _ in range(3):
+        bench.step()
+        assert bench.manager.snapshot().granted == 3
+    bench.step()
+    assert bench.manager.snapshot().granted == 0
+    assert bench.look(prefix(1)) == [RETRY], "it may ask afresh"

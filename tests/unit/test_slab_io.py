@@ -261,13 +261,29 @@ async def test_forgetting_is_tried_again_when_the_index_was_full(
     assert await shelf.reopen() == [(KEYS[1], 1)]
 
 
-async def test_a_reset_that_failed_still_comes_before_anything_new(
+async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_way(
+    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    io.fill_index()
+    await shelf.tier.reset()
+    assert "does not survive a restart" in "".join(warnings_in(caplog))
+    assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
+    io.fill_index(full=False)
+    assert await shelf.put(KEYS[2:3], [5]) == [DONE]
+    assert await shelf.get(KEYS[2:3], [5]) == [DONE]
+    assert await shelf.reopen() == []
+
+
+async def test_a_reset_that_can_do_neither_says_so_and_serves_nothing_old(
     open_shelf: OpenShelf, io: FaultyIo
 ) -> None:
     shelf = await open_shelf()
     await shelf.put(KEYS[:2], [0, 1])
     io.fill_index()
-    with pytest.raises(TierUnavailableError):
+    io.fail("rename", errno.EIO)
+    with pytest.raises(TierUnavailableError, match="neither cleared"):
         await shelf.tier.reset()
     assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
     io.fill_index(full=False)

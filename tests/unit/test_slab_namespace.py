@@ -204,13 +204,19 @@ def test_a_model_in_use_is_not_removed_for_another(open_tier: Opener) -> None:
     assert slots_of(open_tier(model="old")) == list(range(8))
 
 
-def test_a_restart_that_needs_no_room_removes_nobody(open_tier: Opener) -> None:
+def test_what_two_engines_filled_side_by_side_is_within_the_cap_when_one_starts_alone(
+    open_tier: Opener, root: Path
+) -> None:
     tiers = [open_tier(model=model) for model in ("a", "b")]
     for tier in tiers:
         fill(tier)
+    close(tiers[0])
+    first = open_tier(model="a")
+    assert slots_of(first) == list(range(8)), "the other one is in use and left alone"
+    for tier in (first, tiers[1]):
         close(tier)
     assert slots_of(open_tier(model="a")) == list(range(8))
-    assert slots_of(open_tier(model="b")) == list(range(8))
+    assert len(list(root.glob("*/slots.bin"))) == 1
 
 
 def test_nothing_is_removed_for_a_slab_that_will_not_fit(open_tier: Opener) -> None:

@@ -291,3 +291,51 @@ def test_a_job_without_a_route_is_the_callers_mistake(make_engine: MakeEngine) -
     engine = make_engine()
     with pytest.raises(KeyError):
         engine.submit(Job(next(IDS), Why.STORE, "gpu", "moon", [b""], [0], [0], 1.0))
+
+
+def test_jobs_that_expire_behind_one_that_hangs_count_against_the_tier(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=3, breaker_backoff_s=1000.0)
+    stuck = job(timeout_s=0.01)
+    route.hold(stuck)
+    engine.submit(stuck)
+    assert engine.wait_any(timeout_s=10)
+    behind = [job(timeout_s=0.01) for _ in range(2)]
+    for late in behind:
+        engine.submit(late)
+    wait_for(engine, *behind)
+    assert engine.statistics()["nvme", "ram"].out_of_service
+    refused = job()
+    engine.submit(refused)
+    assert wait_for(engine, refused) == {refused.job_id: ([Outcome.REFUSED], True)}
+
+
+def test_overlapping_exclusive_actions_each_keep_others_out(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine()
+    running, later = job(), job()
+    gate = route.hold(running)
+    engine.submit(running)
+    assert route.entered[running.job_id].wait(10)
+    seen: list[str] = []
+    release = threading.Event()
+
+    async def first() -> None:
+        seen.append("first")
+
+    async def second() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, release.wait)
+        seen.append("second")
+
+    for act in (second, first):
+        assert not engine.exclusively(act, timeout_s=0.01)
+    engine.submit(later)
+    gate.set()
+    wait_for(engine, running)
+    assert not engine.wait([later.job_id], timeout_s=0.05)
+    release.set()
+    wait_for(engine, later)
+    assert seen == ["first", "second"]
+    assert engine.idle

@@ -20,7 +20,7 @@ _NAMESPACE: Final = re.compile("[0-9a-f]{16}")
 
 
 def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: BlockIo) -> None:
-    """Remove idle namespaces until a slot file that is to grow fits ``capacity_bytes``.
+    """Remove idle namespaces until they and this slot file fit ``capacity_bytes``.
 
     The least recently opened goes first. One that an engine has open counts against that
     engine's own capacity and is left alone; so is everything that is not ours. Nothing is
@@ -31,8 +31,6 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
         OSError: The file system failed.
     """
     growth = spec.nbytes - own.slots_nbytes
-    if growth <= 0:
-        return
     with contextlib.ExitStack() as stack:
         idle: list[Namespace] = []
         for directory in own.directory.parent.iterdir():
@@ -44,7 +42,7 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
         leaving = _choose(idle, excess=spec.nbytes - capacity_bytes)
         free_nbytes = io.free_nbytes(own.directory)
         reclaimed = sum(other.slots_nbytes for other in leaving)
-        if free_nbytes is not None and free_nbytes + reclaimed < growth:
+        if growth > 0 and free_nbytes is not None and free_nbytes + reclaimed < growth:
             raise no_room(spec, free_nbytes)
         for other in leaving:
             _remove(spec.tier, other)

@@ -229,8 +229,8 @@ class SlabTier(StorageTier):
 
         Raises:
             ClosedError: The tier was closed.
-            TierUnavailableError: The index could not be cleared. Nothing is readable now, and
-                nothing will be stored before a later commit has cleared it.
+            TierUnavailableError: The index could neither be cleared nor moved away. Nothing is
+                readable now, but a restart may bring back what was there.
         """
         self._require_open()
         self._epoch += 1
@@ -239,9 +239,24 @@ class SlabTier(StorageTier):
         try:
             await self._index.clear()
         except sqlite3.Error as error:
+            await self._abandon_index(error)
+
+    async def _abandon_index(self, cause: sqlite3.Error) -> None:
+        """Move an index that cannot be cleared out of a restart's way; that takes no room."""
+        call = self._store.namespace.set_index_aside
+        try:
+            aside = await self._pool.run(call, priority=int(Why.DEMOTE))
+        except OSError as error:
             raise TierUnavailableError(
-                self.name, f"the index was not cleared: {error}"
+                self.name, f"the index was neither cleared ({cause}) nor moved away ({error})"
             ) from error
+        logger.warning(
+            "tier %s: the index could not be cleared (%s) and is now %s; what is stored from "
+            "now on does not survive a restart",
+            self.name,
+            cause,
+            aside,
+        )
 
     async def aclose(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.aclose`; before the pool is closed."""
