@@ -16,7 +16,7 @@ from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
-from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.requests import RequestState
 from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Storer"]
@@ -39,10 +39,6 @@ class Storer:
         self, keys: Sequence[ChunkKey], request: RequestState | None
     ) -> StorePlan | None:
         """Do :meth:`TieredOffloadingManager.prepare_store`."""
-        if request is not None and request.phase != Phase.ASKING:
-            # It runs, so it waits for nothing: a request that is resumed after a preemption is
-            # not announced as started.
-            self._promoter.release(request)
         members = self._ram.copies
         new = [key for key in keys if key not in members]
         if not new:

@@ -408,13 +408,6 @@ def resumed(bench: Workbench) -> None:
     assert bench.manager.snapshot().granted == 3
 
 
-def test_a_request_that_stores_waits_for_nothing_any_more() -> None:
-    bench = warmed(8, 8)
-    resumed(bench)
-    assert bench.manager.prepare_store(prefix(1, of=7), "reader") is not None
-    assert bench.manager.snapshot().granted == 0
-
-
 def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> None:
     limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=8, patience_grants=3)
     bench = warmed(8, 8, limits=limits)
