@@ -1,0 +1,102 @@
+"""A trace in memory: which chunks each request asked for, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.errors import KvtierError
+
+__all__ = ["IdArray", "Trace", "TraceError"]
+
+IdArray = NDArray[np.int64]
+
+
+class TraceError(KvtierError):
+    """A trace that cannot be read.
+
+    Attributes:
+        file: Name of the file.
+        line: Line (or binary record) of the problem, counted from 1; 0 for the whole file.
+        problem: What is wrong.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, file: str, line: int, problem: str, remedy: str) -> None:
+        where = f"{file}:{line}" if line else file
+        super().__init__(f"{where}: {problem}; {remedy}")
+        self.file = file
+        self.line = line
+        self.problem = problem
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in file order, their chunk ids renumbered densely.
+
+    A chunk's number is its rank among the first appearances, so numbers index plain lists and
+    arrays of length :attr:`distinct`. What an id was in the file is not kept.
+
+    Attributes:
+        name: The file's name without its directory and suffixes.
+        format: The format it was read as.
+        sha256: Of the file's bytes as they are on disk.
+        ids: Chunk number of every reference, shape (references,).
+        offsets: Where each request's references begin in ``ids``, shape (requests + 1,).
+        timestamps_s: When each request arrived, shape (requests,), seconds from the first.
+        input_tokens: Prompt length of each request, shape (requests,).
+        output_tokens: Generated length of each request, shape (requests,); 0 where unknown.
+        chunk_tokens: Tokens of one whole chunk.
+        distinct: Different chunks.
+    """
+
+    name: str
+    format: str
+    sha256: str
+    ids: IdArray
+    offsets: IdArray
+    timestamps_s: NDArray[np.float64]
+    input_tokens: IdArray
+    output_tokens: IdArray
+    chunk_tokens: int
+    distinct: int
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return len(self.offsets) - 1
+
+    @property
+    def refs(self) -> int:
+        """Number of chunk references."""
+        return len(self.ids)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return float(self.timestamps_s.max() - self.timestamps_s.min())
+
+    def chains(self) -> list[list[int]]:
+        """Return every request's chunk numbers, root to leaf.
+
+        Plain lists, because a Python loop over an array boxes every element anew.
+        """
+        numbers = self.ids.tolist()
+        return [numbers[start:end] for start, end in pairwise(self.offsets.tolist())]
+
+    def next_uses(self) -> IdArray:
+        """Return for each reference the position of the next one to the same chunk.
+
+        Returns:
+            Shape (references,); a chunk that is not asked for again has the position
+            ``refs`` (later than any), so that the farthest next use is the largest number.
+        """
+        following = np.full(self.refs, self.refs, dtype=np.int64)
+        order = np.argsort(self.ids, kind="stable")
+        same = self.ids[order[1:]] == self.ids[order[:-1]]
+        following[order[:-1][same]] = order[1:][same]
+        return following

@@ -1,0 +1,69 @@
+"""Writes a trace in a format that :func:`read_trace` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvtier.sim.traces._flat import RECORD
+from kvtier.sim.traces._trace import Trace
+
+__all__ = ["WRITERS", "write_trace"]
+
+
+def write_trace(trace: Trace, path: Path, *, format_name: str) -> None:
+    """Write ``trace`` to ``path``, its chunks renumbered in order of appearance.
+
+    Args:
+        trace: The trace.
+        path: The file; replaced if it exists.
+        format_name: One of :data:`WRITERS`. The flat formats lose which references are one
+            request.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path.write_bytes(WRITERS[format_name](trace))
+
+
+def _mooncake(trace: Trace) -> bytes:
+    lines = []
+    for number, chain in enumerate(trace.chains()):
+        record = {
+            "timestamp": round(float(trace.timestamps_s[number]) * 1e3, 3),
+            "input_length": int(trace.input_tokens[number]),
+            "output_length": int(trace.output_tokens[number]),
+            "hash_ids": chain,
+            "block_tokens": trace.chunk_tokens,
+        }
+        lines.append(json.dumps(record))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _keys(trace: Trace) -> bytes:
+    return ("\n".join(map(str, trace.ids.tolist())) + "\n").encode()
+
+
+def _oracle(trace: Trace) -> bytes:
+    records = np.empty(trace.refs, dtype=RECORD)
+    per_request = np.diff(trace.offsets)
+    # Times must not go backwards; a trace whose requests are out of order keeps file order.
+    arrivals = np.maximum.accumulate(trace.timestamps_s)
+    records["time_s"] = np.repeat(arrivals, per_request).astype(np.uint32)
+    records["id"] = trace.ids
+    records["nbytes"] = 1
+    following = trace.next_uses()
+    records["next"] = np.where(following == trace.refs, -1, following)
+    return records.tobytes()
+
+
+WRITERS: Final[Mapping[str, Callable[[Trace], bytes]]] = {
+    "mooncake": _mooncake,
+    "keys": _keys,
+    "oracle": _oracle,
+}
+"""Formats a trace can be written in."""
