@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from kvtier.config import KvtierConfig
 from kvtier.iopool import IoPool
-from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
+from kvtier.manager import TieredOffloadingManager
+from kvtier.manager.building import build_manager
 from kvtier.memory import HostRegion
-from kvtier.policies import LadderPlacement, build_eviction
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
@@ -117,33 +117,11 @@ def _build_manager(
     *,
     record_events: bool,
 ) -> TieredOffloadingManager:
-    placement, transfer = config.placement, config.transfer
     slot_nbytes = region.geometry.slot_nbytes
-    capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
-    states = [
-        TierState(
-            options.name,
-            number,
-            capacity,
-            build_eviction(options.eviction, capacity=capacity),
-        )
-        for number, (options, capacity) in enumerate(zip(config.tiers, capacities, strict=True))
-    ]
-    queue = max(transfer.queue_limit_bytes // slot_nbytes, 1)
-    manager = TieredOffloadingManager(
-        states,
-        placement=LadderPlacement(
-            tiers=len(states),
-            write=placement.write,
-            promote_after=placement.promote_after,
-        ),
-        limits=ManagerLimits(
-            pin_budget=max(int(placement.pin_budget * capacities[0]), 1),
-            reserve=placement.clean_reserve,
-            queue=queue,
-            load_timeout_s=transfer.load_timeout_s,
-            store_timeout_s=transfer.store_timeout_s,
-        ),
+    manager = build_manager(
+        config,
+        slot_nbytes=slot_nbytes,
+        capacities=[region.geometry.slots, *(tier.capacity_slots for tier in tiers)],
         truth=region.control,
         record_events=record_events,
     )
