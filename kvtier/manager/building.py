@@ -10,31 +10,20 @@ from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.policies import LadderPlacement, build_eviction
 
-__all__ = ["build_manager"]
+__all__ = ["build_manager", "build_tiers"]
 
 
-def build_manager(
-    config: KvtierConfig,
-    *,
-    slot_nbytes: int,
-    capacities: Sequence[int],
-    truth: SlotTruth,
-    record_events: bool,
-) -> TieredOffloadingManager:
-    """Build the manager that ``config`` describes, its tiers empty.
+def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
+    """Build the tiers that ``config`` describes, empty, fastest first.
 
     Args:
         config: The configuration.
-        slot_nbytes: Bytes a chunk takes in a tier.
-        capacities: Slots of each of the configuration's tiers.
-        truth: What the workers say about RAM slots.
-        record_events: Whether somebody listens to residency events.
+        capacities: Slots of each of its tiers.
 
     Raises:
-        ConfigError: A policy is not installed.
+        ConfigError: An eviction policy is not installed.
     """
-    placement, transfer = config.placement, config.transfer
-    tiers = [
+    return [
         TierState(
             options.name,
             number,
@@ -43,6 +32,26 @@ def build_manager(
         )
         for number, (options, capacity) in enumerate(zip(config.tiers, capacities, strict=True))
     ]
+
+
+def build_manager(
+    config: KvtierConfig,
+    tiers: Sequence[TierState],
+    *,
+    slot_nbytes: int,
+    truth: SlotTruth,
+    record_events: bool,
+) -> TieredOffloadingManager:
+    """Build the manager that ``config`` describes.
+
+    Args:
+        config: The configuration.
+        tiers: Its tiers, of :func:`build_tiers`.
+        slot_nbytes: Bytes a chunk takes in a tier.
+        truth: What the workers say about RAM slots.
+        record_events: Whether somebody listens to residency events.
+    """
+    placement, transfer = config.placement, config.transfer
     return TieredOffloadingManager(
         tiers,
         placement=LadderPlacement(
@@ -51,7 +60,7 @@ def build_manager(
             promote_after=placement.promote_after,
         ),
         limits=ManagerLimits(
-            pin_budget=max(int(placement.pin_budget * capacities[0]), 1),
+            pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
             reserve=placement.clean_reserve,
             queue=max(transfer.queue_limit_bytes // slot_nbytes, 1),
             load_timeout_s=transfer.load_timeout_s,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtier.config import KvtierConfig
 from kvtier.iopool import IoPool
 from kvtier.manager import TieredOffloadingManager
-from kvtier.manager.building import build_manager
+from kvtier.manager.building import build_manager, build_tiers
 from kvtier.memory import HostRegion
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.registry import open_tier
@@ -118,10 +118,11 @@ def _build_manager(
     record_events: bool,
 ) -> TieredOffloadingManager:
     slot_nbytes = region.geometry.slot_nbytes
+    capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
     manager = build_manager(
         config,
+        build_tiers(config, capacities),
         slot_nbytes=slot_nbytes,
-        capacities=[region.geometry.slots, *(tier.capacity_slots for tier in tiers)],
         truth=region.control,
         record_events=record_events,
     )
