@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvtier.policies.base import (
+    NEVER,
     ChunkCopy,
     CopyState,
+    Evictable,
     Eviction,
     Placement,
     PolicyContext,
@@ -14,8 +16,10 @@ from kvtier.policies.placement import LadderPlacement
 from kvtier.policies.registry import build_eviction
 
 __all__ = [
+    "NEVER",
     "ChunkCopy",
     "CopyState",
+    "Evictable",
     "Eviction",
     "LadderPlacement",
     "Placement",

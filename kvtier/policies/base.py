@@ -10,22 +10,28 @@ a policy tuned on a trace is deployed unchanged.
 from __future__ import annotations
 
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from kvtier.keys import ChunkKey
 from kvtier.types import Why
 
 __all__ = [
+    "NEVER",
     "ChunkCopy",
     "CopyState",
+    "Evictable",
     "Eviction",
     "Placement",
     "PolicyContext",
     "Promotion",
 ]
+
+NEVER: Final = sys.maxsize
+"""The next use of a chunk that is not used again."""
 
 
 class CopyState:
@@ -115,11 +121,14 @@ class PolicyContext:
         now: Seconds on a monotonic clock that the driver advances once per step.
         rng: The only source of randomness; seeded by the driver.
         request: Identifies the request being served, empty when there is none.
+        next_use: When the chunk at hand is used next, as a position in the trace; set by a
+            simulator for policies that need the future, before each use and insertion.
     """
 
     now: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     request: str = ""
+    next_use: int = NEVER
 
 
 Evictable = Callable[[ChunkCopy], bool]
@@ -128,15 +137,35 @@ Evictable = Callable[[ChunkCopy], bool]
 class Eviction(ABC):
     """Orders the copies of one tier.
 
+    For a chunk that is here the driver calls :meth:`on_hit`. For one that is not it calls
+    :meth:`on_miss` once, then :meth:`pick` until there is room, then :meth:`on_insert` when the
+    bytes have arrived, if they do. Several chunks may be between their miss and their
+    insertion at a time.
+
     Every method is O(1) amortised (O(log n) where scored). A policy may remember keys that left
-    (ghosts), at most twice the tier's capacity of them.
+    (ghosts), at most twice the tier's capacity of them. It keeps no reference to a copy that
+    it picked: the driver may reuse the object for another chunk.
 
     Args:
         capacity: Slots of the tier.
     """
 
     leaf_only: ClassVar[bool] = False
-    """Whether only copies without resident children may be picked."""
+    """Whether only copies without resident children may be picked. The driver then keeps
+    ``copy.kids``: it counts a child before the child's insertion, and takes it off right after
+    the child was picked or removed."""
+
+    insert_first: ClassVar[bool] = False
+    """Whether a newcomer competes with the residents. A driver that moves no bytes then inserts
+    before it picks, and may be given the newcomer back; a tier, whose slots are all in use,
+    picks first."""
+
+    sheds: ClassVar[bool] = False
+    """Whether a hit may leave ``surplus`` above zero: as many members should go. A driver that
+    moves no bytes then picks them at once; a tier does not, for an empty slot serves nobody."""
+
+    needs_future: ClassVar[bool] = False
+    """Whether ``ctx.next_use`` must be set, which only a simulator can do."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
     """Order in which the manager reports a request's hits. ``reverse`` is leaf to root, so that
@@ -144,11 +173,18 @@ class Eviction(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.surplus = 0
+
+    @property
+    def hears_misses(self) -> bool:
+        """Whether :meth:`on_miss` does anything; if not, a driver may save the calls."""
+        return type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
-        """Note that ``key`` was asked for and is not here; before any insertion.
+        """Note that ``key`` was asked for, is not here, and is about to be let in.
 
-        Policies that keep no memory of absent keys have nothing to do.
+        Called once for each insertion, before room is made for it. Policies that keep no memory
+        of absent keys have nothing to do.
         """
 
     @abstractmethod
@@ -167,8 +203,8 @@ class Eviction(ABC):
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
         """Remove one victim from the order and return it.
 
-        A candidate that ``evictable`` rejects counts as just used, so that scans stay O(1)
-        amortised.
+        A candidate that ``evictable`` rejects stays a member and counts as just used, so that
+        the next pick does not ask for it again and scans stay O(1) amortised.
 
         Returns:
             A copy with ``evictable(copy)``, or None when there is none.

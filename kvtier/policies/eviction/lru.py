@@ -48,8 +48,10 @@ class Lru(Eviction):
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         copy.queued += 1
-        self._queue.append(copy)
-        self._bound()
+        queue = self._queue
+        queue.append(copy)
+        if len(queue) > 2 * self._members + _SLACK:
+            self._tidy()
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
@@ -57,13 +59,15 @@ class Lru(Eviction):
         for copy in touched:
             copy.queued += 1
         self._queue.extend(touched)
-        self._bound()
+        if len(self._queue) > 2 * self._members + _SLACK:
+            self._tidy()
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         # Its entries stay; they are recognised by the copy's state and skipped.
         self._members -= 1
-        self._bound()
+        if len(self._queue) > 2 * self._members + _SLACK:
+            self._tidy()
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
@@ -82,10 +86,8 @@ class Lru(Eviction):
             queue.append(copy)
         return None
 
-    def _bound(self) -> None:
-        """Drop every entry that is not its copy's last, when they are too many."""
-        if len(self._queue) <= 2 * self._members + _SLACK:
-            return
+    def _tidy(self) -> None:
+        """Drop every entry that is not its copy's last."""
         kept: deque[ChunkCopy] = deque()
         for copy in self._queue:
             copy.queued -= 1

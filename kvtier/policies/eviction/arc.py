@@ -1,0 +1,100 @@
+"""ARC: a recency list and a frequency list whose shares follow the misses.
+
+T1 holds what was used once since it came, T2 what was used again; both are LRU lists. B1 and B2
+remember the keys that left each. A miss on a key in B1 says that T1 was too short, so its
+target length ``p`` grows; one in B2 says the opposite. A returning key comes in to T2.
+
+The paper trims the ghosts before it makes room, here that is done when the newcomer comes in.
+Nothing in between looks at what is trimmed, so the order is the same; and a tier that loses
+copies to other causes than evictions stays within the bounds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._ghosts import Ghosts
+from kvtier.policies.eviction._taking import TakingEviction
+
+__all__ = ["Arc"]
+
+
+class Arc(TakingEviction):
+    """The Adaptive Replacement Cache, with real-valued ``p``.
+
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, fig. 4.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._once: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._again: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._left_once = Ghosts(capacity)
+        self._left_again = Ghosts(2 * capacity)
+        self._returning = Ghosts(capacity)
+        self._target = 0.0
+        self._missed_again = False
+
+    @override
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        once, again = len(self._left_once), len(self._left_again)
+        self._missed_again = False
+        if self._left_once.take(key):
+            self._target = min(self.capacity, self._target + max(again / once, 1))
+            self._returning.add(key)
+        elif self._left_again.take(key):
+            self._target = max(0.0, self._target - max(once / again, 1))
+            self._missed_again = True
+            self._returning.add(key)
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if self._returning.take(copy.key):
+            self._again[copy] = None
+            return
+        self._once[copy] = None
+        if len(self._left_once) and len(self._once) + len(self._left_once) > self.capacity:
+            self._left_once.drop_oldest()
+        ghosts = len(self._left_once) + len(self._left_again)
+        if len(self._left_again) and (
+            len(self._once) + len(self._again) + ghosts > 2 * self.capacity
+        ):
+            self._left_again.drop_oldest()
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if copy in self._again:
+            self._again.move_to_end(copy)
+        else:
+            del self._once[copy]
+            self._again[copy] = None
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        order = self._again if copy in self._again else self._once
+        del order[copy]
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        once, target = len(self._once), self._target
+        take_once = once > target or (once == target and self._missed_again) or self._shy
+        order = self._once if once and (take_once or not self._again) else self._again
+        if not order:
+            return None
+        copy = order.popitem(last=False)[0]
+        copy.policy = order
+        return copy
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        self._again[copy] = None
+
+    @override
+    def _remember(self, copy: ChunkCopy) -> None:
+        ghosts = self._left_once if copy.policy is self._once else self._left_again
+        ghosts.add(copy.key)
+        copy.policy = None

@@ -1,0 +1,138 @@
+"""LIRS: rank by the time between the last two uses, not by the time since the last one.
+
+That time, counted in other chunks, is the *inter-reference recency*. Copies for which it is
+low (LIR) own almost all of the tier. The others (HIR) share one hundredth, a FIFO queue Q, and
+leave soon. Whose recency is low is read off one stack S of keys in order of last use: a HIR
+chunk used while still in S has been used again within the span of the LIR copies, so it takes
+the place of the LIR copy at the bottom. S is pruned until a LIR copy is at the bottom, for
+what lies below all LIR copies can no longer overtake any.
+
+S also keeps keys of HIR chunks that left. The paper does not bound them; here S has at most
+twice as many entries as the tier has slots, and those that left first go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._taking import TakingEviction
+
+__all__ = ["Lirs"]
+
+_LOW, _HIGH = True, False
+
+
+class Lirs(TakingEviction):
+    """Low Inter-reference Recency Set, with 1 % for HIR copies.
+
+    Jiang and Zhang, "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to
+    Improve Buffer Cache Performance", SIGMETRICS 2002.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._low_limit = capacity - max(1, int(0.01 * capacity))
+        self._low = 0
+        self._stack: OrderedDict[ChunkKey, ChunkCopy | None] = OrderedDict()
+        self._queue: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._left: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        key = copy.key
+        returned = key in self._left
+        if returned:
+            del self._left[key]
+        if returned or self._low < self._low_limit:
+            self._raise(copy)
+        else:
+            copy.policy = _HIGH
+            self._use(copy)
+            self._queue[copy] = None
+        self._bound()
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if copy.policy is _LOW:
+            self._stack.move_to_end(copy.key)
+            self._prune()
+        elif copy.key in self._stack:
+            del self._queue[copy]
+            self._raise(copy)
+        else:
+            self._stack[copy.key] = copy
+            self._queue.move_to_end(copy)
+        self._bound()
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        self._stack.pop(copy.key, None)
+        if copy.policy is _LOW:
+            self._low -= 1
+            self._prune()
+        else:
+            del self._queue[copy]
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        if not self._queue:
+            if not self._low:
+                return None
+            self._lower_bottom()
+        return self._queue.popitem(last=False)[0]
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        self._raise(copy)
+
+    @override
+    def _remember(self, copy: ChunkCopy) -> None:
+        if copy.key in self._stack:
+            self._stack[copy.key] = None
+            self._left[copy.key] = None
+            self._bound()
+
+    def _use(self, copy: ChunkCopy) -> None:
+        """Put ``copy`` on top of the stack."""
+        self._stack[copy.key] = copy
+        self._stack.move_to_end(copy.key)
+
+    def _raise(self, copy: ChunkCopy) -> None:
+        """Make ``copy`` LIR, and the bottom one HIR if there are too many."""
+        copy.policy = _LOW
+        self._low += 1
+        self._use(copy)
+        if self._low > self._low_limit:
+            self._lower_bottom()
+
+    def _lower_bottom(self) -> None:
+        """Make the LIR copy at the bottom HIR, the newest of the queue."""
+        self._prune()
+        _, copy = self._stack.popitem(last=False)
+        if copy is None:
+            raise ValueError("a key that left is at the bottom of the pruned stack")
+        copy.policy = _HIGH
+        self._low -= 1
+        self._queue[copy] = None
+        self._prune()
+
+    def _prune(self) -> None:
+        """Take everything below the lowest LIR copy off the stack."""
+        stack = self._stack
+        while stack:
+            key = next(iter(stack))
+            copy = stack[key]
+            if copy is None:
+                del self._left[key]
+            elif copy.policy is _LOW:
+                return
+            del stack[key]
+
+    def _bound(self) -> None:
+        while len(self._stack) > 2 * self.capacity and self._left:
+            key, _ = self._left.popitem(last=False)
+            del self._stack[key]

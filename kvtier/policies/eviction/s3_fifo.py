@@ -1,0 +1,106 @@
+"""S3-FIFO: three queues that nobody is moved within.
+
+Most chunks are used once. A small queue in front of the main one lets them go soon; who was
+used twice there moves on, who was not leaves a key, and comes straight to the main queue if
+asked for again while the key is remembered. In the main queue a use buys another round, up to
+three.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._ghosts import Ghosts
+from kvtier.policies.eviction._taking import TakingEviction
+
+__all__ = ["S3Fifo"]
+
+_MOVE_ON = 2
+_MOST_USES = 3
+
+
+class S3Fifo(TakingEviction):
+    """Small queue of 10 %, main queue and ghosts of 90 %.
+
+    Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with the details
+    of libCacheSim: while nothing was ever evicted newcomers that find the small queue full go
+    to the main one, and a pass over the small queue ends only with a victim or an empty queue.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._small_limit = int(0.1 * capacity)
+        self._main_limit = capacity - self._small_limit
+        self._small: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._main: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._left = Ghosts(int(0.9 * capacity))
+        self._returning = Ghosts(capacity)
+        self._warm = False
+
+    @override
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        if self._left.take(key):
+            self._returning.add(key)
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        copy.queued = 0
+        returning = self._returning.take(copy.key)
+        filling = not self._warm and len(self._small) >= self._small_limit
+        order = self._main if returning or filling else self._small
+        order[copy] = None
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        copy.queued += 1
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        order = self._main if copy in self._main else self._small
+        del order[copy]
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        self._warm = True
+        if self._small and (self._shy or len(self._main) <= self._main_limit):
+            victim = self._take_small()
+            if victim is not None:
+                return victim
+        return self._take_main() or self._take_small()
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        copy.queued = 0
+        self._main[copy] = None
+
+    @override
+    def _remember(self, copy: ChunkCopy) -> None:
+        if copy.policy is not None:
+            self._left.add(copy.key)
+            copy.policy = None
+
+    def _take_small(self) -> ChunkCopy | None:
+        small, main = self._small, self._main
+        while small:
+            copy = small.popitem(last=False)[0]
+            if copy.queued < _MOVE_ON:
+                copy.policy = small
+                return copy
+            copy.queued = 0
+            main[copy] = None
+        return None
+
+    def _take_main(self) -> ChunkCopy | None:
+        main = self._main
+        while main:
+            copy = main.popitem(last=False)[0]
+            if not copy.queued:
+                copy.policy = None
+                return copy
+            copy.queued = min(copy.queued, _MOST_USES) - 1
+            main[copy] = None
+        return None

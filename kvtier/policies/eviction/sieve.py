@@ -1,0 +1,72 @@
+"""SIEVE: a FIFO queue with a hand that lets the used ones stay where they are.
+
+The paper keeps one list, newest at the head, and a hand that goes from the tail to the head
+and starts over. It stops at the first copy that was not used since it last came by and clears
+the marks on its way; nobody is moved. The hand cuts the list in two: those it has passed, and
+those between it and the head. Kept as two queues, passing a copy takes it from the front of
+the second to the back of the first, a newcomer goes to the back of the second, and starting
+over exchanges the two. That is the same list, without its nodes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from typing_extensions import override
+
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._taking import TakingEviction
+
+__all__ = ["Sieve"]
+
+
+class Sieve(TakingEviction):
+    """Evicts the first copy from the hand on that was not used since the hand last passed.
+
+    Where newcomers are not used again before the hand reaches them the hand follows the head
+    for ever and everything older stays: on agent traffic the cache freezes.
+
+    Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web
+    Caches", NSDI 2024.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._passed: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._ahead: OrderedDict[ChunkCopy, None] = OrderedDict()
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        copy.queued = 0
+        self._ahead[copy] = None
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        copy.queued = 1
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        order = self._ahead if copy in self._ahead else self._passed
+        del order[copy]
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        while self._ahead or self._passed:
+            if not self._ahead:
+                self._start_over()
+            copy = self._ahead.popitem(last=False)[0]
+            if not copy.queued:
+                # Now, not at the next pick: a newcomer stands behind those that were passed.
+                if not self._ahead:
+                    self._start_over()
+                return copy
+            copy.queued = 0
+            self._passed[copy] = None
+        return None
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        self._passed[copy] = None
+
+    def _start_over(self) -> None:
+        self._ahead, self._passed = self._passed, self._ahead

@@ -1,0 +1,80 @@
+"""2Q: a newcomer must be asked for again after it left a short queue to be kept for long.
+
+Uses shortly after the first come from one burst and say little, so newcomers stand in a FIFO
+queue, A1in, in which uses change nothing. Who leaves it leaves his key in a second queue,
+A1out. Being asked for while there is the second, independent use: then the chunk comes in to
+Am, which is an LRU list.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._ghosts import Ghosts
+from kvtier.policies.eviction._taking import TakingEviction
+
+__all__ = ["TwoQ"]
+
+
+class TwoQ(TakingEviction):
+    """The full version of 2Q, with A1in a quarter and A1out half of the tier.
+
+    Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement
+    Algorithm", VLDB 1994.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._in_limit = int(0.25 * capacity)
+        self._newcomers: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._main: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._left = Ghosts(int(0.5 * capacity))
+        self._returning = Ghosts(capacity)
+
+    @override
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        if self._left.take(key):
+            self._returning.add(key)
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if self._returning.take(copy.key):
+            self._main[copy] = None
+        else:
+            self._newcomers[copy] = None
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if copy in self._main:
+            self._main.move_to_end(copy)
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        order = self._main if copy in self._main else self._newcomers
+        del order[copy]
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        newcomers = self._newcomers
+        if self._main and len(newcomers) <= (0 if self._shy else self._in_limit):
+            copy = self._main.popitem(last=False)[0]
+            copy.policy = None
+            return copy
+        if not newcomers:
+            return None
+        copy = newcomers.popitem(last=False)[0]
+        copy.policy = newcomers
+        return copy
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        self._main[copy] = None
+
+    @override
+    def _remember(self, copy: ChunkCopy) -> None:
+        if copy.policy is not None:
+            self._left.add(copy.key)

@@ -1,0 +1,108 @@
+"""W-TinyLFU: to stay, a newcomer must be asked for more often than whom it would replace.
+
+Newcomers come in to a small LRU window. Who falls out of it is a candidate for the main part,
+a segmented LRU; if that is full, candidate and main victim are compared by how often they
+were asked for lately, present or not, and the more popular one stays. Ties go to the resident,
+so a scan cannot empty the main part.
+
+The duel is fought when room is needed, before the newcomer is in; whoever loses is the victim.
+If the resident lost, the newcomer then pushes the candidate out of the window, to the place
+that became free.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import ClassVar, Literal
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._frequency import ExactFrequency, Frequency, SketchFrequency
+from kvtier.policies.eviction._taking import TakingEviction
+
+__all__ = ["WTinyLfu", "WTinyLfuExact"]
+
+
+class WTinyLfu(TakingEviction):
+    """Window of 1 %, main part of 99 %, of which 80 % are protected; counts in a sketch.
+
+    Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
+    Transactions on Storage 13(4), 2017.
+    """
+
+    touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        main = int(0.99 * capacity)
+        self._window_limit = capacity - main
+        self._protected_limit = int(0.8 * main)
+        self._window: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._probation: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._protected: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._frequency = self._make_frequency()
+
+    def _make_frequency(self) -> Frequency:
+        return SketchFrequency(self.capacity)
+
+    @override
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        self._frequency.count(key)
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        window = self._window
+        window[copy] = None
+        if len(window) > self._window_limit:
+            self._probation[window.popitem(last=False)[0]] = None
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._frequency.count(copy.key)
+        if copy in self._window:
+            self._window.move_to_end(copy)
+        elif copy in self._protected:
+            self._protected.move_to_end(copy)
+        else:
+            del self._probation[copy]
+            self._spare(copy)
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        for order in (self._window, self._probation, self._protected):
+            if copy in order:
+                del order[copy]
+                return
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        window, main = self._window, self._probation or self._protected
+        if main and not self._candidate_loses(main):
+            window = main
+        return window.popitem(last=False)[0] if window else None
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        protected = self._protected
+        protected[copy] = None
+        if len(protected) > self._protected_limit:
+            self._probation[protected.popitem(last=False)[0]] = None
+
+    def _candidate_loses(self, main: OrderedDict[ChunkCopy, None]) -> bool:
+        if self._shy:
+            return bool(self._window)
+        if len(self._window) < self._window_limit:
+            return False
+        candidate, resident = next(iter(self._window)), next(iter(main))
+        frequency = self._frequency
+        return frequency.of(candidate.key) <= frequency.of(resident.key)
+
+
+class WTinyLfuExact(WTinyLfu):
+    """The same with one counter for each key: a yardstick for the sketch."""
+
+    @override
+    def _make_frequency(self) -> Frequency:
+        return ExactFrequency(self.capacity)
