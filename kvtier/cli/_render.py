@@ -15,7 +15,7 @@ from kvtier.units import approximate_duration, approximate_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["show_plan", "show_tiers"]
+__all__ = ["make_table", "show_plan", "show_tiers"]
 
 _UNKNOWN = (
     "Not known here: the engine's real layout (padding, KV cache groups, pipeline "
@@ -26,7 +26,7 @@ _UNKNOWN = (
 
 def show_tiers(console: Console, config: KvtierConfig) -> None:
     """Print the ladder of ``config``."""
-    table = _table("tier", "kind", "eviction", "place", numbers=("capacity",))
+    table = make_table("tier", "kind", "eviction", "place", numbers=("capacity",))
     for tier in config.tiers:
         place = str(tier.path) if isinstance(tier, NvmeTierConfig) else ""
         size = approximate_size(tier.capacity_bytes)
@@ -55,7 +55,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 
 
 def _sizes(plan: Plan) -> Table:
-    table = _table("", numbers=("tokens", "size", "bytes"))
+    table = make_table("", numbers=("tokens", "size", "bytes"))
     rows = (
         ("one token", 1, plan.token_nbytes),
         ("one chunk", plan.chunk_tokens, plan.chunk_nbytes),
@@ -67,7 +67,7 @@ def _sizes(plan: Plan) -> Table:
 
 
 def _tiers(plan: Plan) -> Table:
-    table = _table("tier", "kind", numbers=("capacity", "chunks", "tokens", "time to fill"))
+    table = make_table("tier", "kind", numbers=("capacity", "chunks", "tokens", "time to fill"))
     for tier in plan.tiers:
         table.add_row(
             tier.name,
@@ -80,7 +80,8 @@ def _tiers(plan: Plan) -> Table:
     return table
 
 
-def _table(*words: str, numbers: tuple[str, ...]) -> Table:
+def make_table(*words: str, numbers: tuple[str, ...]) -> Table:
+    """Return an empty table with a column per word and, to their right, one per number."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), header_style="dim")
     for word in words:
         table.add_column(word, overflow="fold")

@@ -88,15 +88,23 @@ class Trace:
         numbers = self.ids.tolist()
         return [numbers[start:end] for start, end in pairwise(self.offsets.tolist())]
 
-    def next_uses(self) -> IdArray:
-        """Return for each reference the position of the next one to the same chunk.
+    def next_uses(self, *, backwards: bool = False) -> IdArray:
+        """Return for each access the position of the next one to the same chunk.
+
+        Args:
+            backwards: Whether each request's chunks are accessed leaf to root.
 
         Returns:
-            Shape (references,); a chunk that is not asked for again has the position
-            ``refs`` (later than any), so that the farthest next use is the largest number.
+            Shape (references,), in order of access; a chunk that is not accessed again has
+            the position ``refs``, so that the farthest next use is the largest number.
         """
+        ids = self.ids
+        if backwards:
+            starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
+            ends = np.repeat(self.offsets[1:], np.diff(self.offsets))
+            ids = ids[starts + ends - 1 - np.arange(self.refs)]
         following = np.full(self.refs, self.refs, dtype=np.int64)
-        order = np.argsort(self.ids, kind="stable")
-        same = self.ids[order[1:]] == self.ids[order[:-1]]
+        order = np.argsort(ids, kind="stable")
+        same = ids[order[1:]] == ids[order[:-1]]
         following[order[:-1][same]] = order[1:][same]
         return following

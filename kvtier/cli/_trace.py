@@ -1,0 +1,153 @@
+"""``kvtier trace``: say what a trace is, convert it, or make one up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from kvtier.cli._render import make_table
+from kvtier.errors import ConfigError
+from kvtier.sim.describe import describe
+from kvtier.sim.traces import (
+    FORMATS,
+    GENERATORS,
+    WRITERS,
+    Trace,
+    TraceFormat,
+    generate,
+    read_trace,
+    write_trace,
+)
+
+__all__ = ["FormatOption", "TraceFile", "choice", "read", "trace_app"]
+
+trace_app = typer.Typer(
+    help="Describe, convert and generate traces.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="Trace file; may be gzip or zstd.")
+]
+FormatOption = Annotated[
+    str, typer.Option("--format", metavar="NAME", help=f"One of: {', '.join(FORMATS)}.")
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; replaced.")
+]
+OutputFormat = Annotated[
+    str, typer.Option("--to", metavar="NAME", help=f"One of: {', '.join(WRITERS)}.")
+]
+
+
+def read(path: Path, format_name: str) -> Trace:
+    """Read a trace as the command line names it.
+
+    Raises:
+        ConfigError: There is no such format.
+        TraceError: The trace cannot be read.
+    """
+    name = choice("--format", format_name, FORMATS)
+    return read_trace(path, format_name=cast("TraceFormat", name))
+
+
+def choice(option: str, value: str, known: Iterable[str]) -> str:
+    """Return ``value``, which must be one of ``known``.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    names = list(known)
+    if value not in names:
+        raise ConfigError(f"{option} {value}: not a choice; write one of {', '.join(names)}")
+    return value
+
+
+@trace_app.command()
+def info(
+    trace: TraceFile,
+    *,
+    format_name: FormatOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what TRACE holds, and what an infinite cache would hit."""
+    facts = describe(read(trace, format_name))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    _show(facts)
+
+
+@trace_app.command()
+def convert(
+    trace: TraceFile,
+    *,
+    output: Output,
+    format_name: FormatOption = "auto",
+    to: OutputFormat = "mooncake",
+) -> None:
+    """Write TRACE in another format; chunks are renumbered as they appear.
+
+    The formats keys and oracle lose which references belong to one request.
+    """
+    choice("--to", to, WRITERS)
+    _write(read(trace, format_name), output, to)
+
+
+@trace_app.command("generate")
+def generate_trace(  # noqa: PLR0913 - each is an option of the command
+    workload: Annotated[
+        str, typer.Argument(metavar="WORKLOAD", help=f"One of: {', '.join(GENERATORS)}.")
+    ],
+    *,
+    output: Output,
+    sessions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sessions that begin.")
+    ] = 1000,
+    per_s: Annotated[
+        float, typer.Option(min=1e-6, metavar="RATE", help="Sessions that begin per second.")
+    ] = 1.0,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of one chunk.")
+    ] = 512,
+    seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal traces.")] = 0,
+    to: OutputFormat = "mooncake",
+) -> None:
+    """Make up traffic: chat (conversations), agents (long tool loops) or shared (prompts).
+
+    Sessions begin at random; lengths and pauses are drawn as the manual says.
+    """
+    choice("WORKLOAD", workload, GENERATORS)
+    choice("--to", to, WRITERS)
+    trace = generate(
+        workload, sessions=sessions, per_s=per_s, chunk_tokens=chunk_tokens, seed=seed
+    )
+    _write(trace, output, to)
+
+
+def _write(trace: Trace, output: Path, to: str) -> None:
+    try:
+        write_trace(trace, output, format_name=to)
+    except OSError as error:
+        problem = f"--output {output}: cannot be written: {error.strerror}"
+        raise ConfigError(f"{problem}; name a file in a directory you may write to") from error
+    typer.echo(f"{output}: {trace.requests:,} requests, {trace.refs:,} references")
+
+
+def _show(facts: dict[str, Any]) -> None:
+    table = make_table("", numbers=("",))
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), _text(value))
+    Console(highlight=False).print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

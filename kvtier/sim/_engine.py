@@ -1,0 +1,244 @@
+"""An engine in model time: what vLLM's scheduler asks of the manager, without the model.
+
+Requests arrive at their timestamps. Those at the head of the queue are looked up; what lies in
+a slower tier is promoted while others compute; what lies in RAM is copied to the GPU; the rest
+of the prompt is computed, one request at a time, first come first served among those that are
+ready. Then the request's first token is there, and its new chunks are offered to the manager.
+
+Left out: decoding, the GPU's own prefix cache (so every hit is the tiers'), the time a store
+takes to RAM, and prompts computed in pieces.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Final, TypeAlias
+
+from kvtier.keys import ChunkKey
+from kvtier.manager import TieredOffloadingManager, TierState
+from kvtier.sim.timing import TimeModel, TransferModel
+from kvtier.types import Job, Outcome, TransferResult, Why
+
+__all__ = ["JobDesk", "ModelEngine", "ModelRequest"]
+
+_TICK_S: Final = 0.01
+
+
+_Event: TypeAlias = "Callable[[], ModelRequest | None]"
+
+
+class ModelRequest:
+    """One request of a trace.
+
+    Attributes:
+        number: Its place in the trace, which is its place in the queue.
+        req_id: The same as the engine's name for it.
+        arrival_s: When it arrived.
+        tokens: Length of its prompt.
+        keys: Its chunks, root to leaf.
+        hits: Leading chunks that were loaded.
+        first_token_s: When its first token was there.
+    """
+
+    __slots__ = ("arrival_s", "first_token_s", "hits", "keys", "number", "req_id", "tokens")
+
+    def __init__(
+        self, number: int, arrival_s: float, tokens: int, keys: Sequence[ChunkKey]
+    ) -> None:
+        self.number = number
+        self.req_id = str(number)
+        self.arrival_s = arrival_s
+        self.tokens = tokens
+        self.keys = keys
+        self.hits = 0
+        self.first_token_s = 0.0
+
+
+class JobDesk:
+    """Hands a manager the outcomes of its storage jobs and counts what came up.
+
+    Args:
+        manager: The manager.
+        tiers: Its tiers.
+
+    Attributes:
+        promoted: Chunks that came up to RAM to stay, by the tier they came from.
+    """
+
+    def __init__(self, manager: TieredOffloadingManager, tiers: Sequence[TierState]) -> None:
+        self._manager = manager
+        self._ram = tiers[0]
+        self._index_of = {tier.name: tier.index for tier in tiers}
+        self.promoted = [0] * len(tiers)
+
+    def apply(self, job: Job, result: TransferResult) -> None:
+        """Tell the manager what became of ``job``."""
+        self._manager.apply(result)
+        if job.why is not Why.PROMOTE:
+            return
+        members = self._ram.copies
+        stayed = 0
+        for key, outcome in zip(job.keys, result.outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                copy = members.get(key)
+                stayed += copy is not None and not copy.transient
+        self.promoted[self._index_of[job.source]] += stayed
+
+
+class ModelEngine:
+    """Serves requests through a manager.
+
+    Args:
+        manager: The manager.
+        desk: Where its jobs' outcomes go.
+        model: What things take.
+        transfers: When loads and storage jobs end.
+        chunk_tokens: Tokens of a chunk.
+    """
+
+    def __init__(
+        self,
+        manager: TieredOffloadingManager,
+        desk: JobDesk,
+        *,
+        model: TimeModel,
+        transfers: TransferModel,
+        chunk_tokens: int,
+    ) -> None:
+        self._manager = manager
+        self._desk = desk
+        self._model = model
+        self._transfers = transfers
+        self._chunk_tokens = chunk_tokens
+        self._now_s = 0.0
+        self._order = count()
+        self._events: list[tuple[float, int, _Event]] = []
+        self._queue: deque[ModelRequest] = deque()
+        self._deferred: dict[ModelRequest, None] = {}
+        self._ready: list[tuple[int, ModelRequest]] = []
+        self._unstored: list[ModelRequest] = []
+        self._open = 0
+        self._computing = False
+        self._started: list[str] = []
+
+    def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
+        """Serve ``requests``, given in order of arrival; yield each when it is over."""
+        for request in requests:
+            while self._events and self._events[0][0] <= request.arrival_s:
+                yield from self._next()
+            self._now_s = max(self._now_s, request.arrival_s)
+            self._queue.append(request)
+            self._step()
+        while self._events or self._deferred or self._unstored:
+            if not self._events:
+                # Nothing is on its way, but a live engine would go on stepping.
+                self._now_s += _TICK_S
+                self._step()
+                continue
+            yield from self._next()
+
+    def _next(self) -> Iterator[ModelRequest]:
+        """Let the next event happen."""
+        self._now_s, _, event = heapq.heappop(self._events)
+        over = event()
+        self._step()
+        if over is not None:
+            yield over
+
+    def _at(self, time_s: float, event: _Event) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), event))
+
+    # -- a scheduling step ------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Do what the scheduler does in one step, and again while that lets requests start."""
+        self._admit()
+        while True:
+            self._store()
+            self._compute()
+            self._manager.end_step(started=self._started, now=self._now_s)
+            self._started = []
+            for job in self._manager.take_jobs():
+                self._send(job)
+            self._manager.take_cancels()
+            if not self._deferred or not self._ask_again():
+                return
+
+    def _admit(self) -> None:
+        """Look up the requests at the head of the queue."""
+        while self._queue and self._open < self._model.concurrency:
+            request = self._queue.popleft()
+            self._open += 1
+            self._manager.begin_request(request.req_id)
+            if not self._look(request):
+                self._deferred[request] = None
+
+    def _ask_again(self) -> bool:
+        """Look up the requests that were put off; return whether one of them started."""
+        answered = [request for request in self._deferred if self._look(request)]
+        for request in answered:
+            del self._deferred[request]
+        return bool(answered)
+
+    def _look(self, request: ModelRequest) -> bool:
+        """Look ``request`` up, and load what it hits; return whether it need not wait."""
+        hits = self._manager.lookup_prefix(request.keys, request.req_id)
+        if hits is None:
+            return False
+        request.hits = hits
+        self._started.append(request.req_id)
+        if not hits:
+            heapq.heappush(self._ready, (request.number, request))
+            return True
+        self._manager.prepare_load(request.keys[:hits], request.req_id)
+        done_s = self._transfers.load(hits, self._now_s)
+        self._at(done_s, partial(self._loaded, request))
+        return True
+
+    def _compute(self) -> None:
+        """Begin computing the first request that is ready, if none is being computed."""
+        if self._computing or not self._ready:
+            return
+        self._computing = True
+        _, request = heapq.heappop(self._ready)
+        # An engine computes at least the last token, whose logits it needs.
+        left = max(request.tokens - request.hits * self._chunk_tokens, 1)
+        done_s = self._now_s + left / self._model.prefill_tokens_per_s
+        self._at(done_s, partial(self._computed, request))
+
+    def _store(self) -> None:
+        """Offer the new chunks of computed requests; one that finds no room comes again."""
+        refused = []
+        for request in self._unstored:
+            plan = self._manager.prepare_store(request.keys[request.hits :], request.req_id)
+            if plan is None:
+                refused.append(request)
+                continue
+            if plan.keys:
+                self._manager.complete_store(plan.keys)
+            self._manager.end_request(request.req_id)
+        self._unstored = refused
+
+    # -- events -----------------------------------------------------------------------------
+
+    def _send(self, job: Job) -> None:
+        for time_s, result in self._transfers.run(job, self._now_s):
+            self._at(time_s, partial(self._moved, job, result))
+
+    def _moved(self, job: Job, result: TransferResult) -> None:
+        self._desk.apply(job, result)
+
+    def _loaded(self, request: ModelRequest) -> None:
+        self._manager.complete_load(request.keys[: request.hits])
+        heapq.heappush(self._ready, (request.number, request))
+
+    def _computed(self, request: ModelRequest) -> ModelRequest:
+        self._computing = False
+        self._open -= 1
+        request.first_token_s = self._now_s
+        self._unstored.append(request)
+        return request

@@ -1,0 +1,328 @@
+"""The whole ladder: a trace through the manager that a live engine runs, in model time.
+
+The manager is built from the same YAML by the same builder, and is told no lies: bytes are
+always whole, jobs end when the time model says. What it decides is therefore what it would
+decide live at that load.
+
+Two drivers share it. :func:`simulate_ladder` replays requests at their times, with promotions
+and demotions in flight and requests that wait for them. :func:`replay_references` takes every
+chunk reference as a request of its own whose jobs end at once; that is the model of the
+reference figures, in which a two-level cache is a state machine without time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.keys import ChunkKey
+from kvtier.manager import Lookup, TieredOffloadingManager, TierState
+from kvtier.manager.building import build_manager, build_tiers
+from kvtier.sim._engine import JobDesk, ModelEngine, ModelRequest
+from kvtier.sim._tiers import chunk_keys
+from kvtier.sim.single import Progress
+from kvtier.sim.timing import TimeModel, TransferModel, default_speed
+from kvtier.sim.traces import Trace
+from kvtier.types import Outcome, TransferResult
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "HonestTruth",
+    "LadderResult",
+    "TierResult",
+    "default_time_model",
+    "replay_references",
+    "simulate_ladder",
+]
+
+_DAY_S = 86_400.0
+_BUSY = 0.7
+
+
+class HonestTruth:
+    """Workers that are instant and never fail."""
+
+    def issue(self, slots: Sequence[int]) -> None:
+        """Nothing to note: the job is over."""
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Nothing to note: nobody reads the stamps."""
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Nothing to note: nobody reads the stamps."""
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return that all bytes are whole."""
+        return [True for _ in zip(slots, generations, strict=True)]
+
+    def quiet(self, slots: Sequence[int]) -> list[bool]:
+        """Return that no worker is busy."""
+        return [True] * len(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """What one tier did; the fields are a contract.
+
+    Attributes:
+        name: The tier's name.
+        kind: Its kind.
+        eviction: Its eviction policy.
+        capacity_chunks: Chunks it holds.
+        hits: Chunks loaded into the GPU whose bytes came from it.
+        hit_ratio: ``hits`` of all references.
+        chunks_written: Chunks that were stored or demoted into it; promotions excluded.
+        chunks_promoted: Chunks that came up from it to stay in RAM.
+        evictions: Chunks that left it to make room.
+        bytes_written_per_day: At the trace's pace; None for RAM or a trace without duration.
+        dwpd: The same in capacities per day: drive writes per day of a drive of that size.
+    """
+
+    name: str
+    kind: str
+    eviction: str
+    capacity_chunks: int
+    hits: int
+    hit_ratio: float
+    chunks_written: int
+    chunks_promoted: int
+    evictions: int
+    bytes_written_per_day: float | None
+    dwpd: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LadderResult:
+    """What a ladder did with a trace; the fields are a contract.
+
+    Attributes:
+        trace: The trace's name.
+        trace_sha256: Of its file.
+        requests: Requests served.
+        refs: Chunk references.
+        chunk_bytes: Bytes of a chunk; in a tier it takes whole pages.
+        tiers: One result per tier, fastest first.
+        total_hit_ratio: Chunks loaded from any tier, of all references.
+        prefix_hit_ratio: Prompt tokens loaded from any tier, of all prompt tokens.
+        writes_per_ref: Chunks written to the slower tiers, per reference.
+        promotions_per_ref: Chunks promoted, per reference.
+        ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
+        ttft_no_cache_s: The same of an engine that computes every prompt.
+        time_model: What the times were computed with.
+        seconds: Time the simulation took.
+        refs_per_second: ``refs / seconds``.
+    """
+
+    trace: str
+    trace_sha256: str
+    requests: int
+    refs: int
+    chunk_bytes: int
+    tiers: Sequence[TierResult]
+    total_hit_ratio: float
+    prefix_hit_ratio: float
+    writes_per_ref: float
+    promotions_per_ref: float
+    ttft_s: dict[str, float]
+    ttft_no_cache_s: dict[str, float]
+    time_model: TimeModel
+    seconds: float
+    refs_per_second: float
+
+
+def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
+    """Return a time model for want of a better one.
+
+    The tiers are as fast as the hardware of their kind usually is. Nothing says how fast the
+    engine is, so it is one sized for the trace: without a cache it would be computing prompts
+    70 % of the time.
+    """
+    duration_s = max(trace.duration_s, 1e-3)
+    return TimeModel(
+        prefill_tokens_per_s=max(int(trace.input_tokens.sum()) / duration_s / _BUSY, 1.0),
+        speeds={tier.name: default_speed(tier.kind) for tier in config.tiers},
+    )
+
+
+def simulate_ladder(
+    trace: Trace,
+    config: KvtierConfig,
+    *,
+    chunk_bytes: int,
+    model: TimeModel | None = None,
+    progress: Progress | None = None,
+) -> LadderResult:
+    """Replay ``trace`` through the ladder that ``config`` describes.
+
+    Args:
+        trace: The trace.
+        config: The configuration; its directories are not touched.
+        chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
+        model: What things take; :func:`default_time_model` when omitted.
+        progress: Told the share done now and then.
+
+    Raises:
+        ConfigError: A tier holds less than one chunk, or a policy is not installed.
+    """
+    begun = time.perf_counter()
+    check_chunk_fits(config, chunk_bytes)
+    model = model or default_time_model(config, trace)
+    slot = slot_nbytes(chunk_bytes)
+    tiers = build_tiers(config, [tier.capacity_bytes // slot for tier in config.tiers])
+    manager = build_manager(
+        config, tiers, slot_nbytes=slot, truth=HonestTruth(), record_events=False
+    )
+    desk = JobDesk(manager, tiers)
+    engine = ModelEngine(
+        manager,
+        desk,
+        model=model,
+        transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot),
+        chunk_tokens=trace.chunk_tokens,
+    )
+    waits = np.zeros(trace.requests)
+    saved = 0
+    for done, request in enumerate(engine.serve(_requests(trace)), start=1):
+        waits[request.number] = request.first_token_s - request.arrival_s
+        saved += min(request.hits * trace.chunk_tokens, request.tokens)
+        if progress is not None and not done % 256:
+            progress(done / trace.requests)
+    seconds = time.perf_counter() - begun
+    results = _tier_results(config, tiers, desk, trace, slot)
+    slower = results[1:]
+    return LadderResult(
+        trace=trace.name,
+        trace_sha256=trace.sha256,
+        requests=trace.requests,
+        refs=trace.refs,
+        chunk_bytes=chunk_bytes,
+        tiers=results,
+        total_hit_ratio=sum(tier.hits for tier in results) / trace.refs,
+        prefix_hit_ratio=saved / max(int(trace.input_tokens.sum()), 1),
+        writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
+        promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
+        ttft_s=_quantiles(waits),
+        ttft_no_cache_s=_quantiles(_waits_without_cache(trace, model)),
+        time_model=model,
+        seconds=seconds,
+        refs_per_second=trace.refs / seconds,
+    )
+
+
+def replay_references(
+    trace: Trace, manager: TieredOffloadingManager, tiers: Sequence[TierState]
+) -> JobDesk:
+    """Take every reference of ``trace`` as a request whose storage jobs end at once.
+
+    Args:
+        trace: The trace; its times are not used.
+        manager: A manager over ``tiers``.
+        tiers: Its tiers, whose counters say what happened.
+
+    Returns:
+        What counted the promotions.
+    """
+    desk = JobDesk(manager, tiers)
+    keys = chunk_keys(trace.distinct)
+    for number, chunk in enumerate(trace.ids.tolist()):
+        _reference(manager, desk, keys[chunk], str(number), float(number))
+    return desk
+
+
+def _reference(
+    manager: TieredOffloadingManager, desk: JobDesk, key: ChunkKey, req_id: str, now_s: float
+) -> None:
+    answer = manager.lookup(key, req_id)
+    while answer is Lookup.RETRY:
+        _settle(manager, desk, (), now_s)
+        answer = manager.lookup(key, req_id)
+    if answer is Lookup.HIT:
+        manager.prepare_load((key,), req_id)
+        manager.complete_load((key,))
+    else:
+        plan = manager.prepare_store((key,), req_id)
+        if plan is not None and plan.keys:
+            manager.complete_store(plan.keys)
+    manager.end_request(req_id)
+    _settle(manager, desk, (req_id,), now_s)
+
+
+def _settle(
+    manager: TieredOffloadingManager, desk: JobDesk, started: Sequence[str], now_s: float
+) -> None:
+    """End the step, and run jobs at once until they lead to no more."""
+    manager.end_step(started=started, now=now_s)
+    while jobs := manager.take_jobs():
+        for job in jobs:
+            desk.apply(job, TransferResult(job.job_id, [Outcome.DONE] * len(job.keys)))
+        manager.end_step(now=now_s)
+
+
+def _requests(trace: Trace) -> Iterator[ModelRequest]:
+    keys = chunk_keys(trace.distinct)
+    # A queue has an order: a request stamped earlier than the one before it came with it.
+    arrivals = np.maximum.accumulate(trace.timestamps_s).tolist()
+    tokens = trace.input_tokens.tolist()
+    for number, chain in enumerate(trace.chains()):
+        # A chunk named twice in one prompt is stored once.
+        chunks = [keys[chunk] for chunk in dict.fromkeys(chain)]
+        yield ModelRequest(number, arrivals[number], tokens[number], chunks)
+
+
+def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
+    """Return every request's time to its first token when all prompts are computed."""
+    arrivals = np.maximum.accumulate(trace.timestamps_s)
+    services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
+    waits = np.zeros(trace.requests)
+    free_s = 0.0
+    for number, (arrival, service) in enumerate(
+        zip(arrivals.tolist(), services.tolist(), strict=True)
+    ):
+        free_s = max(free_s, arrival) + service
+        waits[number] = free_s - arrival
+    return waits
+
+
+def _tier_results(
+    config: KvtierConfig,
+    tiers: Sequence[TierState],
+    desk: JobDesk,
+    trace: Trace,
+    slot: int,
+) -> list[TierResult]:
+    results = []
+    promoted = sum(desk.promoted)
+    for options, tier in zip(config.tiers, tiers, strict=True):
+        counters = tier.counters
+        written = counters.stored - (0 if tier.index else promoted)
+        per_day = None
+        if tier.index and trace.duration_s:
+            per_day = written * slot / trace.duration_s * _DAY_S
+        results.append(
+            TierResult(
+                name=tier.name,
+                kind=options.kind,
+                eviction=options.eviction,
+                capacity_chunks=tier.slots.capacity,
+                hits=counters.hits,
+                hit_ratio=counters.hits / trace.refs,
+                chunks_written=written,
+                chunks_promoted=desk.promoted[tier.index],
+                evictions=counters.evicted,
+                bytes_written_per_day=per_day,
+                dwpd=None if per_day is None else per_day / options.capacity_bytes,
+            )
+        )
+    return results
+
+
+def _quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
+    levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: float(np.quantile(waits, share)) for name, share in levels.items()}

@@ -1,0 +1,149 @@
+"""How long things take in model time: devices that serve one job after another.
+
+A direction of a device (reading a disk, writing it, copying RAM to the GPU) is a server with a
+queue: a job begins when those before it are done, takes its bytes over the bandwidth, and is
+known to be done a latency later. That leaves out how devices share their bandwidth between
+jobs and directions, and is right about what matters here: a slow tier makes requests wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtier.types import Job, Outcome, TransferResult
+
+__all__ = [
+    "DEFAULT_SPEEDS",
+    "OTHER_SPEED",
+    "Device",
+    "TierSpeed",
+    "TimeModel",
+    "TransferModel",
+    "default_speed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpeed:
+    """How fast a tier is.
+
+    Attributes:
+        read_bytes_per_s: Towards the GPU.
+        write_bytes_per_s: Away from it.
+        latency_s: Of every job, on top.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float
+
+
+DEFAULT_SPEEDS: Final[Mapping[str, TierSpeed]] = {
+    "ram": TierSpeed(25e9, 25e9, 20e-6),
+    "nvme": TierSpeed(6e9, 3e9, 200e-6),
+}
+"""By kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive."""
+
+OTHER_SPEED: Final = TierSpeed(2e9, 2e9, 2e-3)
+"""Of every other kind: a store behind a 25 Gbit/s network."""
+
+
+def default_speed(kind: str) -> TierSpeed:
+    """Return what a tier of ``kind`` usually does."""
+    return DEFAULT_SPEEDS.get(kind, OTHER_SPEED)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """What the engine and its tiers take.
+
+    Attributes:
+        prefill_tokens_per_s: Prompt tokens computed per second; one request at a time.
+        concurrency: Requests that are looked up ahead of their turn.
+        speeds: By the tier's name, every tier's.
+    """
+
+    prefill_tokens_per_s: float
+    concurrency: int = 32
+    speeds: Mapping[str, TierSpeed] = field(default_factory=dict)
+
+
+class Device:
+    """One direction of one device.
+
+    Args:
+        bytes_per_s: Its bandwidth.
+        latency_s: From the last byte to the job being known to be done.
+
+    Attributes:
+        free_at_s: When its queue is empty.
+        busy_s: For how long it has been moving bytes.
+    """
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self.free_at_s = 0.0
+        self.busy_s = 0.0
+
+    def occupy(self, nbytes: int, *, since_s: float) -> float:
+        """Queue a job of ``nbytes`` that is ready at ``since_s``; return when it is done."""
+        seconds = nbytes / self._bytes_per_s
+        self.busy_s += seconds
+        self.free_at_s = max(self.free_at_s, since_s) + seconds
+        return self.free_at_s + self._latency_s
+
+
+class TransferModel:
+    """Says when each load and each storage job ends, and how.
+
+    Like the live engine it drops a job whose turn comes after its deadline, and reports one
+    that is running then as expired, while its slots stay taken until it ends.
+
+    Args:
+        model: How fast the tiers are.
+        ram: Name of the RAM tier, whose speed limits loads but no storage job.
+        slot_nbytes: Bytes of a chunk in a tier.
+    """
+
+    def __init__(self, model: TimeModel, *, ram: str, slot_nbytes: int) -> None:
+        self._slot_nbytes = slot_nbytes
+        speed = model.speeds[ram]
+        self._loader = Device(speed.read_bytes_per_s, speed.latency_s)
+        self._readers: dict[str, Device] = {}
+        self._writers: dict[str, Device] = {}
+        for name, speed in model.speeds.items():
+            if name != ram:
+                self._readers[name] = Device(speed.read_bytes_per_s, speed.latency_s)
+                self._writers[name] = Device(speed.write_bytes_per_s, speed.latency_s)
+
+    def load(self, chunks: int, now_s: float) -> float:
+        """Queue a copy of ``chunks`` chunks from RAM to the GPU; return when it is done."""
+        return self._loader.occupy(chunks * self._slot_nbytes, since_s=now_s)
+
+    def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:
+        """Queue ``job`` at ``now_s``; return its results and when each arrives."""
+        devices = [
+            device
+            for device in (self._readers.get(job.source), self._writers.get(job.destination))
+            if device is not None
+        ]
+        deadline_s = now_s + job.timeout_s
+        if any(device.free_at_s > deadline_s for device in devices):
+            return [(deadline_s, _result(job, Outcome.EXPIRED))]
+        nbytes = len(job.keys) * self._slot_nbytes
+        done_s = max(
+            (device.occupy(nbytes, since_s=now_s) for device in devices), default=now_s
+        )
+        if done_s <= deadline_s:
+            return [(done_s, _result(job, Outcome.DONE))]
+        return [
+            (deadline_s, _result(job, Outcome.EXPIRED, settled=False)),
+            (done_s, _result(job, Outcome.EXPIRED)),
+        ]
+
+
+def _result(job: Job, outcome: Outcome, *, settled: bool = True) -> TransferResult:
+    return TransferResult(job.job_id, [outcome] * len(job.keys), settled=settled)
