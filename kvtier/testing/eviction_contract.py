@@ -10,22 +10,33 @@
 # ruff: noqa: D102 - the name of a test says what it shows
 from __future__ import annotations
 
-import gc
-import types
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import ClassVar
 
-from kvtier.keys import make_key
+from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.testing.counting import count_entries, count_lines, reachable
+from kvtier.testing.model_tier import ModelTier
+from kvtier.testing.streams import PINNED, STREAMS, Stream
 
 __all__ = ["EvictionContract"]
 
 _ENTRIES_PER_SLOT = 8
 _ENTRIES_OF_EMPTY = 256
+_SMALL, _LARGE, _GROWTH = 40, 640, 1.5
+"""Chunks of two tiers, and how much more work per access there may be in the larger one."""
 
 
 class EvictionContract(ABC):
-    """Inherit as ``TestX`` and say how to make the policy."""
+    """Inherit as ``TestX`` and say how to make the policy.
+
+    Attributes:
+        ghosts_per_slot: Most keys the policy remembers of chunks that are not there.
+    """
+
+    ghosts_per_slot: ClassVar[int] = 2
 
     @abstractmethod
     def make_eviction(self, *, capacity: int) -> Eviction:
@@ -141,7 +152,7 @@ class EvictionContract(ABC):
                 copies += _make_copies(1, start=capacity + round_number)
                 eviction.on_miss(copies[-1].key, ctx)
                 eviction.on_insert(copies[-1], ctx)
-        assert _entries(eviction) <= _ENTRIES_PER_SLOT * capacity + _ENTRIES_OF_EMPTY
+        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * capacity + _ENTRIES_OF_EMPTY
 
     def test_memory_stays_in_proportion_when_copies_come_and_go_unused(self) -> None:
         capacity = 16
@@ -151,8 +162,60 @@ class EvictionContract(ABC):
             eviction.on_insert(copy, ctx)
             copy.state = CopyState.GONE
             eviction.on_remove(copy)
-        assert _entries(eviction) <= _ENTRIES_PER_SLOT * capacity + _ENTRIES_OF_EMPTY
+        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * capacity + _ENTRIES_OF_EMPTY
         assert eviction.pick(_any, ctx) is None
+
+    def test_the_right_victims_are_found_among_pins_that_come_and_go(self) -> None:
+        rng = random.Random(4)
+        tier = ModelTier(self.make_eviction(capacity=24))
+        keys = _keys(64)
+        for _ in range(3000):
+            key = rng.choice(keys)
+            tier.pinned = set(rng.sample(keys, rng.choice((0, 16, 48, 60))))
+            allowed, asked = tier.may_go(), tier.asked
+            what = rng.random()
+            if what < 0.8:
+                tier.access(key)
+            elif what < 0.85 and key in tier.members:
+                tier.remove(key)
+            else:
+                members = len(tier.members)
+                victim = tier.evict()
+                assert victim.key in allowed if victim is not None else not allowed
+                assert tier.asked - asked <= members, "somebody was asked twice in one pick"
+        assert len(tier.members) <= tier.eviction.capacity
+
+    def test_ghosts_are_keys_and_bounded(self) -> None:
+        capacity, rng = 32, random.Random(5)
+        tier = ModelTier(self.make_eviction(capacity=capacity))
+        for number in range(100 * capacity):
+            near = rng.randrange(max(number - 3 * capacity, 0), number + 1)
+            tier.access(_key(number if number % 3 else near))
+            if number % capacity == 0:
+                held = list(reachable(tier.eviction))
+                copies = {item for item in held if isinstance(item, ChunkCopy)}
+                assert copies <= set(tier.members.values()), "it refers to a copy that left"
+                ghosts = {item for item in held if isinstance(item, bytes)} - set(tier.members)
+                assert len(ghosts) <= self.ghosts_per_slot * capacity
+
+    def test_the_work_per_operation_does_not_grow_with_the_tier(self) -> None:
+        for name, stream in STREAMS.items():
+            small = self._work_per_operation(_SMALL, stream, pinned=name in PINNED)
+            large = self._work_per_operation(_LARGE, stream, pinned=name in PINNED)
+            assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
+
+    def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
+        """Count the policy's lines and questions per access once the tier is full."""
+        tier = ModelTier(self.make_eviction(capacity=capacity))
+        accesses = 6 * capacity
+        keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]
+        if pinned:
+            tier.pinned.update(_key(number) for number in range(capacity // 2))
+        for number in range(capacity):
+            tier.access(_key(number))
+        asked = tier.asked
+        lines = count_lines(lambda: [tier.access(key) for key in keys])
+        return (lines + tier.asked - asked) / accesses
 
     def _filled(self, members: int) -> tuple[Eviction, list[ChunkCopy], PolicyContext]:
         eviction, ctx = self.make_eviction(capacity=members), PolicyContext()
@@ -163,10 +226,18 @@ class EvictionContract(ABC):
         return eviction, copies, ctx
 
 
+def _key(number: int) -> ChunkKey:
+    return make_key(number.to_bytes(8, "big"), 0)
+
+
+def _keys(count: int) -> list[ChunkKey]:
+    return [_key(number) for number in range(count)]
+
+
 def _make_copies(count: int, *, start: int = 0) -> list[ChunkCopy]:
     copies = []
     for number in range(start, start + count):
-        copy = ChunkCopy(make_key(number.to_bytes(8, "big"), 0), number)
+        copy = ChunkCopy(_key(number), number)
         copy.state = CopyState.RESIDENT
         copies.append(copy)
     return copies
@@ -192,20 +263,3 @@ def _any(copy: ChunkCopy) -> bool:
 
 def _none(copy: ChunkCopy) -> bool:
     return copy.state == CopyState.GONE
-
-
-def _entries(root: object) -> int:
-    """Count what a policy's containers hold, nested ones and its own objects included."""
-    opaque = (type, types.ModuleType, types.FunctionType, ChunkCopy, bytes, str, int, float)
-    seen: set[int] = set()
-    pending: list[object] = [root]
-    entries = 0
-    while pending:
-        item = pending.pop()
-        if id(item) in seen or isinstance(item, opaque):
-            continue
-        seen.add(id(item))
-        held = gc.get_referents(item)
-        entries += len(held)
-        pending += held
-    return entries

@@ -1,23 +1,76 @@
-"""Every built-in eviction policy keeps the contract; Lru is exactly least recently used."""
+"""Every built-in eviction policy keeps the contract; the LRU ones are exactly that."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError
-from kvtier.keys import make_key
+from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext, build_eviction
-from kvtier.policies.eviction import Lru
+from kvtier.policies.eviction import Lru, PrefixLru
+from kvtier.policies.registry import BUILT_IN_EVICTIONS
 from kvtier.testing.eviction_contract import EvictionContract
+from kvtier.testing.model_tier import ModelTier
+
+EXACT = "w-tinylfu-exact"
 
 
-class TestLru(EvictionContract):
+class TestBuiltIn(EvictionContract):
+    @pytest.fixture(params=sorted(BUILT_IN_EVICTIONS.keys() - {EXACT}), autouse=True)
+    def name(self, request: pytest.FixtureRequest) -> None:
+        self._name: str = request.param
+
     def make_eviction(self, *, capacity: int) -> Eviction:
-        return build_eviction("lru", capacity=capacity)
+        return build_eviction(self._name, capacity=capacity, future=True)
+
+
+class TestExactCounters(EvictionContract):
+    ghosts_per_slot = 10  # its counters are its purpose
+
+    def make_eviction(self, *, capacity: int) -> Eviction:
+        return build_eviction(EXACT, capacity=capacity)
+
+
+PINS = st.lists(
+    st.tuples(
+        st.sampled_from(["access", "access", "access", "pin", "unpin", "evict", "remove"]),
+        st.integers(0, 15),
+    ),
+    max_size=120,
+)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS))
+@given(steps=PINS, capacity=st.integers(1, 8))
+def test_what_is_pinned_stays_and_somebody_else_goes(
+    name: str, steps: list[tuple[str, int]], capacity: int
+) -> None:
+    tier = ModelTier(build_eviction(name, capacity=capacity, future=True))
+    for what, number in steps:
+        key, allowed, members = key_of(number), tier.may_go(), set(tier.members)
+        tier.asked = 0
+        if what == "access":
+            room = len(members) < capacity or bool(allowed)
+            assert tier.access(key) is (key in members or room) or tier.eviction.insert_first
+        elif what == "pin":
+            tier.pinned.add(key)
+        elif what == "unpin":
+            tier.pinned.discard(key)
+        elif what == "evict":
+            assert (tier.evict() is None) is (not allowed)
+        elif key in members:
+            tier.remove(key)
+        gone = members - set(tier.members)
+        assert gone <= (allowed if what != "remove" else {key})
+        assert tier.asked <= len(members) + 1
+    tier.pinned.clear()
+    for _ in range(len(tier.members)):
+        assert tier.evict() is not None
+    assert tier.evict() is None
 
 
 STEPS = st.lists(
@@ -95,7 +148,49 @@ def test_a_scan_that_finds_nothing_leaves_the_order_as_it_was() -> None:
     assert [lru.pick(lambda copy: True, ctx) for _ in copies] == copies
 
 
-def test_the_registry_finds_lru_and_names_what_there_is_otherwise() -> None:
-    assert isinstance(build_eviction("lru", capacity=3), Lru)
-    with pytest.raises(ConfigError, match=r"'mru'.*lru"):
-        build_eviction("mru", capacity=3)
+@dataclass
+class Radix:
+    """Leaf-first LRU as one would write it down: everybody is looked at for each victim."""
+
+    capacity: int
+    used: dict[ChunkKey, int] = field(default_factory=dict)
+    parents: dict[ChunkKey, ChunkKey | None] = field(default_factory=dict)
+    clock: int = 0
+
+    def access(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        self.clock += 1
+        if key not in self.used and len(self.used) == self.capacity:
+            inner = {self.parents[member] for member in self.used}
+            leaves = [member for member in self.used if member not in inner]
+            del self.used[min(leaves, key=self.used.__getitem__)]
+        self.used[key] = self.clock
+        self.parents[key] = parent
+
+
+@given(
+    requests=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=60),
+    capacity=st.integers(5, 14),
+)
+def test_prefix_lru_evicts_the_oldest_leaf_and_strands_nobody(
+    requests: list[list[int]], capacity: int
+) -> None:
+    tier, radix = ModelTier(PrefixLru(capacity)), Radix(capacity)
+    for path in requests:
+        chain = [make_key(bytes(path[:end]), 0) for end in range(1, len(path) + 1)]
+        parents = [None, *chain[:-1]]
+        links = list(zip(chain, parents, strict=True))
+        there = [link for link in links if link[0] in tier.members]
+        missing = [link for link in links if link[0] not in tier.members]
+        # As the manager: what is there is used leaf to root, what is not comes root to leaf.
+        for key, parent in (*reversed(there), *missing):
+            tier.pinned = set(chain)
+            if not tier.access(key, parent=parent):
+                return  # a chain as long as the tier
+            radix.access(key, parent)
+            assert set(tier.members) == set(radix.used)
+        for copy in tier.members.values():
+            assert copy.parent is None or copy.parent in tier.members
+
+
+def key_of(number: int) -> ChunkKey:
+    return make_key(bytes([number]), 0)

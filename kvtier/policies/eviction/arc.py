@@ -33,22 +33,24 @@ class Arc(TakingEviction):
         super().__init__(capacity)
         self._once: OrderedDict[ChunkCopy, None] = OrderedDict()
         self._again: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._left_once = Ghosts(capacity)
-        self._left_again = Ghosts(2 * capacity)
+        self._left_once: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._left_again: OrderedDict[ChunkKey, None] = OrderedDict()
         self._returning = Ghosts(capacity)
         self._target = 0.0
         self._missed_again = False
 
     @override
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
-        once, again = len(self._left_once), len(self._left_again)
+        once, again = self._left_once, self._left_again
         self._missed_again = False
-        if self._left_once.take(key):
-            self._target = min(self.capacity, self._target + max(again / once, 1))
+        if key in once:
+            self._target = min(self.capacity, self._target + max(len(again) / len(once), 1))
+            del once[key]
             self._returning.add(key)
-        elif self._left_again.take(key):
-            self._target = max(0.0, self._target - max(once / again, 1))
+        elif key in again:
+            self._target = max(0.0, self._target - max(len(once) / len(again), 1))
             self._missed_again = True
+            del again[key]
             self._returning.add(key)
 
     @override
@@ -56,14 +58,14 @@ class Arc(TakingEviction):
         if self._returning.take(copy.key):
             self._again[copy] = None
             return
+        left_once, left_again, capacity = self._left_once, self._left_again, self.capacity
         self._once[copy] = None
-        if len(self._left_once) and len(self._once) + len(self._left_once) > self.capacity:
-            self._left_once.drop_oldest()
-        ghosts = len(self._left_once) + len(self._left_again)
-        if len(self._left_again) and (
-            len(self._once) + len(self._again) + ghosts > 2 * self.capacity
-        ):
-            self._left_again.drop_oldest()
+        once = len(self._once) + len(left_once)
+        if once > capacity and left_once:
+            left_once.popitem(last=False)
+            once -= 1
+        if left_again and once + len(self._again) + len(left_again) > 2 * capacity:
+            left_again.popitem(last=False)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -96,5 +98,5 @@ class Arc(TakingEviction):
     @override
     def _remember(self, copy: ChunkCopy) -> None:
         ghosts = self._left_once if copy.policy is self._once else self._left_again
-        ghosts.add(copy.key)
+        ghosts[copy.key] = None
         copy.policy = None

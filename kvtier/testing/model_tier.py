@@ -1,0 +1,109 @@
+"""A tier that is nothing but its eviction policy: to run a policy on a stream of keys."""
+
+from __future__ import annotations
+
+from kvtier.keys import ChunkKey
+from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
+
+__all__ = ["ModelTier"]
+
+
+class ModelTier:
+    """Calls a policy as :class:`~kvtier.policies.Eviction` says a driver does.
+
+    Args:
+        eviction: The policy; its capacity is the tier's.
+
+    Attributes:
+        members: The resident copies by key.
+        pinned: Keys that must stay.
+        hits: Accesses that found their chunk.
+        asked: How often the policy asked whether a copy may go.
+    """
+
+    def __init__(self, eviction: Eviction) -> None:
+        self.eviction = eviction
+        self.members: dict[ChunkKey, ChunkCopy] = {}
+        self.pinned: set[ChunkKey] = set()
+        self.hits = 0
+        self.asked = 0
+        self._ctx = PolicyContext()
+        self._kids: dict[ChunkKey, int] = {}
+
+    def access(
+        self, key: ChunkKey, *, parent: ChunkKey | None = None, next_use: int = NEVER
+    ) -> bool:
+        """Use ``key``, and let it in if it is absent and there is or can be made room.
+
+        Args:
+            key: The chunk.
+            parent: The chunk before it.
+            next_use: When it is accessed next.
+
+        Returns:
+            Whether it is resident now.
+        """
+        self._ctx.next_use = next_use
+        copy = self.members.get(key)
+        if copy is not None:
+            self.hits += 1
+            self.eviction.on_hit(copy, self._ctx)
+            while self.eviction.surplus and self.evict() is not None:
+                pass
+            return True
+        self.eviction.on_miss(key, self._ctx)
+        if self.eviction.insert_first:
+            self._insert(key, parent)
+            over = len(self.members) > self.eviction.capacity
+            return not over or self.evict() is not None
+        if len(self.members) >= self.eviction.capacity and self.evict() is None:
+            return False
+        self._insert(key, parent)
+        return True
+
+    def evict(self) -> ChunkCopy | None:
+        """Let one victim go and return it; None when nobody may go."""
+        victim = self.eviction.pick(self._may_go, self._ctx)
+        if victim is not None:
+            victim.state = CopyState.GONE
+            self._forget(victim)
+        return victim
+
+    def remove(self, key: ChunkKey) -> None:
+        """Take ``key`` out for another reason than to make room."""
+        copy = self.members[key]
+        copy.state = CopyState.GONE
+        self.eviction.on_remove(copy)
+        self._forget(copy)
+
+    def may_go(self) -> set[ChunkKey]:
+        """Return the keys of those a policy may pick now."""
+        return {key for key, copy in self.members.items() if self._allowed(copy)}
+
+    def _may_go(self, copy: ChunkCopy) -> bool:
+        self.asked += 1
+        return self._allowed(copy)
+
+    def _allowed(self, copy: ChunkCopy) -> bool:
+        if copy.key in self.pinned:
+            return False
+        return not self.eviction.leaf_only or not copy.kids
+
+    def _insert(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        copy = ChunkCopy(key, len(self.members), parent)
+        copy.state = CopyState.RESIDENT
+        copy.kids = self._kids.get(key, 0)
+        self.members[key] = copy
+        self._count_kid(parent, 1)
+        self.eviction.on_insert(copy, self._ctx)
+
+    def _forget(self, copy: ChunkCopy) -> None:
+        del self.members[copy.key]
+        self._count_kid(copy.parent, -1)
+
+    def _count_kid(self, parent: ChunkKey | None, change: int) -> None:
+        if parent is None:
+            return
+        self._kids[parent] = self._kids.get(parent, 0) + change
+        if parent in self.members:
+            self.members[parent].kids += change
