@@ -13,6 +13,8 @@ from rich.console import Console
 import kvtier
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._render import show_plan, show_tiers
+from kvtier.cli._sim import sim_app
+from kvtier.cli._trace import trace_app
 from kvtier.config import (
     KvtierConfig,
     check_environment,
@@ -36,6 +38,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(sim_app, name="sim")
+app.add_typer(trace_app, name="trace")
 
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 

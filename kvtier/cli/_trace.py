@@ -142,7 +142,7 @@ def _write(trace: Trace, output: Path, to: str) -> None:
 
 def _show(facts: dict[str, Any]) -> None:
     table = make_table("", numbers=("",))
-    for name, value in facts.items():
+    for name, value in {**facts, "sha256": facts["sha256"][:16]}.items():
         table.add_row(name.replace("_", " "), _text(value))
     Console(highlight=False).print(table)
 

@@ -13,7 +13,7 @@ reference figures, in which a two-level cache is a state machine without time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -217,12 +217,12 @@ def simulate_ladder(
 
 
 def replay_references(
-    trace: Trace, manager: TieredOffloadingManager, tiers: Sequence[TierState]
+    references: Iterable[ChunkKey], manager: TieredOffloadingManager, tiers: Sequence[TierState]
 ) -> JobDesk:
-    """Take every reference of ``trace`` as a request whose storage jobs end at once.
+    """Take every reference as a request of its own, whose storage jobs end at once.
 
     Args:
-        trace: The trace; its times are not used.
+        references: Chunks, in the order they are asked for.
         manager: A manager over ``tiers``.
         tiers: Its tiers, whose counters say what happened.
 
@@ -230,9 +230,8 @@ def replay_references(
         What counted the promotions.
     """
     desk = JobDesk(manager, tiers)
-    keys = chunk_keys(trace.distinct)
-    for number, chunk in enumerate(trace.ids.tolist()):
-        _reference(manager, desk, keys[chunk], str(number), float(number))
+    for number, key in enumerate(references):
+        _reference(manager, desk, key, str(number), float(number))
     return desk
 
 

@@ -14,19 +14,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from kvtier.policies import build_eviction
 from kvtier.sim._tiers import tier_for
 from kvtier.sim.traces import Trace
 
-__all__ = ["Progress", "SingleResult", "TouchOrder", "simulate_single"]
+__all__ = ["SEED", "Progress", "SingleResult", "TouchOrder", "simulate_single"]
 
 TouchOrder = Literal["policy", "forward", "reverse"]
 Progress = Callable[[float], None]
 """Told the share done, 0 to 1, now and then."""
 
-_SLICES = 64
+SEED: Final = 0
+"""Of the random numbers that policies may draw."""
+
+_SLICES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def simulate_single(
     eviction = build_eviction(policy, capacity=capacity, future=True)
     order = eviction.touch_order if touch_order == "policy" else touch_order
     tier = tier_for(eviction, trace, order)
+    tier.ctx.rng.seed(SEED)
     chains = trace.chains()
     arrivals = trace.timestamps_s.tolist()
     inputs = trace.input_tokens.tolist()

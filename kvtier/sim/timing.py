@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtier.errors import ConfigError
 from kvtier.types import Job, Outcome, TransferResult
+from kvtier.units import UnitError, parse_duration, parse_rate
 
 __all__ = [
     "DEFAULT_SPEEDS",
@@ -22,6 +24,7 @@ __all__ = [
     "TimeModel",
     "TransferModel",
     "default_speed",
+    "parse_speed",
 ]
 
 
@@ -68,6 +71,26 @@ class TimeModel:
     prefill_tokens_per_s: float
     concurrency: int = 32
     speeds: Mapping[str, TierSpeed] = field(default_factory=dict)
+
+
+def parse_speed(text: str) -> tuple[str, TierSpeed]:
+    """Return the tier and the speed that ``nvme=6GiB/s,3GiB/s,200us`` means.
+
+    Raises:
+        ConfigError: It means none.
+    """
+    name, equals, rest = text.partition("=")
+    parts = rest.split(",")
+    if not equals or len(parts) != 3:
+        example = "nvme=6GiB/s,3GiB/s,200us (read, write, latency)"
+        raise ConfigError(
+            f"--tier-speed {text}: not a tier's speed; write one such as {example}"
+        )
+    try:
+        read, write, latency = parts
+        return name, TierSpeed(parse_rate(read), parse_rate(write), parse_duration(latency))
+    except UnitError as error:
+        raise ConfigError(f"--tier-speed {text}: {error}") from error
 
 
 class Device:

@@ -1,0 +1,261 @@
+"""``kvtier sim``: replay traces against policies and whole ladders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvtier.cli._sim_render import show_ladder, show_single, show_sweep
+from kvtier.cli._trace import FormatOption, TraceFile, choice, read
+from kvtier.config import KvtierConfig, load_config
+from kvtier.errors import ConfigError
+from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
+from kvtier.sim.ladder import default_time_model, simulate_ladder
+from kvtier.sim.recommend import RecommendRequest, recommend
+from kvtier.sim.report import write_page, write_plot
+from kvtier.sim.single import Progress as Told
+from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.sweep import sweep, write_csv
+from kvtier.sim.timing import TimeModel, parse_speed
+from kvtier.sim.traces import Trace
+from kvtier.units import UnitError, parse_size
+
+__all__ = ["sim_app"]
+
+sim_app = typer.Typer(
+    help="Replay traces against policies and ladders.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_ORDERS = ("policy", "forward", "reverse")
+
+Order = Annotated[
+    str,
+    typer.Option(
+        "--touch-order",
+        metavar="ORDER",
+        help=f"Order in which a request's chunks are accessed: {', '.join(_ORDERS)}.",
+    ),
+]
+ChunkBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--chunk-bytes", metavar="SIZE", help="Bytes of a chunk; 128KiB a token if left out."
+    ),
+]
+PrefillRate = Annotated[
+    float | None,
+    typer.Option(
+        "--prefill-rate",
+        min=1.0,
+        metavar="N",
+        help="Prompt tokens computed per second; if left out, what keeps the engine busy 70 % "
+        "of the time without a cache.",
+    ),
+]
+Speeds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tier-speed",
+        metavar="TIER=READ,WRITE,LATENCY",
+        help="How fast a tier is, as in nvme=6GiB/s,3GiB/s,200us; may be repeated.",
+    ),
+]
+
+
+@sim_app.command()
+def run(  # noqa: PLR0913 - each is an option of the command
+    trace: TraceFile,
+    *,
+    format_name: FormatOption = "auto",
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Eviction policy of a single tier.")
+    ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of the tier: 5% of the trace, 9140 or 64GiB."),
+    ] = None,
+    touch_order: Order = "policy",
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Configuration of a whole ladder.")
+    ] = None,
+    chunk_bytes: ChunkBytes = None,
+    prefill_rate: PrefillRate = None,
+    tier_speed: Speeds = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay TRACE against one policy, or against the ladder of a configuration.
+
+    With --config the manager of a live engine decides, in model time; no bytes move.
+    """
+    if (policy is None) == (config is None):
+        raise ConfigError("name either --policy or --config")
+    loaded = read(trace, format_name)
+    nbytes = _chunk_bytes(loaded, chunk_bytes)
+    if config is not None:
+        ladder = load_config(config)
+        model = _time_model(loaded, ladder, prefill_rate, tier_speed)
+        with _progress("replaying") as progress:
+            whole = simulate_ladder(
+                loaded, ladder, chunk_bytes=nbytes, model=model, progress=progress
+            )
+        show_ladder(whole, as_json=as_json)
+        return
+    with _progress("replaying") as progress:
+        one = simulate_single(
+            loaded,
+            policy=policy or "",
+            capacity=_capacity(loaded, capacity, nbytes),
+            touch_order=_order(touch_order),
+            progress=progress,
+        )
+    show_single(one, as_json=as_json)
+
+
+@sim_app.command("sweep")
+def run_sweep(  # noqa: PLR0913 - each is an option of the command
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="Trace files; may be gzip or zstd.")
+    ],
+    *,
+    policies: Annotated[
+        str, typer.Option(metavar="NAMES", help="Eviction policies, with commas between.")
+    ],
+    capacities: Annotated[
+        str, typer.Option(metavar="SIZES", help="Sizes, with commas between, as in 1%,9140.")
+    ],
+    csv: Annotated[Path, typer.Option(metavar="FILE", help="Table to write; replaced.")],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture to write: PNG, SVG or PDF.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Page with interactive curves to write.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes to use.")] = 1,
+    format_name: FormatOption = "auto",
+    touch_order: Order = "policy",
+    chunk_bytes: ChunkBytes = None,
+) -> None:
+    """Replay every TRACE against every policy at every size."""
+    loaded = [read(path, format_name) for path in traces]
+    with _progress("sweeping") as progress:
+        results = sweep(
+            loaded,
+            _names("--policies", policies),
+            _names("--capacities", capacities),
+            chunk_bytes=[_chunk_bytes(trace, chunk_bytes) for trace in loaded],
+            touch_order=_order(touch_order),
+            jobs=jobs,
+            progress=progress,
+        )
+    for path, write in ((csv, write_csv), (plot, write_plot), (html, write_page)):
+        if path is not None:
+            _write(path, partial(write, results))
+    show_sweep(results)
+
+
+@sim_app.command("recommend")
+def run_recommend(  # noqa: PLR0913 - each is an option of the command
+    trace: TraceFile,
+    *,
+    ram: Annotated[str, typer.Option(metavar="SIZE", help="Memory the cache may take.")],
+    nvme: Annotated[str, typer.Option(metavar="SIZE", help="Disk the cache may take.")],
+    chunk_bytes: ChunkBytes = None,
+    path: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the store, on that disk.")
+    ] = Path("/var/lib/kvtier"),
+    format_name: FormatOption = "auto",
+    prefill_rate: PrefillRate = None,
+    tier_speed: Speeds = None,
+) -> None:
+    """Print the configuration that serves TRACE best, and why.
+
+    The output is a YAML file whose comments say what was tried.
+    """
+    loaded = read(trace, format_name)
+    request = RecommendRequest(
+        ram=_size("--ram", ram),
+        nvme=_size("--nvme", nvme),
+        path=path,
+        chunk_bytes=_chunk_bytes(loaded, chunk_bytes),
+        prefill_tokens_per_s=prefill_rate,
+        speeds=dict(parse_speed(text) for text in tier_speed or ()),
+    )
+    with _progress("trying") as progress:
+        text = recommend(loaded, request, progress=progress)
+    typer.echo(text, nl=False)
+
+
+def _chunk_bytes(trace: Trace, text: str | None) -> int:
+    return chunk_nbytes(trace) if text is None else parse_chunk_bytes(text)
+
+
+def _capacity(trace: Trace, text: str | None, chunk_bytes: int) -> int:
+    if text is None:
+        raise ConfigError("--capacity is missing; write one such as --capacity 5%")
+    return parse_capacity(text, distinct=trace.distinct, chunk_bytes=chunk_bytes)
+
+
+def _order(text: str) -> TouchOrder:
+    return cast("TouchOrder", choice("--touch-order", text, _ORDERS))
+
+
+def _names(option: str, text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ConfigError(f"{option} {text}: an empty name; write them as a,b,c")
+    return list(dict.fromkeys(names))
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except UnitError as error:
+        raise ConfigError(f"{option} {text}: {error}") from error
+
+
+def _time_model(
+    trace: Trace, config: KvtierConfig, rate: float | None, speeds: list[str] | None
+) -> TimeModel:
+    model = default_time_model(config, trace)
+    known = dict(model.speeds)
+    for text in speeds or ():
+        name, speed = parse_speed(text)
+        choice("--tier-speed", name, known)
+        known[name] = speed
+    return replace(model, speeds=known, prefill_tokens_per_s=rate or model.prefill_tokens_per_s)
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        problem = f"{path}: cannot be written: {error.strerror or error}"
+        raise ConfigError(f"{problem}; name a file in a directory you may write to") from error
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Told]:
+    """Show how much is done, on a terminal only and never on stdout."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share: bar.update(task, completed=share)

@@ -1,0 +1,106 @@
+"""Results of simulations, as JSON or as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import typer
+from rich.console import Console
+
+from kvtier.cli._render import make_table
+from kvtier.sim.ladder import LadderResult
+from kvtier.sim.single import SingleResult
+from kvtier.sim.sweep import SweepResult
+from kvtier.units import approximate_size
+
+__all__ = ["show_ladder", "show_single", "show_sweep"]
+
+
+def show_single(result: SingleResult, *, as_json: bool) -> None:
+    """Print what one policy did."""
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+        return
+    table = make_table("", numbers=("",))
+    for name, value in result.as_dict().items():
+        table.add_row(name.replace("_", " "), _text(value))
+    Console(highlight=False).print(table)
+
+
+def show_sweep(results: Sequence[SweepResult]) -> None:
+    """Print the prefix hit ratios of a sweep, one table per trace."""
+    console = Console(highlight=False)
+    for trace in dict.fromkeys(result.trace for result in results):
+        rows = [result for result in results if result.trace == trace]
+        sizes = list(dict.fromkeys(row.capacity for row in rows))
+        console.print(f"{trace}: prefix hit ratio, %")
+        table = make_table("policy", numbers=tuple(sizes))
+        for policy in dict.fromkeys(row.policy for row in rows):
+            cells = {row.capacity: row for row in rows if row.policy == policy}
+            table.add_row(
+                policy, *(f"{cells[size].prefix_hit_ratio * 100:.2f}" for size in sizes)
+            )
+        console.print(table)
+
+
+def show_ladder(result: LadderResult, *, as_json: bool) -> None:
+    """Print what a ladder did."""
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+        return
+    console = Console(highlight=False)
+    columns = ("chunks", "hits", "hit ratio", "written", "promoted", "evicted", "DWPD")
+    table = make_table("tier", "eviction", numbers=columns)
+    for tier in result.tiers:
+        table.add_row(
+            tier.name,
+            tier.eviction,
+            f"{tier.capacity_chunks:,}",
+            f"{tier.hits:,}",
+            f"{tier.hit_ratio:.4f}",
+            f"{tier.chunks_written:,}",
+            f"{tier.chunks_promoted:,}",
+            f"{tier.evictions:,}",
+            "" if tier.dwpd is None else f"{tier.dwpd:.2f}",
+        )
+    console.print(table)
+    console.print()
+    for line in _summary(result):
+        console.print(line, soft_wrap=True)
+
+
+def _summary(result: LadderResult) -> list[str]:
+    of = f"{result.refs:,} references, {result.prefix_hit_ratio:.4f} of the prompt tokens"
+    moved = f"{result.writes_per_ref:.4f} chunks written to slower tiers"
+    waits = f"{_waits(result.ttft_s)}; without a cache {_waits(result.ttft_no_cache_s)}"
+    lines = [
+        f"hits {result.total_hit_ratio:.4f} of {of}",
+        f"per reference {moved}, {result.promotions_per_ref:.4f} promoted",
+        f"time to first token {waits}",
+    ]
+    lines += [
+        f"{tier.name}: {approximate_size(tier.bytes_written_per_day)} written per day"
+        for tier in result.tiers
+        if tier.bytes_written_per_day is not None
+    ]
+    model = result.time_model
+    speeds = ", ".join(
+        f"{name} reads {approximate_size(speed.read_bytes_per_s)}/s, "
+        f"writes {approximate_size(speed.write_bytes_per_s)}/s"
+        for name, speed in model.speeds.items()
+    )
+    assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"
+    size = approximate_size(result.chunk_bytes)
+    return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}"]
+
+
+def _waits(levels: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f} s" for name, value in levels.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value > 1000 else f"{value:.6f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

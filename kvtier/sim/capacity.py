@@ -1,0 +1,77 @@
+"""How many chunks a size on the command line means."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.sim.traces import Trace
+from kvtier.units import UnitError, parse_percentage, parse_size
+
+__all__ = ["NBYTES_PER_TOKEN", "chunk_nbytes", "parse_capacity", "parse_chunk_bytes"]
+
+NBYTES_PER_TOKEN: Final = 128 << 10
+"""KV of one token where nobody says: 8 billion parameters, grouped queries, 16 bits."""
+
+
+def chunk_nbytes(trace: Trace) -> int:
+    """Return what one of the trace's chunks takes, for want of a better number."""
+    return trace.chunk_tokens * NBYTES_PER_TOKEN
+
+
+def parse_chunk_bytes(text: str) -> int:
+    """Return the bytes that ``--chunk-bytes`` means: a size or a plain number.
+
+    Raises:
+        ConfigError: It means none.
+    """
+    plain = text.strip()
+    if plain.isascii() and plain.isdecimal():
+        nbytes = int(plain)
+    else:
+        try:
+            nbytes = parse_size(plain)
+        except UnitError as error:
+            raise ConfigError(f"--chunk-bytes {text}: {error}") from error
+    if not nbytes:
+        raise ConfigError(f"--chunk-bytes {text}: a chunk has bytes; write one such as 2MiB")
+    return nbytes
+
+
+def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
+    """Return the chunks that a capacity means; at least 1.
+
+    Args:
+        text: A share of the trace's distinct chunks (``5%``), a number of chunks (``9140``) or
+            a size (``64GiB``).
+        distinct: The trace's distinct chunks.
+        chunk_bytes: Bytes of a chunk.
+
+    Raises:
+        ConfigError: It is none of these.
+
+    >>> [
+    ...     parse_capacity(text, distinct=200, chunk_bytes=1 << 20)
+    ...     for text in ("5%", "7", "1GiB")
+    ... ]
+    [10, 7, 1024]
+    """
+    plain = text.strip()
+    try:
+        if plain.endswith("%"):
+            share = Decimal(repr(parse_percentage(plain)))
+            return max(1, int(share * distinct + Decimal("0.5")))
+        if plain.isascii() and plain.isdecimal():
+            return _positive(text, int(plain), "write at least 1 chunk")
+        chunks = parse_size(plain) // chunk_bytes
+    except UnitError as error:
+        remedy = "write a share of the trace (5%), chunks (9140) or a size (64GiB)"
+        raise ConfigError(f"capacity {text}: {error.problem}; {remedy}") from error
+    return _positive(text, chunks, f"a chunk takes {chunk_bytes} bytes: write more")
+
+
+def _positive(text: str, chunks: int, remedy: str) -> int:
+    if chunks < 1:
+        raise ConfigError(f"capacity {text}: holds no chunk; {remedy}")
+    return chunks

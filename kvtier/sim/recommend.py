@@ -1,0 +1,230 @@
+"""Which configuration serves a trace best within given memory and disk.
+
+Two stages, because a ladder run costs much more than a single-tier one. First the eviction
+policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces LRU,
+which every operator understands, only if it hits clearly more. Then whole ladders with the
+winners: when to write down, and when to keep what came up. The ladder whose requests wait
+least wins; among those that wait about as long, the one that writes least to the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Final, TypeVar
+
+import yaml
+
+from kvtier.config import KvtierConfig, parse_config, slot_nbytes
+from kvtier.errors import ConfigError
+from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder
+from kvtier.sim.single import Progress, SingleResult, simulate_single
+from kvtier.sim.timing import TierSpeed, TimeModel
+from kvtier.sim.traces import Trace
+from kvtier.units import approximate_size, format_size
+
+__all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
+
+T = TypeVar("T")
+
+CANDIDATES: Final = ("lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
+"""Policies worth trying live. LFU and SIEVE are not: without ageing they freeze on agents."""
+
+_CLEARLY: Final = 0.003
+"""Points of prefix hit ratio below which another policy is not worth its surprise."""
+_ABOUT: Final = 1.02
+"""Waits that differ by less are the same: the time model is no better than that."""
+_LADDERS: Final = tuple(product(("through", "evict"), (1, 2)))
+"""Placements to try: when to write down, and on which hit to keep what came up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendRequest:
+    """What the cache may take.
+
+    Attributes:
+        ram: Bytes of memory.
+        nvme: Bytes of disk.
+        path: Directory of the store.
+        chunk_bytes: Bytes of one of the trace's chunks.
+        prefill_tokens_per_s: Prompt tokens the engine computes per second; None for a guess.
+        speeds: By tier, where they are known: ``ram``, ``nvme``.
+    """
+
+    ram: int
+    nvme: int
+    path: Path
+    chunk_bytes: int
+    prefill_tokens_per_s: float | None = None
+    speeds: Mapping[str, TierSpeed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    write: str
+    promote_after: int
+    text: str
+    result: LadderResult
+
+
+def recommend(
+    trace: Trace, request: RecommendRequest, *, progress: Progress | None = None
+) -> str:
+    """Return a YAML file, with comments that say why.
+
+    Raises:
+        ConfigError: RAM or disk is smaller than a chunk, or a speed's tier does not exist.
+    """
+    slots = _slots(request)
+    tell = _Steps(len(slots) * len(CANDIDATES) + len(_LADDERS), progress)
+    singles = {
+        tier: [
+            tell.done(simulate_single(trace, policy=policy, capacity=capacity))
+            for policy in CANDIDATES
+        ]
+        for tier, capacity in slots.items()
+    }
+    evictions = {tier: _winner(results) for tier, results in singles.items()}
+    tried = [
+        tell.done(_try(trace, request, evictions, write, promote_after))
+        for write, promote_after in _LADDERS
+    ]
+    best = _best(tried)
+    comments = _reasons(trace, request, singles, tried, best)
+    return "".join(f"# {line}".rstrip() + "\n" for line in comments) + best.text
+
+
+class _Steps:
+    """Tells a listener of each step that is done."""
+
+    def __init__(self, steps: int, progress: Progress | None) -> None:
+        self._left = self._steps = steps
+        self._progress = progress
+
+    def done(self, result: T) -> T:
+        """Count one step and return its result."""
+        self._left -= 1
+        if self._progress is not None:
+            self._progress(1 - self._left / self._steps)
+        return result
+
+
+def _slots(request: RecommendRequest) -> dict[str, int]:
+    slot = slot_nbytes(request.chunk_bytes)
+    slots = {"ram": request.ram // slot, "nvme": request.nvme // slot}
+    for tier, count in slots.items():
+        if not count:
+            need = f"a chunk takes {format_size(slot)}"
+            raise ConfigError(f"--{tier}: holds no chunk; {need}: give it more")
+    unknown = request.speeds.keys() - slots.keys()
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ConfigError(f"--tier-speed {names}: no such tier; the tiers are ram and nvme")
+    return slots
+
+
+def _winner(results: Sequence[SingleResult]) -> str:
+    """Return LRU, or the policy that hits clearly more."""
+    lru = next(result for result in results if result.policy == "lru")
+    best = max(results, key=lambda result: result.prefix_hit_ratio)
+    clearly = best.prefix_hit_ratio > lru.prefix_hit_ratio + _CLEARLY
+    return best.policy if clearly else lru.policy
+
+
+def _try(
+    trace: Trace,
+    request: RecommendRequest,
+    evictions: Mapping[str, str],
+    write: str,
+    promote_after: int,
+) -> _Tried:
+    document = {
+        "tiers": [
+            {
+                "kind": "ram",
+                "capacity": format_size(request.ram),
+                "eviction": evictions["ram"],
+            },
+            {
+                "kind": "nvme",
+                "path": str(request.path),
+                "capacity": format_size(request.nvme),
+                "eviction": evictions["nvme"],
+            },
+        ],
+        "placement": {"write": write, "promote_after": promote_after},
+    }
+    text = yaml.safe_dump(document, sort_keys=False)
+    config = parse_config(text, source="recommended")
+    result = simulate_ladder(
+        trace,
+        config,
+        chunk_bytes=request.chunk_bytes,
+        model=_time_model(trace, config, request),
+    )
+    return _Tried(write, promote_after, text, result)
+
+
+def _time_model(trace: Trace, config: KvtierConfig, request: RecommendRequest) -> TimeModel:
+    model = default_time_model(config, trace)
+    return replace(
+        model,
+        prefill_tokens_per_s=request.prefill_tokens_per_s or model.prefill_tokens_per_s,
+        speeds={**model.speeds, **request.speeds},
+    )
+
+
+def _best(tried: Sequence[_Tried]) -> _Tried:
+    shortest = min(_wait(one) for one in tried)
+    good = [one for one in tried if _wait(one) <= shortest * _ABOUT]
+    return min(good, key=lambda one: one.result.writes_per_ref)
+
+
+def _wait(one: _Tried) -> float:
+    return one.result.ttft_s["p90"]
+
+
+def _reasons(
+    trace: Trace,
+    request: RecommendRequest,
+    singles: Mapping[str, Sequence[SingleResult]],
+    tried: Sequence[_Tried],
+    best: _Tried,
+) -> Iterator[str]:
+    model = best.result.time_model
+    yield f"For the traffic of {trace.name} (sha256 {trace.sha256[:16]})."
+    yield f"Assumed: chunks of {approximate_size(request.chunk_bytes)}, an engine that computes"
+    yield f"{model.prefill_tokens_per_s:,.0f} prompt tokens per second, and"
+    for tier, speed in model.speeds.items():
+        read, write = speed.read_bytes_per_s, speed.write_bytes_per_s
+        yield (
+            f"{tier} that reads {approximate_size(read)}/s and writes "
+            f"{approximate_size(write)}/s."
+        )
+    for tier, results in singles.items():
+        yield ""
+        yield f"Eviction, alone in {results[0].capacity_chunks:,} chunks (the {tier} tier):"
+        for single in sorted(results, key=lambda one: -one.prefix_hit_ratio):
+            yield f"  {single.policy:<12}{single.prefix_hit_ratio:8.2%} of the prompt tokens"
+        yield f"  LRU stays unless another hits {_CLEARLY:.1%} more: {_winner(results)}."
+    yield ""
+    yield "Placement, on the whole ladder:"
+    for one in tried:
+        yield f"  {_figures(one)}{'   <- chosen' if one is best else ''}"
+    without = best.result.ttft_no_cache_s
+    yield f"  no cache at all: p50 {without['p50']:.2f} s, p90 {without['p90']:.2f} s"
+    yield "The shortest p90 wins; within 2 % of it, the fewest writes."
+    yield ""
+
+
+def _figures(one: _Tried) -> str:
+    result = one.result
+    dwpd = result.tiers[-1].dwpd
+    wear = "" if dwpd is None else f", {dwpd:.1f} drive writes per day"
+    return (
+        f"write: {one.write:<8} promote_after: {one.promote_after}  "
+        f"hits {result.prefix_hit_ratio:.2%}, first token p50 {result.ttft_s['p50']:.2f} s, "
+        f"p90 {result.ttft_s['p90']:.2f} s{wear}"
+    )

@@ -1,0 +1,73 @@
+"""A sweep as a picture, or as one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.sim.sweep import SweepResult
+
+__all__ = ["write_page", "write_plot"]
+
+
+def write_plot(results: Sequence[SweepResult], path: Path) -> None:
+    """Draw prefix hit ratio over size, one panel per trace and one line per policy.
+
+    Args:
+        results: Of a sweep.
+        path: The file; its suffix says which format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or does not know the format.
+        OSError: The file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra, and slow
+    except ImportError as error:
+        remedy = "install it with: pip install 'kvtier[plots]', or leave out --plot"
+        raise ConfigError(f"--plot needs the package matplotlib; {remedy}") from error
+    traces = list(dict.fromkeys(result.trace for result in results))
+    figure = Figure(figsize=(6.4 * len(traces), 4.8), layout="constrained")
+    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
+        raise ConfigError(f"--plot {path}: no such picture format; name it .png, .svg or .pdf")
+    panels = figure.subplots(1, len(traces), squeeze=False)[0]
+    for panel, trace in zip(panels, traces, strict=True):
+        for policy in dict.fromkeys(result.policy for result in results):
+            rows = [row for row in results if (row.trace, row.policy) == (trace, policy)]
+            rows.sort(key=lambda row: row.capacity_chunks)
+            panel.plot(
+                [row.capacity_share * 100 for row in rows],
+                [row.prefix_hit_ratio * 100 for row in rows],
+                # Policies with the same curve stay visible below each other.
+                marker="o",
+                markersize=3,
+                linewidth=1.2,
+                linestyle="--" if policy == "belady" else "-",
+                label=policy,
+            )
+        panel.set(
+            title=trace,
+            xlabel="size, % of distinct chunks",
+            ylabel="prefix hit ratio, %",
+            xscale="log",
+            ylim=(0, None),
+        )
+        panel.grid(visible=True, alpha=0.3)
+    panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+def write_page(results: Sequence[SweepResult], path: Path) -> None:
+    """Write one page with interactive curves and the table; it loads nothing from anywhere.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    template = resources.files("kvtier.sim").joinpath("sweep.html").read_text("utf-8")
+    rows = json.dumps([asdict(result) for result in results])
+    # A name from a trace's file must not end the script element it stands in.
+    path.write_text(template.replace("/*ROWS*/[]", rows.replace("<", "\\u003c")), "utf-8")

@@ -1,0 +1,194 @@
+"""Many policies at many sizes on many traces, in processes.
+
+A cell of the grid is one single-tier run. Traces are read once, here, and shipped to every
+process once. A result says all it takes to make it again: the trace's hash, the seed of the
+policies' random numbers, every parameter and the version.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import kvtier
+from kvtier.policies import build_eviction
+from kvtier.sim.capacity import parse_capacity
+from kvtier.sim.single import SEED, Progress, TouchOrder, simulate_single
+from kvtier.sim.traces import Trace
+
+__all__ = ["COLUMNS", "Cell", "SweepResult", "sweep", "write_csv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        trace: Which of the sweep's traces.
+        policy: The policy's name.
+        capacity: The size as asked for.
+        capacity_chunks: The chunks it means for this trace.
+    """
+
+    trace: int
+    policy: str
+    capacity: str
+    capacity_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """One row of a sweep; the fields are the columns of its CSV file.
+
+    Those a :class:`~kvtier.sim.single.SingleResult` has mean the same.
+    """
+
+    trace: str
+    trace_sha256: str
+    format: str
+    chunk_tokens: int
+    distinct: int
+    policy: str
+    touch_order: str
+    capacity: str
+    capacity_chunks: int
+    capacity_share: float
+    refs: int
+    hits: int
+    block_hit_ratio: float
+    prefix_hit_ratio: float
+    lead_chunks: int
+    stranded_hits: int
+    seed: int
+    seconds: float
+    refs_per_second: float
+    kvtier_version: str
+
+
+COLUMNS: Final = tuple(SweepResult.__dataclass_fields__)
+
+
+def sweep(  # noqa: PLR0913 - what a grid is made of
+    traces: Sequence[Trace],
+    policies: Sequence[str],
+    capacities: Sequence[str],
+    *,
+    chunk_bytes: Sequence[int],
+    touch_order: TouchOrder = "policy",
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> list[SweepResult]:
+    """Run every policy at every size on every trace.
+
+    Args:
+        traces: The traces.
+        policies: Names of eviction policies.
+        capacities: Sizes as :func:`~kvtier.sim.capacity.parse_capacity` reads them.
+        chunk_bytes: Bytes of a chunk of each trace.
+        touch_order: Of every run.
+        jobs: Processes to use; 1 is this one.
+        progress: Told the share done after each run.
+
+    Returns:
+        One result per cell, ordered by trace, policy and size as given.
+
+    Raises:
+        ConfigError: A policy does not exist or a size means nothing.
+    """
+    for name in policies:
+        build_eviction(name, capacity=1, future=True)
+    cells = [
+        Cell(
+            number,
+            policy,
+            capacity,
+            parse_capacity(
+                capacity, distinct=traces[number].distinct, chunk_bytes=chunk_bytes[number]
+            ),
+        )
+        for number, policy, capacity in product(range(len(traces)), policies, capacities)
+    ]
+    results: dict[Cell, SweepResult] = {}
+    with _runner(traces, touch_order, min(jobs, len(cells))) as run:
+        for cell, result in run(cells):
+            results[cell] = result
+            if progress is not None:
+                progress(len(results) / len(cells))
+    return [results[cell] for cell in cells]
+
+
+def write_csv(results: Sequence[SweepResult], path: Path) -> None:
+    """Write ``results`` to ``path``, one row each below a head line.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(result) for result in results)
+
+
+class _Bench:
+    """What a process needs to run cells."""
+
+    def __init__(self, traces: Sequence[Trace], touch_order: TouchOrder) -> None:
+        self._traces = traces
+        self._touch_order = touch_order
+
+    def run(self, cell: Cell) -> tuple[Cell, SweepResult]:
+        """Run one cell."""
+        trace = self._traces[cell.trace]
+        result = simulate_single(
+            trace,
+            policy=cell.policy,
+            capacity=cell.capacity_chunks,
+            touch_order=self._touch_order,
+        )
+        return cell, SweepResult(
+            **result.as_dict(),
+            trace_sha256=trace.sha256,
+            format=trace.format,
+            chunk_tokens=trace.chunk_tokens,
+            distinct=trace.distinct,
+            capacity=cell.capacity,
+            capacity_share=cell.capacity_chunks / trace.distinct,
+            seed=SEED,
+            kvtier_version=kvtier.__version__,
+        )
+
+
+@contextmanager
+def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
+    """Give a function from cells to an iterator of results, in any order."""
+    bench = _Bench(traces, touch_order)
+    if jobs <= 1:
+        yield lambda cells: map(bench.run, cells)
+        return
+    # Spawned, not forked: a fork copies locks that another thread of ours may hold.
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (bench,))
+    try:
+        yield lambda cells: (
+            done.result() for done in as_completed(pool.submit(_run, cell) for cell in cells)
+        )
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_benches: list[_Bench] = []
+"""The bench of this process, when it is one of a pool: its only way to know one."""
+
+
+def _prepare(bench: _Bench) -> None:
+    _benches[:] = [bench]
+
+
+def _run(cell: Cell) -> tuple[Cell, SweepResult]:
+    return _benches[0].run(cell)
