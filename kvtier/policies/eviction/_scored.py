@@ -1,9 +1,10 @@
 """Policies that give every copy a score and evict the lowest, oldest use first among equals.
 
-Scores stand in a binary heap. A use gives the copy a new entry and leaves the old one behind;
-``copy.queued`` holds the stamp of the entry that counts, all others are skipped when they come
-up, and the heap is rebuilt when they outnumber the members. So every method is O(log n)
-amortised.
+Scores stand in a binary heap. Where a use can only raise a score, a use leaves the heap alone:
+the copy's entry then says too little, which is noticed when it comes up, and put right. Where a
+use lowers it, the entry would come up too late, so the copy gets a new one and the old one is
+skipped. Either way ``copy.queued`` is the stamp of the last use, and an entry with another
+stamp is out of date. Every method is O(log n) amortised.
 
 A copy that may not go keeps its score, for a score says nothing about pins. It must not be
 asked for at every pick either: if the lowest thousand are pinned, each pick would ask them
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import deque
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -31,7 +33,13 @@ _Entry = tuple[float, int, ChunkCopy]
 
 
 class ScoredEviction(Eviction):
-    """Evicts the copy with the lowest score."""
+    """Evicts the copy with the lowest score.
+
+    ``copy.policy`` is the number of uses since it came, the first included, and the score.
+    """
+
+    falling: ClassVar[bool] = False
+    """Whether a use can lower a score; if not, it can only raise it."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -42,12 +50,8 @@ class ScoredEviction(Eviction):
         self._members = 0
 
     @abstractmethod
-    def _score_new(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        """Return the score of a ``copy`` that came in."""
-
-    @abstractmethod
-    def _score_used(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        """Return the score of a ``copy`` that was used."""
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        """Return the score of a copy that is used now for the ``uses``-th time."""
 
     def _settle(self, score: float) -> None:
         """Note that a copy with ``score`` was evicted."""
@@ -55,11 +59,15 @@ class ScoredEviction(Eviction):
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         self._members += 1
-        self._enter(copy, self._score_new(copy, ctx))
+        self._use(copy, 1, self._score(1, ctx))
+        self._enter(copy)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self._enter(copy, self._score_used(copy, ctx))
+        uses = copy.policy[0] + 1
+        self._use(copy, uses, self._score(uses, ctx))
+        if self.falling:
+            self._enter(copy)
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
@@ -74,36 +82,47 @@ class ScoredEviction(Eviction):
             self._return_parked()
         waiting = len(parked)
         while heap:
-            entry = heapq.heappop(heap)
-            copy = entry[2]
-            if copy.queued != entry[1]:
+            _, stamp, copy = entry = heap[0]
+            if copy.queued != stamp:
+                self._put_right(copy)
                 continue
+            heapq.heappop(heap)
             if evictable(copy):
-                return self._evict(entry)
+                return self._evict(copy)
             parked.append(entry)
             self._wait = len(parked)
         for _ in range(waiting):
             entry = parked.popleft()
             copy = entry[2]
-            if copy.queued != entry[1]:
+            if not self._counts(entry):
                 continue
             if evictable(copy):
-                return self._evict(entry)
+                return self._evict(copy)
             parked.append(entry)
         return None
 
-    def _evict(self, entry: _Entry) -> ChunkCopy:
-        score, _, copy = entry
-        copy.queued = _NOWHERE
-        self._members -= 1
-        self._settle(score)
-        return copy
-
-    def _enter(self, copy: ChunkCopy, score: float) -> None:
+    def _use(self, copy: ChunkCopy, uses: int, score: float) -> None:
         self._stamp += 1
         copy.queued = self._stamp
-        heapq.heappush(self._heap, (score, self._stamp, copy))
-        self._bound()
+        copy.policy = (uses, score)
+
+    def _enter(self, copy: ChunkCopy) -> None:
+        heapq.heappush(self._heap, (copy.policy[1], copy.queued, copy))
+        if self.falling:
+            self._bound()
+
+    def _put_right(self, copy: ChunkCopy) -> None:
+        """Replace the entry at the top, which is out of date."""
+        if self.falling or copy.queued == _NOWHERE:
+            heapq.heappop(self._heap)
+        else:
+            heapq.heapreplace(self._heap, (copy.policy[1], copy.queued, copy))
+
+    def _evict(self, copy: ChunkCopy) -> ChunkCopy:
+        copy.queued = _NOWHERE
+        self._members -= 1
+        self._settle(copy.policy[1])
+        return copy
 
     def _return_parked(self) -> None:
         self._wait -= 1
@@ -112,9 +131,15 @@ class ScoredEviction(Eviction):
                 heapq.heappush(self._heap, entry)
             self._parked.clear()
 
+    def _counts(self, entry: _Entry) -> bool:
+        """Return whether ``entry`` is its copy's only one, or the latest of several."""
+        _, stamp, copy = entry
+        return copy.queued == stamp if self.falling else copy.queued != _NOWHERE
+
     def _bound(self) -> None:
+        """Drop the entries that do not count, when they are too many."""
         if len(self._heap) + len(self._parked) <= 2 * self._members + _SLACK:
             return
-        self._heap = [entry for entry in self._heap if entry[2].queued == entry[1]]
+        self._heap = [entry for entry in self._heap if self._counts(entry)]
         heapq.heapify(self._heap)
-        self._parked = deque(entry for entry in self._parked if entry[2].queued == entry[1])
+        self._parked = deque(entry for entry in self._parked if self._counts(entry))

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.base import PolicyContext
 from kvtier.policies.eviction._scored import ScoredEviction
 
 __all__ = ["Belady"]
@@ -23,12 +23,9 @@ class Belady(ScoredEviction):
     """
 
     needs_future: ClassVar[bool] = True
+    falling: ClassVar[bool] = True
     touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
 
     @override
-    def _score_new(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        return -ctx.next_use
-
-    @override
-    def _score_used(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
         return -ctx.next_use

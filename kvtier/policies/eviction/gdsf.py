@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.base import PolicyContext
 from kvtier.policies.eviction._scored import ScoredEviction
 
 __all__ = ["Gdsf"]
@@ -31,14 +31,8 @@ class Gdsf(ScoredEviction):
         self._inflation = 0.0
 
     @override
-    def _score_new(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        copy.policy = 1
-        return self._inflation + 1
-
-    @override
-    def _score_used(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        copy.policy += 1
-        return self._inflation + copy.policy  # type: ignore[no-any-return] # its own slot
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        return self._inflation + uses
 
     @override
     def _settle(self, score: float) -> None:

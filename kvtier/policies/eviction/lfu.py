@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.base import PolicyContext
 from kvtier.policies.eviction._scored import ScoredEviction
 
 __all__ = ["Lfu"]
@@ -18,11 +18,5 @@ class Lfu(ScoredEviction):
     """
 
     @override
-    def _score_new(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        copy.policy = 1
-        return 1
-
-    @override
-    def _score_used(self, copy: ChunkCopy, ctx: PolicyContext) -> float:
-        copy.policy += 1
-        return copy.policy  # type: ignore[no-any-return] # its own slot
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        return uses

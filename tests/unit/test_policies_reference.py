@@ -1,0 +1,156 @@
+"""Every policy has exactly the hits that other people's implementations of it have.
+
+The large traces and their figures (libCacheSim, Caffeine's simulator and a third
+implementation, which agree) are not ours to ship: the tests look for them where
+KVTIER_TRACES says, or in ``shared/traces`` beside the repository. A small trace of our own is
+always there, with the policies written down a second time in :mod:`tests.unit.textbook`.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.traces import Trace, read_trace
+from tests.unit.textbook import TEXTBOOK, count_hits
+
+ROOT = Path(__file__).parents[2]
+SMALL = ROOT / "tests/data/small_chat.jsonl"
+BESIDE = ROOT.parent / "shared/traces"
+TRACES = Path(os.environ.get("KVTIER_TRACES", BESIDE))  # noqa: TID251 - not kvtier's
+REFERENCE = TRACES / "reference_hit_ratios.csv"
+NAMES = {
+    "2Q": "2q",
+    "ARC": "arc",
+    "Belady": "belady",
+    "FIFO": "fifo",
+    "GDSF": "gdsf",
+    "LFU": "lfu",
+    "LIRS": "lirs",
+    "LRU": "lru",
+    "S3-FIFO": "s3-fifo",
+    "SIEVE": "sieve",
+    "SLRU-20/80": "slru",
+    "SLRU-4x25": "slru-4",
+    "W-TinyLFU": "w-tinylfu-exact",
+}
+LIRS_TOLERANCE = 0.0005  # the implementations differ among themselves by up to 0.00009
+
+
+class Run(NamedTuple):
+    trace: str
+    policy: str
+    touch_order: TouchOrder
+    capacity: int
+
+
+class Row(NamedTuple):
+    tool: str
+    hits: int
+    leads: int | None
+
+
+def test_every_policy_is_compared_with_something() -> None:
+    others = {"prefix-lru", "w-tinylfu"}  # the one is in test_evictions, the other approximates
+    assert set(TEXTBOOK) == set(NAMES.values()) == set(BUILT_IN_EVICTIONS) - others
+
+
+@pytest.fixture(scope="module")
+def small() -> Trace:
+    return read_trace(SMALL)
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 10, 39, 100, 301])
+@pytest.mark.parametrize("policy", sorted(TEXTBOOK))
+def test_on_the_small_trace_hits_are_those_of_the_textbook(
+    policy: str, capacity: int, small: Trace
+) -> None:
+    result = simulate_single(small, policy=policy, capacity=capacity, touch_order="forward")
+    assert result.hits == count_hits(policy, small.ids.tolist(), capacity)
+
+
+@pytest.mark.parametrize("capacity", [39, 100, 301])
+def test_the_sketch_is_near_the_exact_counters(capacity: int, small: Trace) -> None:
+    exact, sketch = (
+        simulate_single(small, policy=policy, capacity=capacity, touch_order="forward")
+        for policy in ("w-tinylfu-exact", "w-tinylfu")
+    )
+    assert sketch.block_hit_ratio == pytest.approx(exact.block_hit_ratio, abs=0.02)
+
+
+def reference() -> dict[Run, list[Row]]:
+    """Return the figures we can be compared with, those of several tools for one run."""
+    rows: dict[Run, list[Row]] = {}
+    if not REFERENCE.exists():
+        return rows
+    with REFERENCE.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["policy"] not in NAMES or not (TRACES / f"{row['trace']}.jsonl").exists():
+                continue
+            order: TouchOrder = "reverse" if row["touch_order"] == "reverse" else "forward"
+            run = Run(row["trace"], NAMES[row["policy"]], order, int(row["cache_blocks"]))
+            leads = int(row["lead_blocks"]) if row["lead_blocks"] else None
+            rows.setdefault(run, []).append(Row(row["tool"], int(row["hits"]), leads))
+    return rows
+
+
+ROWS = reference()
+GROUPS = sorted({run[:3] for run in ROWS})
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[Run, Future[tuple[int, int]]]]:
+    """Run everything the figures are for, on all processors."""
+    workers = min(len(os.sched_getaffinity(0)), 4)
+    # Spawned, not forked: the parent may have threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        yield {run: pool.submit(replay, run) for run in sorted(ROWS)}
+        pool.shutdown(cancel_futures=True)
+
+
+TRACE_OF: dict[str, Trace] = {}
+
+
+def replay(run: Run) -> tuple[int, int]:
+    trace = TRACE_OF.get(run.trace) or read_trace(TRACES / f"{run.trace}.jsonl")
+    TRACE_OF[run.trace] = trace
+    result = simulate_single(
+        trace, policy=run.policy, capacity=run.capacity, touch_order=run.touch_order
+    )
+    return result.hits, result.lead_chunks
+
+
+@pytest.mark.skipif(
+    not ROWS, reason="no reference traces; name their directory in KVTIER_TRACES"
+)
+def test_the_figures_are_all_there() -> None:
+    assert len(ROWS) == 2 * 2 * 6 * len(NAMES)
+
+
+@pytest.mark.parametrize(("trace", "policy", "touch_order"), GROUPS)
+def test_hits_are_those_of_the_reference(
+    trace: str,
+    policy: str,
+    touch_order: TouchOrder,
+    results: dict[Run, Future[tuple[int, int]]],
+) -> None:
+    runs = [run for run in ROWS if run[:3] == (trace, policy, touch_order)]
+    assert len(runs) == 6
+    for run in runs:
+        hits, leads = results[run].result()
+        for row in ROWS[run]:
+            if policy == "lirs":
+                assert hits == pytest.approx(row.hits, abs=LIRS_TOLERANCE * 288_500), row.tool
+            else:
+                assert hits == row.hits, (run, row.tool)
+                assert row.leads in {None, leads}, (run, row.tool)
