@@ -26,7 +26,8 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
         OSError: The file cannot be written.
     """
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra, and slow
+        from matplotlib import colormaps  # noqa: PLC0415 - an optional extra, and slow
+        from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         remedy = "install it with: pip install 'kvtier[plots]', or leave out --plot"
         raise ConfigError(f"--plot needs the package matplotlib; {remedy}") from error
@@ -34,15 +35,17 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
     figure = Figure(figsize=(6.4 * len(traces), 4.8), layout="constrained")
     if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
         raise ConfigError(f"--plot {path}: no such picture format; name it .png, .svg or .pdf")
+    # Its dark shades first, then the light ones.
+    colours = [colormaps["tab20"](at) for at in (*range(0, 20, 2), *range(1, 20, 2))]
     panels = figure.subplots(1, len(traces), squeeze=False)[0]
     for panel, trace in zip(panels, traces, strict=True):
+        panel.set_prop_cycle(color=colours)
         for policy in dict.fromkeys(result.policy for result in results):
             rows = [row for row in results if (row.trace, row.policy) == (trace, policy)]
             rows.sort(key=lambda row: row.capacity_chunks)
             panel.plot(
                 [row.capacity_share * 100 for row in rows],
                 [row.prefix_hit_ratio * 100 for row in rows],
-                # Policies with the same curve stay visible below each other.
                 marker="o",
                 markersize=3,
                 linewidth=1.2,
@@ -56,6 +59,9 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
             xscale="log",
             ylim=(0, None),
         )
+        shares = sorted({row.capacity_share * 100 for row in results if row.trace == trace})
+        panel.set_xticks(shares, [f"{share:.3g}" for share in shares], minor=False)
+        panel.set_xticks([], minor=True)
         panel.grid(visible=True, alpha=0.3)
     panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
