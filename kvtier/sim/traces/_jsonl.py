@@ -8,7 +8,6 @@ unit and in how many tokens an id stands for. A record may say the latter itself
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +19,7 @@ from kvtier.sim.traces._trace import Trace
 __all__ = ["JSON_FORMATS", "detect_json", "read_json"]
 
 _MOST_TOKENS: Final = 1 << 40
+_LATEST: Final = 1 << 63
 _EXAMPLE: Final = (
     '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}'
 )
@@ -90,14 +90,17 @@ def read_json(source: Source, format_name: str) -> Trace:
 
 def _parse(source: Source, line: int, raw: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(raw)
+        record = json.loads(raw.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         problem = f"not JSON: {error.msg} at column {error.colno}"
         remedy = f"complete or remove the line; one looks like {_EXAMPLE}"
         raise source.error(line, problem, remedy) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        remedy = "the file may be damaged, or no JSON Lines: see --format"
-        raise source.error(line, "not JSON: not UTF-8 text", remedy) from error
+    except UnicodeDecodeError as error:
+        remedy = "the file is damaged, or no JSON Lines: see --format"
+        raise source.error(line, "not UTF-8 text", remedy) from error
+    except (ValueError, RecursionError) as error:
+        problem = "a number too long or a list too deep to be read"
+        raise source.error(line, problem, f"a request looks like {_EXAMPLE}") from error
     if not isinstance(record, dict):
         problem = f"a JSON {type(record).__name__} where an object belongs"
         raise source.error(line, problem, f"write one request a line: {_EXAMPLE}")
@@ -154,7 +157,7 @@ class _Record:
         if isinstance(value, bool) or not isinstance(value, int | float):
             remedy = "write a number, or choose --format lmbench for strings"
             raise self.error(f"timestamp = {shown} is not a number", remedy)
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value < _LATEST:
             raise self.error(f"timestamp = {shown} is not a time", "write 0 or more")
         return value / kind.ticks_per_s
 

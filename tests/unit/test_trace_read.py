@@ -1,0 +1,284 @@
+"""Traces are read, whatever their format, or refused with a line and a remedy."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.sim.traces import Trace, TraceError, TraceFormat, read_trace, write_trace
+
+MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 9, "hash_ids": [7, 3]}
+
+
+def line(**changes: Any) -> str:
+    return json.dumps({**MOONCAKE, **changes}) + "\n"
+
+
+def oracle(*records: tuple[int, int, int, int]) -> bytes:
+    return b"".join(struct.pack("<IQIq", *record) for record in records)
+
+
+def damaged(compressor: zstandard.ZstdCompressor) -> bytes:
+    """A frame whose checksum is not that of its content."""
+    frame = compressor.compress(line().encode())
+    return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str | bytes], Path]:
+    def save(content: str | bytes) -> Path:
+        path = tmp_path / "a.trace"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return save
+
+
+Save = Callable[[str | bytes], Path]
+
+
+def chains(trace: Trace) -> list[list[int]]:
+    return trace.chains()
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def test_ids_are_numbered_as_they_appear_and_times_count_from_the_first(saved: Save) -> None:
+    second = line(timestamp=2500, hash_ids=[3, 9, 7], input_length=0)
+    trace = read_trace(saved(line() + second))
+    assert trace.format == "mooncake"
+    assert chains(trace) == [[0, 1], [1, 2, 0]]
+    assert trace.distinct == 3
+    assert trace.timestamps_s.tolist() == [0.0, 1.0]
+    assert trace.input_tokens.tolist() == [600, 0]
+    assert trace.output_tokens.tolist() == [9, 9]
+    assert trace.chunk_tokens == 512
+    assert trace.duration_s == 1.0
+
+
+def test_lmbench_has_nanoseconds_as_a_string(saved: Save) -> None:
+    trace = read_trace(saved(line(timestamp="1500000000") + line(timestamp="4000000000")))
+    assert trace.format == "lmbench"
+    assert trace.timestamps_s.tolist() == [0.0, 2.5]
+
+
+def test_bailian_has_seconds_and_small_blocks(saved: Save) -> None:
+    extra = {"chat_id": 5, "parent_chat_id": -1, "type": "text", "turn": 1}
+    trace = read_trace(saved(line(timestamp=10, **extra) + line(timestamp=12.5, **extra)))
+    assert trace.format == "bailian"
+    assert trace.timestamps_s.tolist() == [0.0, 2.5]
+    assert trace.chunk_tokens == 16
+
+
+def test_a_record_may_say_how_many_tokens_an_id_stands_for(saved: Save) -> None:
+    assert read_trace(saved(line(block_tokens=64) + line(block_tokens=64))).chunk_tokens == 64
+
+
+def test_ids_may_be_strings_and_a_string_is_no_number(saved: Save) -> None:
+    assert chains(read_trace(saved(line(hash_ids=["7", 7, "7"])))) == [[0, 1, 0]]
+
+
+def test_a_request_shorter_than_a_chunk_refers_to_none(saved: Save) -> None:
+    trace = read_trace(saved(line(hash_ids=[]) + line()))
+    assert chains(trace) == [[], [0, 1]]
+    assert trace.requests == 2
+
+
+def test_blank_lines_and_a_missing_output_length_are_no_problem(saved: Save) -> None:
+    record = {key: value for key, value in MOONCAKE.items() if key != "output_length"}
+    trace = read_trace(saved("\n" + json.dumps(record) + "\n\n"))
+    assert trace.output_tokens.tolist() == [0]
+
+
+def test_one_key_a_line_is_one_request_each(saved: Save) -> None:
+    trace = read_trace(saved("a\nb b\na\n"))
+    assert trace.format == "keys"
+    assert chains(trace) == [[0], [1], [0]]
+    assert trace.chunk_tokens == 1
+    assert trace.input_tokens.tolist() == [1, 1, 1]
+
+
+def test_oracle_records_are_one_request_each(saved: Save) -> None:
+    trace = read_trace(saved(oracle((5, 99, 4096, 2), (5, 7, 1, -1), (8, 99, 4096, -1))))
+    assert trace.format == "oracle"
+    assert chains(trace) == [[0], [1], [0]]
+    assert trace.timestamps_s.tolist() == [0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "compress", [gzip.compress, zstandard.ZstdCompressor().compress], ids=["gzip", "zstd"]
+)
+def test_compressed_files_are_looked_through(
+    saved: Save, compress: Callable[[bytes], bytes]
+) -> None:
+    plain = read_trace(saved(line() * 3))
+    packed = read_trace(saved(compress((line() * 3).encode())))
+    assert chains(packed) == chains(plain)
+    assert packed.sha256 != plain.sha256
+
+
+def test_zstd_files_may_be_several_frames(saved: Save) -> None:
+    compress = zstandard.ZstdCompressor().compress
+    frames = compress(line().encode()) + compress(line().encode())
+    assert read_trace(saved(frames)).requests == 2
+
+
+def test_the_name_is_the_files_without_its_suffixes(tmp_path: Path) -> None:
+    path = tmp_path / "monday.jsonl.gz"
+    path.write_bytes(gzip.compress(line().encode()))
+    assert read_trace(path).name == "monday"
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+BAD: list[tuple[str | bytes, str, str, str]] = [
+    ("", "", "empty", "at least one request"),
+    (" \n\n", "", "empty", "at least one request"),
+    (line() + line()[:40], ":2", "not JSON", "complete or remove the line"),
+    (
+        line() + "[1, 2]\n",
+        ":2",
+        "a JSON list where an object belongs",
+        "one request a line",
+    ),
+    ("[" + line() + "]", ":1", "a JSON list", "no list around them"),
+    (line(input_length=-1), ":1", "input_length = -1 is negative", "number of tokens"),
+    (line(output_length=-5), ":1", "output_length = -5 is negative", "number of tokens"),
+    (line(input_length=6.5), ":1", "6.5 is not a whole number", "number of tokens"),
+    (line(input_length=True), ":1", "true is not a whole number", "number of tokens"),
+    (line(input_length=1 << 50), ":1", "too large", "number of tokens"),
+    (line() + line(hash_ids=7), ":2", "hash_ids = 7 is not a list", "[0, 1]"),
+    (line(hash_ids="77"), ":1", 'hash_ids = "77" is not a list', "[0, 1]"),
+    (line(hash_ids=[1, 2.0, None]), ":1", "NoneType, float", "whole number or a string"),
+    (line(hash_ids=[True]), ":1", "hash_ids holds bool", "whole number or a string"),
+    (line(hash_ids=[]), "", "no request refers to any chunk", "hash_ids"),
+    (line(timestamp=-1), ":1", "timestamp = -1 is not a time", "0 or more"),
+    (line(timestamp=None), ":1", "timestamp = null is not a number", "lmbench"),
+    (line() + line(timestamp="5"), ":2", 'timestamp = "5" is not a number', "lmbench"),
+    (line(timestamp="5") + line(), ":2", "no string of digits", "mooncake"),
+    (line(timestamp="-5"), ":1", 'timestamp = "-5" is no string of digits', "nanoseconds"),
+    (line() + '{"timestamp": 1}\n', ":2", "hash_ids is missing", "a request looks like"),
+    (line(block_tokens=4) + line(), ":2", "block_tokens = 512, 4 before", "split"),
+    (line(block_tokens=0), ":1", "block_tokens = 0", "split"),
+    ("a\n\nb\n", ":2", "an empty line between keys", "remove it"),
+    (b"\x00\x01\x02" * 9, "", "no multiple of 24", "--format"),
+    (oracle((9, 1, 1, 1), (8, 1, 1, 1)), ":2", "time 8 after 9", "sort the records"),
+    (b"\x1f\x8b" + b"garbage", "", "damaged gzip data", "again"),
+    (gzip.compress(line().encode())[:-9], "", "damaged gzip data", "again"),
+    (damaged(zstandard.ZstdCompressor(write_checksum=True)), "", "damaged zstd", "again"),
+    (line(timestamp=float("nan")), ":1", "timestamp = NaN is not a time", "0 or more"),
+    (line(timestamp=10**400), ":1", "is not a time", "0 or more"),
+    ('{"timestamp": ' + "9" * 5000 + "}", ":1", "a number too long", "looks like"),
+    ('{"hash_ids": ' + "[" * 100_000 + "}", ":1", "a list too deep", "looks like"),
+    (
+        zstandard.ZstdCompressor().compress((line() * 99).encode())[:-5],
+        "",
+        "zstd data ends too early",
+        "again",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "problem", "remedy"),
+    BAD,
+    ids=[f"{number}: {case[2]}" for number, case in enumerate(BAD)],
+)
+def test_a_bad_trace_is_refused_with_its_line_and_a_remedy(
+    saved: Save, content: str | bytes, where: str, problem: str, remedy: str
+) -> None:
+    path = saved(content)
+    with pytest.raises(TraceError) as refusal:
+        read_trace(path)
+    text = str(refusal.value)
+    assert text.startswith(f"{path}{where}: ")
+    assert problem in text
+    assert remedy in text.split("; ", 1)[1]
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("format_name", "content", "problem"),
+    [
+        ("mooncake", b"\xff\xfe{}\n", "not UTF-8"),
+        ("keys", b"a\n\xff\n", "not UTF-8 text"),
+        ("oracle", oracle((1, 2, 3, 4)) + b"123", "3 bytes after 1 records"),
+        ("lmbench", line().encode(), "no string of digits"),
+    ],
+)
+def test_a_format_that_is_named_is_insisted_on(
+    saved: Save, format_name: TraceFormat, content: bytes, problem: str
+) -> None:
+    with pytest.raises(TraceError, match=problem):
+        read_trace(saved(content), format_name=format_name)
+
+
+def test_a_file_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such file"):
+        read_trace(tmp_path / "none")
+    with pytest.raises(TraceError, match="is a directory"):
+        read_trace(tmp_path)
+
+
+def test_without_zstandard_a_zstd_trace_says_what_to_install(
+    saved: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(zstandard.ZstdCompressor().compress(line().encode()))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(TraceError, match=r"pip install 'kvtier\[traces\]'"):
+        read_trace(path)
+
+
+@given(garbage=st.binary(max_size=200))
+def test_garbage_is_read_or_refused_but_never_crashes(
+    garbage: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("garbage") / "x"
+    path.write_bytes(garbage)
+    try:
+        trace = read_trace(path)
+    except TraceError:
+        return
+    assert trace.refs == len(trace.ids) == trace.offsets[-1]
+    assert trace.distinct == len(set(trace.ids.tolist()))
+
+
+# -- what is made of it ------------------------------------------------------------------------
+
+
+def test_next_uses_follow_the_order_of_access(saved: Save) -> None:
+    trace = read_trace(saved(line(hash_ids=[1, 2, 3]) + line(hash_ids=[1, 3])))
+    never = trace.refs
+    assert trace.next_uses().tolist() == [3, never, 4, never, never]
+    # Leaf to root the accesses are 3 2 1, then 3 1.
+    assert trace.next_uses(backwards=True).tolist() == [3, never, 4, never, never]
+    again = read_trace(saved(line(hash_ids=[1, 2]) + line(hash_ids=[1])))
+    assert again.next_uses(backwards=True).tolist() == [3, 2, 3]
+
+
+@pytest.mark.parametrize("format_name", ["mooncake", "keys", "oracle"])
+def test_what_is_written_reads_back(saved: Save, tmp_path: Path, format_name: str) -> None:
+    lines = line(block_tokens=16) + line(block_tokens=16, hash_ids=[3, 8])
+    trace = read_trace(saved(lines))
+    path = tmp_path / "copy"
+    write_trace(trace, path, format_name=format_name)
+    copy = read_trace(path)
+    assert copy.format == format_name
+    assert np.array_equal(copy.ids, trace.ids)
+    if format_name == "mooncake":
+        assert chains(copy) == chains(trace)
+        assert copy.chunk_tokens == 16
+        assert copy.input_tokens.tolist() == trace.input_tokens.tolist()
