@@ -154,7 +154,7 @@ class Demoter:
         ladder = self._ladder
         target = ladder.tiers[index]
         fits = min(len(batch), target.room)
-        if ladder.make_room(target, fits) is None:
+        if ladder.make_room(target, [copy.key for copy in batch[:fits]]) is None:
             fits = target.slots.free
         if fits < len(batch):
             target.want(len(batch))

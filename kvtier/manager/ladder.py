@@ -67,9 +67,14 @@ class Ladder:
                 return tier, copy
         return None
 
-    def make_room(self, tier: TierState, slots: int) -> list[ChunkCopy] | None:
-        """Do :meth:`TierState.make_room` and record who left."""
-        victims = tier.make_room(slots, self.ctx)
+    def make_room(
+        self, tier: TierState, newcomers: Sequence[ChunkKey]
+    ) -> list[ChunkCopy] | None:
+        """Do :meth:`TierState.make_room` for ``newcomers`` and record who left."""
+        if len(newcomers) > tier.room:
+            return None
+        tier.expect(newcomers, self.ctx)
+        victims = tier.make_room(len(newcomers), self.ctx)
         if victims:
             self.announce(tier, [victim.key for victim in victims], removed=True)
         return victims

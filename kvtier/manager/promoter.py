@@ -325,7 +325,7 @@ class Promoter:
         if not missing:
             return True
         ladder = self._ladder
-        if ladder.make_room(ladder.ram, len(missing)) is None:
+        if ladder.make_room(ladder.ram, [wish.key for wish in missing]) is None:
             return False
         ladder.ram.counters.misses += len(missing)
         slots = ladder.ram.slots.allocate(len(missing))

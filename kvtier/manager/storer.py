@@ -82,7 +82,7 @@ class Storer:
         fits = self._room_for(len(new), request)
         if fits is None:
             return None
-        victims = self._ladder.make_room(ram, fits)
+        victims = self._ladder.make_room(ram, new[:fits])
         if victims is None:
             ram.counters.refused += len(new)
             return _NOTHING

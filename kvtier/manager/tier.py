@@ -198,16 +198,28 @@ class TierState:
 
     def pick_leaving(self, ctx: PolicyContext) -> ChunkCopy | None:
         """Take the best unpinned copy out of the order, clean or dirty; it is leaving now."""
-        victim = self.eviction.pick(_unpinned, ctx)
+        leaf_only = self.eviction.leaf_only
+        victim = self.eviction.pick(_unpinned_leaf if leaf_only else _unpinned, ctx)
         if victim is not None:
             self.leaving.add(victim)
+            if leaf_only:
+                self._count_kid(victim, -1)
         return victim
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
         if copy in self.leaving:
             self.leaving.discard(copy)
+            if self.eviction.leaf_only:
+                self._count_kid(copy, 1)
             self.eviction.on_insert(copy, ctx)
+
+    def expect(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> None:
+        """Note that chunks that are not here are about to be let in."""
+        eviction = self.eviction
+        if eviction.hears_misses:
+            for key in keys:
+                eviction.on_miss(key, ctx)
 
     def make_room(self, slots: int, ctx: PolicyContext) -> list[ChunkCopy] | None:
         """Evict until ``slots`` slots are free.
@@ -289,8 +301,8 @@ class TierState:
             self.idle -= 1
         if copy in self.leaving:
             self.leaving.discard(copy)
-        else:
-            self.eviction.on_remove(copy)
+            return
+        self.eviction.on_remove(copy)
         if self.eviction.leaf_only:
             self._count_kid(copy, -1)
 
@@ -311,3 +323,7 @@ def _idle_leaf(copy: ChunkCopy) -> bool:
 
 def _unpinned(copy: ChunkCopy) -> bool:
     return not copy.pins
+
+
+def _unpinned_leaf(copy: ChunkCopy) -> bool:
+    return not copy.pins and copy.kids <= 0

@@ -116,7 +116,7 @@ class TieredOffloadingManager:
         if phase == Phase.ASKING and self._coming(copy, key):
             self._promoter.note(request, key, wanting=True)
             return Lookup.RETRY
-        self._count_miss(request, key)
+        self._count_miss(request)
         return Lookup.MISS
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
@@ -335,8 +335,7 @@ class TieredOffloadingManager:
             return copy.state == CopyState.WRITING
         return self._ladder.slower_copy(key) is not None
 
-    def _count_miss(self, request: RequestState, key: ChunkKey) -> None:
-        self._ram.eviction.on_miss(key, self._ladder.ctx)
+    def _count_miss(self, request: RequestState) -> None:
         if not request.missed:
             request.missed = True
             for tier in self._ladder.tiers:
