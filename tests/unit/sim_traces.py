@@ -1,0 +1,36 @@
+"""Traces of a few chunks, and where the large ones are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.sim.traces import Trace
+from kvtier.sim.traces._builder import TraceBuilder
+
+ROOT = Path(__file__).parents[2]
+TRACES = Path(
+    os.environ.get("KVTIER_TRACES", ROOT.parent / "shared/traces")  # noqa: TID251 - not kvtier's
+)
+
+needs_traces = pytest.mark.skipif(
+    not TRACES.is_dir(), reason="no reference traces; name their directory in KVTIER_TRACES"
+)
+
+
+def trace_of(
+    chains: Sequence[Sequence[int]],
+    *,
+    chunk_tokens: int = 16,
+    tokens: Sequence[int] = (),
+    every_s: float = 1.0,
+) -> Trace:
+    """Return a trace of ``chains``, one request every ``every_s`` seconds."""
+    builder = TraceBuilder(chunk_tokens=chunk_tokens)
+    for number, chain in enumerate(chains):
+        length = tokens[number] if tokens else max(len(chain) * chunk_tokens, 1)
+        builder.add(chain, timestamp_s=number * every_s, input_tokens=length)
+    return builder.finish(name="small", format_name="made", sha256="0" * 64)

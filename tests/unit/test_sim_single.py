@@ -1,0 +1,149 @@
+"""One tier: the driver against a model small enough to be read at a glance."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.sim.capacity import parse_capacity, parse_chunk_bytes
+from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.traces import generate
+from tests.unit.sim_traces import trace_of
+
+CHAT = generate("chat", sessions=60, per_s=1.0, chunk_tokens=128, seed=5)
+
+Chains = Sequence[Sequence[int]]
+
+
+class Counted(NamedTuple):
+    """Hits and leading hits."""
+
+    hits: int
+    leads: int
+
+
+def lru(chains: Chains, capacity: int, *, backwards: bool) -> Counted:
+    """Count what an LRU of the definition hits."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = leads = 0
+    for chain in chains:
+        for chunk in chain:
+            if chunk not in cache:
+                break
+            leads += 1
+        for chunk in reversed(chain) if backwards else chain:
+            if chunk in cache:
+                hits += 1
+                cache.move_to_end(chunk)
+                continue
+            if len(cache) == capacity:
+                cache.popitem(last=False)
+            cache[chunk] = None
+    return Counted(hits, leads)
+
+
+def trees(draw: st.DrawFn) -> list[list[int]]:
+    """Draw requests whose chunks have one parent each: prefixes of a few long chains."""
+    lengths = draw(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=40)
+    )
+    return [[root * 100 + depth for depth in range(length)] for root, length in lengths]
+
+
+CHAINS = st.composite(trees)().filter(any)
+
+
+@given(chains=CHAINS, capacity=st.integers(1, 20), backwards=st.booleans())
+def test_lru_hits_what_the_definition_says(
+    chains: list[list[int]], capacity: int, backwards: bool
+) -> None:
+    order: TouchOrder = "reverse" if backwards else "forward"
+    result = simulate_single(
+        trace_of(chains), policy="lru", capacity=capacity, touch_order=order
+    )
+    assert Counted(result.hits, result.lead_chunks) == lru(
+        chains, capacity, backwards=backwards
+    )
+
+
+@pytest.mark.parametrize("policy", BUILT_IN_EVICTIONS)
+@given(chains=CHAINS, capacity=st.integers(1, 20))
+def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(
+    policy: str, chains: list[list[int]], capacity: int
+) -> None:
+    trace = trace_of(chains)
+    for order in ("forward", "reverse"):
+        result = simulate_single(trace, policy=policy, capacity=capacity, touch_order=order)
+        assert 0 <= result.hits <= trace.refs - trace.distinct
+        assert 0 <= result.lead_chunks <= trace.refs - trace.distinct
+        assert result.stranded_hits == result.hits - result.lead_chunks
+
+
+@given(chains=CHAINS, capacity=st.integers(1, 20))
+def test_belady_is_not_beaten(chains: list[list[int]], capacity: int) -> None:
+    trace = trace_of(chains)
+    best = simulate_single(trace, policy="belady", capacity=capacity, touch_order="forward")
+    for policy in ("fifo", "lru", "arc", "s3-fifo"):
+        other = simulate_single(trace, policy=policy, capacity=capacity, touch_order="forward")
+        assert other.hits <= best.hits, policy
+
+
+@given(chains=CHAINS, capacity=st.integers(10, 40))
+def test_a_leaf_first_policy_strands_nothing(chains: list[list[int]], capacity: int) -> None:
+    result = simulate_single(trace_of(chains), policy="prefix-lru", capacity=capacity)
+    assert result.stranded_hits == 0
+
+
+def test_a_partial_last_chunk_counts_as_the_tokens_it_has() -> None:
+    trace = trace_of([[0, 1], [0, 1], [0, 2]], chunk_tokens=100, tokens=[150, 150, 120])
+    result = simulate_single(trace, policy="lru", capacity=9)
+    assert result.lead_chunks == 3
+    assert result.prefix_hit_ratio == (150 + 100) / 420
+
+
+def test_the_order_asked_for_is_the_policys_own_unless_said_otherwise() -> None:
+    assert simulate_single(CHAT, policy="lru", capacity=9).touch_order == "reverse"
+    forward = simulate_single(CHAT, policy="lru", capacity=9, touch_order="forward")
+    assert forward.touch_order == "forward"
+
+
+def test_progress_is_told_and_ends_at_one() -> None:
+    told: list[float] = []
+    simulate_single(CHAT, policy="lru", capacity=9, progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    assert len(told) > 10
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="best"):
+        simulate_single(CHAT, policy="best", capacity=9)
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks"),
+    [("5%", 9140), ("0.1%", 183), ("100%", 182_790), ("0%", 1), ("7", 7), ("1GiB", 16)],
+)
+def test_a_capacity_is_a_share_a_number_or_a_size(text: str, chunks: int) -> None:
+    assert parse_capacity(text, distinct=182_790, chunk_bytes=64 << 20) == chunks
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "5 %%", "200%", "1KiB", "1GB/s", "x%"])
+def test_what_is_no_capacity_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="capacity"):
+        parse_capacity(text, distinct=100, chunk_bytes=64 << 20)
+
+
+def test_chunk_bytes_are_a_number_or_a_size() -> None:
+    assert parse_chunk_bytes("4096") == 4096
+    assert parse_chunk_bytes("2MiB") == 2 << 20
+    for wrong in ("0", "2 MB/s", "-1", ""):
+        with pytest.raises(ConfigError, match="--chunk-bytes"):
+            parse_chunk_bytes(wrong)
