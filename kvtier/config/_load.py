@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvtier.config._kinds import installed_evictions, installed_kinds, options_of
+from kvtier.config._kinds import (
+    CLASS_PATTERN,
+    check_eviction,
+    installed_evictions,
+    installed_kinds,
+    options_of,
+)
 from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._origin import Origin
 from kvtier.config._yaml import read_yaml
@@ -115,8 +121,8 @@ class _Reader:
             self._note(f"{key}.kind", "missing", f"add {_EXAMPLES['kind']}")
             return None
         eviction = values.get("eviction")
-        if isinstance(eviction, str) and eviction != "lru":
-            self._one_of(eviction, installed_evictions(), f"{key}.eviction", "policy")
+        if isinstance(eviction, str):
+            self._check_eviction(eviction, f"{key}.eviction")
         if not self._one_of(values["kind"], installed_kinds(), f"{key}.kind", "tier kind"):
             return None
         try:
@@ -124,6 +130,13 @@ class _Reader:
         except ConfigError as error:
             raise ConfigError(f"{self.origin.locate(f'{key}.kind')}: {error}") from error
         return self._section(options, values, key)
+
+    def _check_eviction(self, name: str, key: str) -> None:
+        problem = check_eviction(name)
+        if problem is not None:
+            self._note(key, *problem)
+        elif not re.match(CLASS_PATTERN, name):
+            self._one_of(name, installed_evictions(), key, "policy")
 
     def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
         if value in known:

@@ -72,7 +72,7 @@ class TierConfig(_Section):
     )
     """Bytes the tier may hold; bookkeeping comes on top."""
     eviction: str = "lru"
-    """Which chunk leaves a full tier: `lru`, or a policy an installed package provides."""
+    """Which chunk leaves a full tier: a policy by name, or `module:Class` for your own."""
 
 
 class RamTierConfig(TierConfig):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.config._kinds import installed_evictions, installed_kinds, options_of
+from kvtier.config._kinds import (
+    CLASS_PATTERN,
+    installed_evictions,
+    installed_kinds,
+    options_of,
+)
 from kvtier.config._models import KvtierConfig
 
 __all__ = ["schema"]
@@ -44,5 +49,8 @@ def _tier_schema(kind: str) -> dict[str, Any]:
     properties["kind"] = {"const": kind, "description": description}
     # A model may give its own kind a default; a file always names it.
     tier["required"] = ["kind", *(key for key in tier.get("required", ()) if key != "kind")]
-    properties["eviction"]["enum"] = list(installed_evictions())
+    properties["eviction"]["anyOf"] = [
+        {"enum": list(installed_evictions())},
+        {"pattern": CLASS_PATTERN},
+    ]
     return {**tier, "title": f"{kind} tier"}

@@ -41,6 +41,7 @@ class Workbench:
         write: Of the :class:`LadderPlacement`, when no ``placement`` is given.
         promote_after: Likewise.
         placement: Another placement.
+        eviction: The eviction policy of every tier, by name.
         truth: What the workers say; instant workers when omitted.
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
 
@@ -57,12 +58,13 @@ class Workbench:
         write: Literal["through", "evict"] = "through",
         promote_after: int = 1,
         placement: Placement | None = None,
+        eviction: str = "lru",
         truth: RecordingTruth | None = None,
         limits: ManagerLimits | None = None,
     ) -> None:
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
-            TierState(name, index, capacity, build_eviction("lru", capacity=capacity))
+            TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
             for index, (name, capacity) in enumerate(zip(TIER_NAMES, capacities, strict=False))
         ]
         self.ram = self.tiers[0]

@@ -1,0 +1,99 @@
+"""The manager drives every policy as it was promised to."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.manager import Lookup
+from kvtier.policies import ChunkCopy, PolicyContext
+from kvtier.policies.eviction import Lru, PrefixLru
+from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.testing.workbench import Workbench, prefix
+
+
+class Listening(Lru):
+    """Least recently used, and notes what it is told."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.missed: list[ChunkKey] = []
+        self.inserted: list[ChunkKey] = []
+
+    @override
+    def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:
+        self.missed.append(key)
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self.inserted.append(copy.key)
+        super().on_insert(copy, ctx)
+
+    @override
+    def on_insert_many(self, copies: object, ctx: PolicyContext) -> None:
+        assert isinstance(copies, list)
+        for copy in copies:
+            self.on_insert(copy, ctx)
+
+
+def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
+    """Load the prefix that is there and store the rest; return the hits."""
+    while Lookup.RETRY in (answers := bench.look(keys, req_id)):
+        bench.settle()
+    hits = answers.count(Lookup.HIT)
+    if hits:
+        bench.load(keys[:hits], req_id)
+    bench.store(keys, req_id)
+    bench.manager.end_request(req_id)
+    bench.settle()
+    return hits
+
+
+@pytest.mark.parametrize("write", ["through", "evict"])
+@pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS.keys() - {"belady"}))
+def test_a_ladder_keeps_its_books_with_every_policy(name: str, write: str) -> None:
+    bench = Workbench(6, 14, write="through" if write == "through" else "evict", eviction=name)
+    rng, hits = random.Random(name), 0
+    for number in range(150):
+        hits += serve(
+            bench, prefix(rng.randint(1, 5), of=int(9 * rng.random() ** 2)), f"r{number}"
+        )
+    assert hits > 100
+    assert all(tier.counters.evicted for tier in bench.tiers)
+
+
+def test_a_policy_hears_once_of_every_newcomer_before_it_comes() -> None:
+    bench = Workbench(2, 4)
+    ears = [Listening(2), Listening(4)]
+    for tier, ear in zip(bench.tiers, ears, strict=True):
+        tier.eviction = ear
+    for number, of in enumerate([0, 1, 2, 0, 0, 3, 1]):
+        serve(bench, prefix(1, of=of), f"r{number}")
+    for ear in ears:
+        assert ear.missed == ear.inserted
+    first, second, third, fourth = (prefix(1, of=of)[0] for of in range(4))
+    assert ears[0].missed == [first, second, third, first, fourth, second]
+    assert ears[1].missed == [first, second, third, fourth]
+
+
+def test_a_policy_is_not_told_of_newcomers_that_find_no_room() -> None:
+    bench = Workbench(2)
+    ear = bench.ram.eviction = Listening(2)
+    assert bench.manager.prepare_store(prefix(2), "writer") is not None
+    for _ in range(30):
+        bench.store(prefix(1, of=1), "late")
+    assert ear.missed == prefix(2)
+
+
+def test_leaf_by_leaf_a_chain_goes_down_and_nobody_is_stranded() -> None:
+    bench = Workbench(6, 12, write="evict", eviction="prefix-lru")
+    for number in range(60):
+        serve(bench, prefix(1 + number % 5, of=number % 7), f"r{number}")
+        for tier in bench.tiers[:1]:
+            assert isinstance(tier.eviction, PrefixLru)
+            for copy in tier.copies.values():
+                assert copy.parent is None or copy.parent in tier.copies
+    assert bench.tiers[1].counters.stored > 0
