@@ -216,13 +216,13 @@ class _SheddingTier(_CarefulTier):
                 self._room += 1
 
 
-class _TierWithKids(_CarefulTier):
+class _TierWithKids(Tier):
     """For policies that evict leaves only: counts every chunk's resident children."""
 
     def __init__(self, eviction: Eviction, trace: Trace, order: str) -> None:
         super().__init__(eviction, trace, order)
         self._kids = [0] * trace.distinct
-        self._number_of = {key: number for number, key in enumerate(self._keys)}
+        self._parents = [-1] * trace.distinct
 
     def _access_in_reverse(self, chain: Sequence[int]) -> int:
         here = self._here
@@ -233,24 +233,46 @@ class _TierWithKids(_CarefulTier):
         # A chunk named twice is a hit the second time.
         return len(found) + self._access(chain, missing)
 
-    def _insert(self, copy: ChunkCopy) -> None:
-        copy.kids = self._kids[copy.slot]
-        self._count_kid(copy, 1)
-        super()._insert(copy)
+    def _access(self, chain: Sequence[int], places: Iterable[int]) -> int:
+        here, keys, ctx, eviction = self._here, self._keys, self.ctx, self._eviction
+        on_insert, pick, parents = eviction.on_insert, eviction.pick, self._parents
+        hits = 0
+        for depth in places:
+            number = chain[depth]
+            copy = here[number]
+            if copy is not None:
+                hits += 1
+                self._touch((copy,))
+                continue
+            if eviction.hears_misses:
+                eviction.on_miss(keys[number], ctx)
+            if self._room:
+                self._room -= 1
+                copy = ChunkCopy(keys[number], number)
+                copy.state = CopyState.RESIDENT
+            else:
+                copy = _picked(pick(_always, ctx))
+                here[copy.slot] = None
+                self._count_kid(parents[copy.slot], -1)
+                copy.key = keys[number]
+                copy.slot = number
+                copy.hits = 0
+            parent = parents[number] = chain[depth - 1] if depth else -1
+            copy.depth = depth
+            copy.parent = keys[parent] if depth else None
+            copy.kids = self._kids[number]
+            here[number] = copy
+            self._count_kid(parent, 1)
+            on_insert(copy, ctx)
+        return hits
 
-    def _evict(self) -> ChunkCopy:
-        victim = super()._evict()
-        self._count_kid(victim, -1)
-        return victim
-
-    def _count_kid(self, copy: ChunkCopy, change: int) -> None:
-        if copy.parent is None:
+    def _count_kid(self, parent: int, change: int) -> None:
+        if parent < 0:
             return
-        number = self._number_of[copy.parent]
-        self._kids[number] += change
-        parent = self._here[number]
-        if parent is not None:
-            parent.kids += change
+        self._kids[parent] += change
+        copy = self._here[parent]
+        if copy is not None:
+            copy.kids += change
 
 
 class _TierWithFuture(_CarefulTier):

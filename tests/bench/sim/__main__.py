@@ -1,0 +1,146 @@
+"""``python -m tests.bench.sim``: references per second against the bars, and a whole sweep.
+
+Every figure is the best of a few runs in the processor time of this one process, because a
+machine that does other things as well tells nothing by the wall; the sweep alone, which uses
+several, is timed by the wall. The trace is the conversation trace if there is one, in the
+directory ``KVTIER_TRACES`` names or in ``shared/traces`` beside the repository, else a generated
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.config import parse_config
+from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.sweep import sweep
+from kvtier.sim.traces import Trace, generate, read_trace
+from tests.unit.sim_traces import TRACES
+
+CHUNK = 4 << 20
+BARS = {
+    "lru": 1_000_000,
+    "fifo": 1_000_000,
+    "arc": 500_000,
+    "s3-fifo": 500_000,
+    "slru": 500_000,
+    "slru-4": 500_000,
+    "2q": 500_000,
+    "prefix-lru": 500_000,
+}
+ORDERS: Final[tuple[TouchOrder, ...]] = ("forward", "reverse")
+LADDER_BAR = 250_000
+SWEEP_BAR_S = 60.0
+SWEPT = (*BARS, "gdsf", "sieve", "lirs", "w-tinylfu-exact")
+SIZES = ("0.1%", "1%", "5%", "10%", "20%", "50%")
+
+
+class Figure(NamedTuple):
+    """One measurement."""
+
+    what: str
+    value: float
+    bar: float
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bar if self.unit == "refs/s" else self.value <= self.bar
+
+
+def load() -> Trace:
+    path = TRACES / "mooncake_conversation.jsonl"
+    if path.exists():
+        return read_trace(path)
+    return generate("chat", sessions=12_000, per_s=3.0, chunk_tokens=512, seed=1)
+
+
+def refs_per_s(trace: Trace, run: Callable[[], object], rounds: int) -> float:
+    best = min(_seconds(run) for _ in range(rounds))
+    return trace.refs / best
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begun = time.process_time()
+    run()
+    return time.process_time() - begun
+
+
+def singles(trace: Trace, rounds: int) -> Iterator[Figure]:
+    capacity = trace.distinct // 20
+    for policy, bar in BARS.items():
+        for order in ORDERS:
+            run = partial(
+                simulate_single, trace, policy=policy, capacity=capacity, touch_order=order
+            )
+            yield Figure(
+                f"{policy}, 5 %, {order}", refs_per_s(trace, run, rounds), bar, "refs/s"
+            )
+
+
+def ladders(trace: Trace, rounds: int) -> Iterator[Figure]:
+    ram, nvme = (trace.distinct * share // 100 * CHUNK // (1 << 20) for share in (1, 10))
+    for write in ("through", "evict"):
+        text = (
+            "tiers:\n"
+            f"  - {{kind: ram, capacity: {ram}MiB}}\n"
+            f"  - {{kind: nvme, path: /nowhere, capacity: {nvme}MiB}}\n"
+            f"placement: {{write: {write}}}\n"
+            "transfer: {queue_limit: 4GiB}\n"
+        )
+        config = parse_config(text, source="bench")
+        run = partial(simulate_ladder, trace, config, chunk_bytes=CHUNK)
+        what = f"ladder 1 % + 10 %, write: {write}"
+        yield Figure(what, refs_per_s(trace, run, rounds), LADDER_BAR, "refs/s")
+
+
+def swept(trace: Trace) -> Figure:
+    begun = time.perf_counter()
+    sweep([trace], SWEPT, SIZES, chunk_bytes=[CHUNK], jobs=2)
+    seconds = time.perf_counter() - begun
+    return Figure(f"sweep {len(SWEPT)} x {len(SIZES)}, 2 jobs", seconds, SWEEP_BAR_S, "s")
+
+
+def measure(trace: Trace, rounds: int) -> Iterator[Figure]:
+    yield from singles(trace, rounds)
+    yield from ladders(trace, rounds)
+    yield swept(trace)
+
+
+def show(console: Console, figure: Figure) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=36)
+    for _ in range(2):
+        table.add_column(width=18, justify="right")
+    table.add_row(
+        figure.what,
+        f"{figure.value:,.0f} {figure.unit}",
+        f"bar {figure.bar:,.0f}",
+        "" if figure.met else "MISSED",
+    )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.sim", description=__doc__)
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs per figure; the best counts"
+    )
+    rounds: int = parser.parse_args().rounds
+    trace = load()
+    console = Console(highlight=False)
+    console.print(f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks")
+    for figure in measure(trace, rounds):
+        show(console, figure)
+
+
+if __name__ == "__main__":
+    main()

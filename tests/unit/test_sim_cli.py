@@ -1,0 +1,342 @@
+"""``kvtier sim`` and ``kvtier trace``: names and keys that scripts depend on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtier.cli import app
+from kvtier.config import parse_config
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.sim import report
+from kvtier.sim.sweep import COLUMNS
+from tests.unit.sim_traces import TRACES, needs_traces
+
+SINGLE_KEYS = [
+    "trace",
+    "policy",
+    "touch_order",
+    "capacity_chunks",
+    "refs",
+    "hits",
+    "block_hit_ratio",
+    "prefix_hit_ratio",
+    "lead_chunks",
+    "stranded_hits",
+    "seconds",
+    "refs_per_second",
+]
+TIER_KEYS = {"hits", "hit_ratio", "chunks_written", "chunks_promoted", "evictions"}
+LADDER_KEYS = {"tiers", "total_hit_ratio", "writes_per_ref", "promotions_per_ref"}
+LEVELS = {"p50", "p90", "p99"}
+
+
+def kvtier(*arguments: object) -> str:
+    """Run a command that works; return what it prints."""
+    answer = CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(word) for word in arguments])
+    if answer.exception is not None:
+        raise answer.exception
+    return answer.stdout
+
+
+def refusal(*arguments: object) -> str:
+    """Run a command that is refused; return why."""
+    with pytest.raises(KvtierError) as error:
+        kvtier(*arguments)
+    return str(error.value)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.jsonl"
+    kvtier("trace", "generate", "chat", "-o", path, "--sessions", 80, "--seed", 7)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "ladder.yaml"
+    path.write_text(
+        "tiers:\n"
+        "  - {kind: ram, capacity: 64MiB}\n"
+        "  - {kind: nvme, path: /nowhere/at/all, capacity: 256MiB}\n"
+    )
+    return path
+
+
+# -- sim run
+
+
+def test_one_policy_prints_one_object(trace: Path) -> None:
+    arguments = ("sim", "run", trace, "--policy", "lru", "--capacity", "5%", "--json")
+    printed: dict[str, Any] = json.loads(kvtier(*arguments))
+    assert list(printed) == SINGLE_KEYS
+    assert printed["trace"] == "chat"
+    assert printed["policy"] == "lru"
+    assert printed["touch_order"] == "reverse"
+    facts = json.loads(kvtier("trace", "info", trace, "--json"))
+    assert printed["refs"] == facts["refs"]
+    assert printed["capacity_chunks"] == int(facts["distinct"] * 0.05 + 0.5)
+    assert printed["block_hit_ratio"] == printed["hits"] / printed["refs"]
+    assert 0 < printed["prefix_hit_ratio"] < facts["infinite_prefix_hit_ratio"]
+
+
+def test_a_ladder_prints_its_tiers_and_what_requests_wait(trace: Path, config: Path) -> None:
+    arguments = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--json")
+    printed: dict[str, Any] = json.loads(kvtier(*arguments))
+    assert printed.keys() >= LADDER_KEYS
+    assert [tier["name"] for tier in printed["tiers"]] == ["ram", "nvme"]
+    for tier in printed["tiers"]:
+        assert tier.keys() >= TIER_KEYS | {"bytes_written_per_day", "dwpd"}
+        assert tier["hit_ratio"] == tier["hits"] / printed["refs"]
+    assert printed["ttft_s"].keys() == printed["ttft_no_cache_s"].keys() == LEVELS
+    assert printed["tiers"][1]["chunks_written"] > 0
+    assert 0 < printed["total_hit_ratio"] < 1
+
+
+def test_tables_are_for_people(trace: Path, config: Path) -> None:
+    assert "prefix hit ratio" in kvtier("sim", "run", trace, "--policy", "arc", "--capacity", 9)
+    table = kvtier("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
+    assert "time to first token p50" in table
+    assert "written per day" in table
+
+
+def test_the_time_model_can_be_told(trace: Path, config: Path) -> None:
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--json")
+    told = ("--prefill-rate", 5000, "--tier-speed", "nvme=1GB/s,1GB/s,5ms")
+    model = json.loads(kvtier(*run, *told))["time_model"]
+    assert model["prefill_tokens_per_s"] == 5000
+    assert model["speeds"]["nvme"] == {
+        "read_bytes_per_s": 10**9,
+        "write_bytes_per_s": 10**9,
+        "latency_s": 0.005,
+    }
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("policy", "order", "capacity", "hits"),
+    [
+        ("lru", "forward", "5%", 56_382),
+        ("lru", "reverse", "9140", 56_447),
+        ("fifo", "forward", "10%", 73_806),
+    ],
+)
+def test_hits_on_the_conversation_trace_are_the_references(
+    policy: str, order: str, capacity: str, hits: int
+) -> None:
+    path = TRACES / "mooncake_conversation.jsonl"
+    arguments = ("--policy", policy, "--capacity", capacity, "--touch-order", order, "--json")
+    assert json.loads(kvtier("sim", "run", path, *arguments))["hits"] == hits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "name either --policy or --config"),
+        (("--policy", "lru", "--config", "x.yaml"), "name either --policy or --config"),
+        (("--policy", "lru"), "--capacity is missing"),
+        (("--policy", "best", "--capacity", "5%"), "best"),
+        (("--policy", "lru", "--capacity", "5 GB/s"), "capacity 5 GB/s"),
+        (("--policy", "lru", "--capacity", "5%", "--touch-order", "up"), "--touch-order up"),
+        (("--policy", "lru", "--capacity", "5%", "--format", "csv"), "--format csv"),
+        (("--policy", "lru", "--capacity", "5%", "--chunk-bytes", "0"), "--chunk-bytes 0"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(
+    trace: Path, arguments: tuple[str, ...], why: str
+) -> None:
+    text = refusal("sim", "run", trace, *arguments)
+    assert why in text
+    assert "\n" not in text
+
+
+def test_a_speed_of_a_tier_that_is_not_there_is_refused(trace: Path, config: Path) -> None:
+    arguments = ("--config", config, "--tier-speed", "remote=1GB/s,1GB/s,5ms")
+    assert "--tier-speed remote" in refusal("sim", "run", trace, *arguments)
+
+
+def test_a_bad_trace_ends_the_command_with_2_and_its_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n{"timest')
+    command = [sys.executable, "-m", "kvtier.cli", "trace", "info", str(bad)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(f"error: {bad}:2: not JSON")
+    assert ran.stdout == ""
+
+
+# -- sim sweep
+
+
+def sweep(trace: Path, *more: object) -> str:
+    grid = ("--policies", "lru,arc", "--capacities", "5%,20")
+    return kvtier("sim", "sweep", trace, *grid, "--csv", trace.with_suffix(".csv"), *more)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sweep_writes_what_single_runs_say_and_how_to_repeat_them(
+    trace: Path, jobs: int
+) -> None:
+    printed = sweep(trace, "--jobs", jobs)
+    with trace.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [(row["policy"], row["capacity"]) for row in rows] == [
+        ("lru", "5%"),
+        ("lru", "20"),
+        ("arc", "5%"),
+        ("arc", "20"),
+    ]
+    for row in rows:
+        cell = ("--policy", row["policy"], "--capacity", row["capacity"], "--json")
+        single = json.loads(kvtier("sim", "run", trace, *cell))
+        assert int(row["hits"]) == single["hits"]
+        assert float(row["prefix_hit_ratio"]) == single["prefix_hit_ratio"]
+        assert row["seed"] == "0"
+        assert len(row["trace_sha256"]) == 64
+    assert "prefix hit ratio" in printed
+
+
+def test_a_sweep_draws_a_picture(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.png"
+    sweep(trace, "--plot", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 5000
+    assert "no such picture format" in refusal(
+        *("sim", "sweep", trace, "--policies", "lru", "--capacities", "5%"),
+        *("--csv", tmp_path / "x.csv", "--plot", tmp_path / "curves.docx"),
+    )
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[plots\]'"):
+        report.write_plot([], tmp_path / "x.png")
+
+
+def test_an_output_that_cannot_be_written_is_refused(trace: Path, tmp_path: Path) -> None:
+    grid = ("--policies", "lru", "--capacities", "5%", "--csv", tmp_path / "no/such/x.csv")
+    assert "cannot be written" in refusal("sim", "sweep", trace, *grid)
+
+
+def test_the_page_needs_nothing_else_and_cannot_be_broken_out_of(
+    trace: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    hostile = tmp_path / "<script>x<-script>.jsonl"
+    shutil.copy(trace, hostile)
+    sweep(hostile, "--html", page)
+    text = page.read_text()
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text
+    assert text.count("<script>") == 1
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+def test_a_browser_draws_every_curve(trace: Path, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    page = tmp_path / "page.html"
+    sweep(trace, "--html", page)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000")
+    profile = f"--user-data-dir={tmp_path}/profile"
+    shown = subprocess.run(
+        [CHROMIUM, *flags, profile, "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    ).stdout
+    for policy in ("lru", "arc"):
+        assert f'data-policy="{policy}"' in shown
+    assert shown.count('class="curve"') == 2
+    assert shown.count("<circle") == 4
+    assert shown.count("<button") == 2
+    assert "NaN" not in shown.split("<script>")[0]
+    with trace.with_suffix(".csv").open() as file:
+        first = next(csv.DictReader(file))
+    assert f"{float(first['prefix_hit_ratio']) * 100:.2f} %" in shown.split("<table")[1]
+
+
+# -- sim recommend
+
+
+def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None:
+    arguments = ("--ram", "64MiB", "--nvme", "1GiB", "--chunk-bytes", "1MiB")
+    text = kvtier("sim", "recommend", trace, *arguments)
+    config = parse_config(text, source="recommended")
+    assert [tier.kind for tier in config.tiers] == ["ram", "nvme"]
+    assert [tier.capacity_bytes for tier in config.tiers] == [64 << 20, 1 << 30]
+    assert text.count("<- chosen") == 1
+    assert "no cache at all" in text
+    assert f"write: {config.placement.write}" in next(
+        line for line in text.splitlines() if "<- chosen" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--ram", "1KiB", "--nvme", "1GiB"), "--ram: holds no chunk"),
+        (("--ram", "64", "--nvme", "1GiB"), "--ram 64: 64 has no unit"),
+        (
+            ("--ram", "1GiB", "--nvme", "9GiB", "--tier-speed", "tape=1GB/s,1GB/s,1s"),
+            "--tier-speed tape",
+        ),
+    ],
+)
+def test_what_cannot_be_recommended_for_is_refused(
+    trace: Path, arguments: tuple[str, ...], why: str
+) -> None:
+    text = refusal("sim", "recommend", trace, "--chunk-bytes", "1MiB", *arguments)
+    assert text.startswith(why)
+
+
+# -- trace
+
+
+def test_info_says_what_a_trace_holds(trace: Path) -> None:
+    facts = json.loads(kvtier("trace", "info", trace, "--json"))
+    assert facts["format"] == "mooncake"
+    assert facts["chunk_tokens"] == 512
+    assert facts["requests"] > 80
+    assert "infinite prefix hit ratio" in kvtier("trace", "info", trace)
+
+
+@pytest.mark.parametrize("to", ["mooncake", "keys", "oracle"])
+def test_convert_keeps_the_references(trace: Path, tmp_path: Path, to: str) -> None:
+    copy = tmp_path / "copy"
+    assert "references" in kvtier("trace", "convert", trace, "-o", copy, "--to", to)
+    before = json.loads(kvtier("trace", "info", trace, "--json"))
+    after = json.loads(kvtier("trace", "info", copy, "--json"))
+    assert after["format"] == to
+    for key in ("refs", "distinct", "infinite_block_hit_ratio"):
+        assert after[key] == before[key]
+
+
+def test_generate_makes_the_same_file_again(trace: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.jsonl"
+    kvtier("trace", "generate", "chat", "-o", again, "--sessions", 80, "--seed", 7)
+    assert again.read_bytes() == trace.read_bytes()
+
+
+def test_wrong_names_are_refused_with_the_right_ones(trace: Path, tmp_path: Path) -> None:
+    text = refusal("trace", "generate", "games", "-o", tmp_path / "x")
+    assert "chat, agents, shared" in text
+    assert "--to csv" in refusal("trace", "convert", trace, "-o", tmp_path / "x", "--to", "csv")
+    nowhere = tmp_path / "no/such/x"
+    assert "cannot be written" in refusal("trace", "convert", trace, "-o", nowhere)
