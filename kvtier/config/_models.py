@@ -109,12 +109,34 @@ class PlacementConfig(_Section):
 
     write: Literal["through", "evict"] = "through"
     """Copy down as soon as stored (`through`), or only when RAM needs the room (`evict`)."""
+    write_after: int = Field(default=1, ge=1)
+    """Uses after which a chunk is copied down with `write: through`; 1 is its storing."""
+    admit: Literal["all", "second-touch", "tinylfu"] = "all"
+    """What may be copied down: `all`, or only what was wanted twice, as far as remembered."""
+    write_budget_per_day_bytes: Size | None = Field(
+        default=None,
+        validation_alias="write_budget_per_day",
+        serialization_alias="write_budget_per_day",
+    )
+    """Bytes a day that may be copied to each slower tier; what is more is not copied."""
+    promote: Literal["copy", "move"] = "copy"
+    """Whether the slower tier keeps a chunk that goes up (`copy`) or not (`move`)."""
     promote_after: int = Field(default=1, ge=1)
-    """Hits in the slower tier after which a chunk is copied up; 1 is the first hit."""
+    """Hits in the slower tier that bring a chunk up once; 1 is every hit."""
     pin_budget: Fraction = 0.5
     """Share of RAM that chunks promoted for waiting requests may hold."""
     clean_reserve: Fraction = 0.1
     """Share of RAM kept free or already copied down, ahead of need (`write: evict`)."""
+
+    @model_validator(mode="after")
+    def _words_agree(self) -> Self:
+        if self.write_after > 1 and self.write != "through":
+            _refuse("write_after", "used with write: through only", "leave it out")
+        if self.promote == "move" and self.write != "evict":
+            _refuse("promote", "what moves up is then nowhere else", "add write: evict")
+        if self.promote == "move" and self.promote_after > 1:
+            _refuse("promote_after", "used with promote: copy only", "leave it out")
+        return self
 
 
 class TransferConfig(_Section):

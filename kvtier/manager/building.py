@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.config import KvtierConfig
+from kvtier.config import KvtierConfig, PlacementConfig
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.policies import LadderPlacement, build_eviction
+from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
 
 __all__ = ["build_manager", "build_tiers"]
 
@@ -57,7 +58,10 @@ def build_manager(
         placement=LadderPlacement(
             tiers=len(tiers),
             write=placement.write,
+            write_after=placement.write_after,
+            promote=placement.promote,
             promote_after=placement.promote_after,
+            admissions=_build_admissions(placement, tiers, slot_nbytes),
         ),
         limits=ManagerLimits(
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
@@ -69,3 +73,19 @@ def build_manager(
         truth=truth,
         record_events=record_events,
     )
+
+
+def _build_admissions(
+    placement: PlacementConfig, tiers: Sequence[TierState], slot_nbytes: int
+) -> list[Admission]:
+    """Build the conditions for entering a slower tier; the budget is asked last."""
+    chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
+    conditions: list[Admission] = []
+    if placement.admit == "second-touch":
+        conditions.append(SecondTouch(chunks))
+    elif placement.admit == "tinylfu":
+        conditions.append(TinyLfu(chunks))
+    if placement.write_budget_per_day_bytes is not None:
+        budget = placement.write_budget_per_day_bytes
+        conditions.append(WriteBudget(bytes_per_day=budget, chunk_nbytes=slot_nbytes))
+    return conditions

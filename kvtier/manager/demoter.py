@@ -53,6 +53,11 @@ class Demoter:
                 continue
             self.adopt(ladder.ram, copy)
 
+    def used(self, copies: Sequence[ChunkCopy]) -> None:
+        """Decide again where chunks that were loaded from RAM must go."""
+        if self._ladder.placement.places_used:
+            self.stored([copy for copy in copies if not copy.dirty])
+
     def adopt(self, tier: TierState, copy: ChunkCopy) -> None:
         """Mark ``copy``, new in ``tier`` and in no slower one, dirty if it must not vanish."""
         if self._ladder.placement.demote(copy, tier.index, self._ladder.ctx) is not None:

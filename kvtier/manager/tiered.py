@@ -154,6 +154,7 @@ class TieredOffloadingManager:
             copy.hits += 1
             tiers[copy.origin].counters.hits += 1
         self._ram.touch(copies, self._ladder.ctx)
+        self._demoter.used(copies)
         request = self._requests.get(req_id)
         if request is not None:
             self._promoter.release(request)

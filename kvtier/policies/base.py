@@ -237,9 +237,18 @@ class Promotion:
 class Placement(ABC):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM."""
 
+    @property
+    def places_used(self) -> bool:
+        """Whether :meth:`place` is also asked about chunks that were loaded from RAM."""
+        return False
+
     @abstractmethod
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
-        """Return the slower tiers that a chunk new in RAM must reach as soon as possible."""
+        """Return the slower tiers that a chunk in RAM must reach as soon as possible.
+
+        Asked about every chunk that is new there and in no slower tier, and with
+        :attr:`places_used` again at each use.
+        """
 
     @abstractmethod
     def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from typing_extensions import override
 
+from kvtier.policies.admission import Admission, admits_all
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.types import Why
 
@@ -14,40 +15,62 @@ __all__ = ["LadderPlacement"]
 
 
 class LadderPlacement(Placement):
-    """Write-through or write-on-evict, promotion on the n-th hit, the slower copy kept.
+    """Write-through, selective or on evict; promotion on every n-th hit, by copy or by move.
 
-    Keeping the slower copy on promotion costs nothing on the medium, where moving it would mean
+    Keeping the slower copy on promotion costs nothing on the medium, where moving it means
     writing it again at the next demotion: on agent traffic an exclusive pair writes four to ten
-    times as much for at most 1.6 points of hit ratio.
+    times as much for at most 1.6 points of hit ratio. Moving pays where the tiers are of like
+    size, for then two copies of a chunk waste much of the room.
 
     Args:
         tiers: Number of tiers, RAM included.
         write: ``through`` copies a chunk to every slower tier as soon as it is stored, which is
             what makes it survive a killed process; ``evict`` copies it to the next tier when
             its room is needed and no slower tier has it.
-        promote_after: A chunk stays in RAM from its n-th hit in the slower tier on; before, it
-            leaves again once the request it was fetched for has loaded it.
+        write_after: With ``through``, a chunk is copied at its n-th use, its storing included.
+        promote: ``copy`` leaves the slower copy where it is, ``move`` takes it away.
+        promote_after: A chunk stays in RAM from every n-th hit in the slower tier on; otherwise
+            it leaves again once the request it was fetched for has loaded it. Not with
+            ``move``, which leaves no copy to count on.
+        admissions: What a chunk must fulfil to be written to a slower tier, in this order.
     """
 
     def __init__(
-        self, *, tiers: int, write: Literal["through", "evict"], promote_after: int = 1
+        self,
+        *,
+        tiers: int,
+        write: Literal["through", "evict"],
+        write_after: int = 1,
+        promote: Literal["copy", "move"] = "copy",
+        promote_after: int = 1,
+        admissions: Sequence[Admission] = (),
     ) -> None:
         through = write == "through"
         self._slower = tuple(range(1, tiers)) if through else ()
         self._last = 0 if through else tiers - 1
+        self._write_after = write_after
+        self._moves = promote == "move"
         self._promote_after = promote_after
+        self._admissions = tuple(admissions)
+
+    @property
+    @override
+    def places_used(self) -> bool:
+        return bool(self._slower) and self._write_after > 1
 
     @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
-        return self._slower
+        return self._slower if copy.hits + 1 >= self._write_after else ()
 
     @override
     def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
-        return True
+        return admits_all(self._admissions, copy, tier, ctx)
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(stay=copy.hits + 1 >= self._promote_after)
+        if self._moves:
+            return Promotion(keep_source=False)
+        return Promotion(stay=(copy.hits + 1) % self._promote_after == 0)
 
     @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:

@@ -1,19 +1,18 @@
 """Every policy has exactly the hits that other people's implementations of it have.
 
 The large traces and their figures (libCacheSim, Caffeine's simulator and a third
-implementation, which agree) are not ours to ship: the tests look for them where
-KVTIER_TRACES says, or in ``shared/traces`` beside the repository. A small trace of our own is
+implementation, which agree) are not ours to ship: see :mod:`tests.unit.sim_traces`. A small trace of our own is
 always there, with the policies written down a second time in :mod:`tests.unit.textbook`.
 """
 
 from __future__ import annotations
 
 import csv
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -21,12 +20,10 @@ import pytest
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.traces import Trace, read_trace
+from tests.unit.sim_traces import ROOT, TRACES, needs_traces
 from tests.unit.textbook import TEXTBOOK, count_hits
 
-ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests/data/small_chat.jsonl"
-BESIDE = ROOT.parent / "shared/traces"
-TRACES = Path(os.environ.get("KVTIER_TRACES", BESIDE))  # noqa: TID251 - not kvtier's
 REFERENCE = TRACES / "reference_hit_ratios.csv"
 NAMES = {
     "2Q": "2q",
@@ -113,7 +110,8 @@ def results() -> Iterator[dict[Run, Future[tuple[int, int]]]]:
     workers = min(len(os.sched_getaffinity(0)), 4)
     # Spawned, not forked: the parent may have threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    # The runs make no garbage in cycles, and half a million objects are long to look through.
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=gc.disable) as pool:
         yield {run: pool.submit(replay, run) for run in sorted(ROWS)}
         pool.shutdown(cancel_futures=True)
 

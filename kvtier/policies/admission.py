@@ -1,0 +1,121 @@
+"""Which chunks are worth writing to a slower tier.
+
+Conditions, each with one reason to refuse, asked one after the other until one refuses. A
+refused chunk stays where it is and is gone when its room is needed, so every condition trades
+hits for wear: on chat traffic second-touch writes a fifth and loses a quarter of the hits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, PolicyContext
+from kvtier.policies.eviction._frequency import SketchFrequency
+
+__all__ = ["Admission", "SecondTouch", "TinyLfu", "WriteBudget", "admits_all"]
+
+_DAY_S = 86_400.0
+_BURSTS_PER_DAY = 24
+_SAMPLE_PER_SLOT = 2
+
+
+class Admission(ABC):
+    """One condition for entering a slower tier."""
+
+    @abstractmethod
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        """Return whether ``copy`` may enter ``tier``.
+
+        Asked when the copy is about to be written, after every other condition agreed.
+        """
+
+
+def admits_all(
+    conditions: Sequence[Admission], copy: ChunkCopy, tier: int, ctx: PolicyContext
+) -> bool:
+    """Return whether all ``conditions`` admit ``copy``; later ones are not asked in vain."""
+    return all(condition.admits(copy, tier, ctx) for condition in conditions)
+
+
+class SecondTouch(Admission):
+    """Refuses a chunk that was used only once as far as anybody remembers.
+
+    It was used again if its copy was loaded, or if an earlier copy of it was asked for. This is
+    CacheLib's reject-first with the keys themselves. What comes from a slower tier than RAM was
+    admitted there before, so it is not asked again.
+
+    Args:
+        remembered: Most keys to remember for each tier, the latest ones.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        self._remembered = remembered
+        self._asked: dict[int, OrderedDict[ChunkKey, tuple[int, bool]]] = {}
+
+    @override
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        if not copy.generation:
+            return True
+        asked = self._asked.setdefault(tier, OrderedDict())
+        last = asked.pop(copy.key, None)
+        # One copy is asked for several times if the tier has no room: that is not another use.
+        again = last is not None and (last[0] != copy.generation or last[1])
+        asked[copy.key] = (copy.generation, again)
+        if len(asked) > self._remembered:
+            asked.popitem(last=False)
+        return again or copy.hits > 0
+
+
+class TinyLfu(Admission):
+    """Refuses a chunk that was wanted less than twice lately, by a sketch that fades.
+
+    Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
+    Transactions on Storage 13(4), 2017. A store's traffic has no single victim to compare with,
+    hence a threshold. Unlike :class:`SecondTouch` it keeps no keys and forgets old uses.
+
+    Args:
+        capacity: Chunks of the tiers together; twice as many uses are looked back on.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._sketches: dict[int, SketchFrequency] = {}
+
+    @override
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        sketch = self._sketches.get(tier)
+        if sketch is None:
+            sketch = SketchFrequency(self._capacity, sample_per_slot=_SAMPLE_PER_SLOT)
+            self._sketches[tier] = sketch
+        sketch.count(copy.key)
+        return sketch.of(copy.key) + copy.hits >= 2
+
+
+class WriteBudget(Admission):
+    """Refuses what would wear the medium faster than it may.
+
+    A token bucket for each tier: it fills at the daily rate and holds what one hour brings, so
+    a quiet night does not pay for a day of writing without bounds.
+
+    Args:
+        bytes_per_day: Bytes that may be written to each slower tier in a day.
+        chunk_nbytes: Bytes written for one chunk.
+    """
+
+    def __init__(self, *, bytes_per_day: int, chunk_nbytes: int) -> None:
+        self._chunks_per_s = bytes_per_day / chunk_nbytes / _DAY_S
+        self._most = max(bytes_per_day / chunk_nbytes / _BURSTS_PER_DAY, 1.0)
+        self._filled: dict[int, tuple[float, float]] = {}
+
+    @override
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        chunks, since = self._filled.get(tier, (self._most, ctx.now))
+        chunks = min(chunks + (ctx.now - since) * self._chunks_per_s, self._most)
+        admitted = chunks >= 1.0
+        self._filled[tier] = (chunks - admitted, ctx.now)
+        return admitted

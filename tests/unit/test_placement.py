@@ -1,0 +1,228 @@
+"""What goes down, when, and how it comes up again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from kvtier.config import parse_config
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
+from kvtier.manager.building import build_manager, build_tiers
+from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
+from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.workbench import Workbench, prefix
+
+CTX = PolicyContext()
+DAY_S = 86_400.0
+MIB = 1 << 20
+
+
+def copy_of(number: int, *, generation: int = 1, hits: int = 0) -> ChunkCopy:
+    copy = ChunkCopy(key_of(number), 0)
+    copy.generation, copy.hits = generation, hits
+    return copy
+
+
+def key_of(number: int) -> ChunkKey:
+    return prefix(1, of=number)[0]
+
+
+# -- admission -------------------------------------------------------------------------------
+
+
+def test_second_touch_refuses_the_first_copy_and_admits_the_next() -> None:
+    second = SecondTouch(8)
+    assert not second.admits(copy_of(1, generation=1), 1, CTX)
+    assert not second.admits(copy_of(1, generation=1), 1, CTX), "no room is no use"
+    assert second.admits(copy_of(1, generation=2), 1, CTX)
+    assert second.admits(copy_of(1, generation=2), 1, CTX)
+    assert not second.admits(copy_of(1, generation=2), 2, CTX), "tiers are counted apart"
+
+
+def test_second_touch_admits_what_was_loaded_and_what_comes_from_below() -> None:
+    second = SecondTouch(8)
+    assert second.admits(copy_of(1, hits=1), 1, CTX)
+    assert second.admits(copy_of(2, generation=0), 2, CTX)
+
+
+def test_second_touch_forgets_the_oldest() -> None:
+    second = SecondTouch(2)
+    for number in range(3):
+        assert not second.admits(copy_of(number), 1, CTX)
+    assert not second.admits(copy_of(0, generation=2), 1, CTX)
+    assert second.admits(copy_of(2, generation=2), 1, CTX)
+
+
+def test_tinylfu_admits_what_was_wanted_twice_lately() -> None:
+    tiny = TinyLfu(64)
+    assert not tiny.admits(copy_of(0), 1, CTX)
+    assert tiny.admits(copy_of(0), 1, CTX)
+    assert tiny.admits(copy_of(1, hits=1), 1, CTX)
+    once = sum(tiny.admits(copy_of(number), 1, CTX) for number in range(2, 2 + 4 * 64))
+    assert once <= 26, "few are mistaken for others"
+    assert not tiny.admits(copy_of(0), 1, CTX), "old uses fade"
+
+
+def test_a_write_budget_is_kept_over_a_day_and_never_borrowed_ahead() -> None:
+    budget = WriteBudget(bytes_per_day=240 * MIB, chunk_nbytes=MIB)
+    ctx = PolicyContext()
+    written = 0
+    for second in range(0, int(DAY_S), 20):
+        ctx.now = second
+        written += sum(budget.admits(copy_of(0), 1, ctx) for _ in range(3))
+    assert written == pytest.approx(240 + 10, abs=1), "a day, and the hour it began with"
+    ctx.now += 10 * DAY_S
+    assert sum(budget.admits(copy_of(0), 1, ctx) for _ in range(100)) == 10
+
+
+def test_a_small_budget_is_a_chunk_now_and_then() -> None:
+    budget, ctx = WriteBudget(bytes_per_day=2 * MIB, chunk_nbytes=MIB), PolicyContext()
+    admitted = []
+    for hour in range(49):
+        ctx.now = hour * 3600.0
+        if budget.admits(copy_of(0), 1, ctx):
+            admitted.append(hour)
+    assert admitted == [0, 12, 24, 36, 48]
+
+
+class Counting(Admission):
+    def __init__(self, *, verdict: bool) -> None:
+        self.verdict = verdict
+        self.asked = 0
+
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        self.asked += 1
+        return self.verdict
+
+
+def test_a_refusal_spares_the_conditions_behind_it() -> None:
+    first, refusing, last = (Counting(verdict=verdict) for verdict in (True, False, True))
+    bench = Workbench(
+        2,
+        4,
+        placement=LadderPlacement(tiers=2, write="through", admissions=[first, refusing, last]),
+    )
+    bench.store(prefix(2))
+    bench.settle()
+    assert (first.asked, refusing.asked, last.asked) == (2, 2, 0)
+    assert bench.resident(1) == set()
+
+
+# -- the ladder ------------------------------------------------------------------------------
+
+
+def use(bench: Workbench, number: int, req_id: str) -> None:
+    """Load chunk ``number`` once, from wherever it is."""
+    keys = prefix(1, of=number)
+    bench.look(keys, req_id)
+    bench.settle()
+    bench.look(keys, req_id)
+    bench.load(keys, req_id)
+    bench.manager.end_request(req_id)
+    bench.settle()
+
+
+def test_selective_write_through_copies_down_at_the_nth_use() -> None:
+    bench = Workbench(2, 4, placement=LadderPlacement(tiers=2, write="through", write_after=3))
+    bench.store(prefix(1))
+    bench.settle()
+    use(bench, 0, "second")
+    assert bench.resident(1) == set()
+    use(bench, 0, "third")
+    assert bench.resident(1) == {key_of(0)}
+    assert bench.ram.dirty == 0
+    use(bench, 0, "fourth")
+    assert bench.tiers[1].counters.stored == 1
+
+
+def test_a_chunk_comes_up_to_stay_at_every_nth_hit_below() -> None:
+    bench = Workbench(2, 4, placement=LadderPlacement(tiers=2, write="evict", promote_after=2))
+    bench.manager.recover(1, [(key_of(0), 0)])
+    stays = []
+    for number in range(4):
+        use(bench, 0, f"r{number}")
+        stays.append(key_of(0) in bench.resident())
+        if stays[-1]:
+            bench.ram.drop(bench.ram.copies[key_of(0)])
+    assert stays == [False, True, False, True]
+
+
+def test_moving_up_leaves_nothing_below() -> None:
+    bench = Workbench(2, 4, placement=LadderPlacement(tiers=2, write="evict", promote="move"))
+    bench.manager.recover(1, [(key_of(0), 0)])
+    use(bench, 0, "reader")
+    assert (bench.resident(0), bench.resident(1)) == ({key_of(0)}, set())
+
+
+def configured(*lines: str) -> str:
+    section = "".join(f"  {line}\n" for line in lines)
+    return (
+        "tiers:\n  - kind: ram\n    capacity: 4MiB\n"
+        f"  - kind: nvme\n    path: /nowhere\n    capacity: 16MiB\nplacement:\n{section}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "loaded_twice", "written"),
+    [
+        (["write: through"], False, 4),
+        (["write: through", "write_after: 2"], True, 4),
+        (["write: through", "admit: second-touch"], False, 0),
+        (["write: through", "admit: tinylfu"], False, 0),
+        (["write: through", "write_budget_per_day: 24MiB"], False, 1),
+        (["write: through", "write_budget_per_day: 48MiB"], False, 2),
+        (["write: evict"], False, 0),
+        (["write: evict", "promote: move"], False, 0),
+    ],
+)
+def test_a_file_says_what_is_written(
+    lines: list[str], loaded_twice: bool, written: int
+) -> None:
+    config = parse_config(configured(*lines), source="a.yaml")
+    tiers = build_tiers(config, [4, 16])
+    manager = build_manager(
+        config, tiers, slot_nbytes=MIB, truth=RecordingTruth(), record_events=False
+    )
+    plan = manager.prepare_store(prefix(4), "writer")
+    assert plan is not None
+    manager.complete_store(plan.keys)
+    if loaded_twice:
+        manager.prepare_load(prefix(4), "reader")
+        manager.complete_load(prefix(4))
+    manager.end_step()
+    assert sum(len(job.keys) for job in manager.take_jobs()) == written
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["write: evict", "write_after: 2"], "a.yaml:9: placement.write_after = 2: used with"),
+        (
+            ["promote: move"],
+            "a.yaml:8: placement.promote = move: what moves up is then nowhere",
+        ),
+        (
+            ["write: evict", "promote: move", "promote_after: 2"],
+            "a.yaml:10: placement.promote_after = 2: used with promote: copy only; leave",
+        ),
+        (["admit: secnd-touch"], "did you mean second-touch?"),
+        (["write_budget_per_day: 5"], "5 has no unit"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(lines: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(configured(*lines), source="a.yaml")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_the_default_places_as_it_did(write: Literal["through", "evict"]) -> None:
+    placement, copy = LadderPlacement(tiers=3, write=write), copy_of(0)
+    down = write == "through"
+    assert placement.place(copy, CTX) == ((1, 2) if down else ())
+    assert placement.demote(copy, 0, CTX) == (None if down else 1)
+    assert placement.demote(copy, 2, CTX) is None
+    assert not placement.places_used
