@@ -51,7 +51,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
     console = Console(highlight=False)
-    columns = ("chunks", "hits", "hit ratio", "written", "promoted", "evicted", "DWPD")
+    columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
     table = make_table("tier", "eviction", numbers=columns)
     for tier in result.tiers:
         table.add_row(

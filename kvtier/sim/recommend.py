@@ -4,7 +4,8 @@ Two stages, because a ladder run costs much more than a single-tier one. First t
 policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces LRU,
 which every operator understands, only if it hits clearly more. Then whole ladders with the
 winners: when to write down, and when to keep what came up. The ladder whose requests wait
-least wins; among those that wait about as long, the one that writes least to the disk.
+least wins; among those that wait about as long, the one that keeps most when a process is
+killed, unless another wears the disk clearly less.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ _CLEARLY: Final = 0.003
 """Points of prefix hit ratio below which another policy is not worth its surprise."""
 _ABOUT: Final = 1.02
 """Waits that differ by less are the same: the time model is no better than that."""
+_THRIFTY: Final = 0.8
+"""Share of the writes below which wear outweighs what a killed process keeps."""
 _LADDERS: Final = tuple(product(("through", "evict"), (1, 2)))
-"""Placements to try: when to write down, and on which hit to keep what came up."""
+"""Placements to try, the safest first: when to write down, from which hit on to keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,9 @@ def _time_model(trace: Trace, config: KvtierConfig, request: RecommendRequest) -
 def _best(tried: Sequence[_Tried]) -> _Tried:
     shortest = min(_wait(one) for one in tried)
     good = [one for one in tried if _wait(one) <= shortest * _ABOUT]
-    return min(good, key=lambda one: one.result.writes_per_ref)
+    thrifty = min(good, key=lambda one: one.result.writes_per_ref)
+    saves = thrifty.result.writes_per_ref < good[0].result.writes_per_ref * _THRIFTY
+    return thrifty if saves else good[0]
 
 
 def _wait(one: _Tried) -> float:
@@ -215,7 +220,8 @@ def _reasons(
         yield f"  {_figures(one)}{'   <- chosen' if one is best else ''}"
     without = best.result.ttft_no_cache_s
     yield f"  no cache at all: p50 {without['p50']:.2f} s, p90 {without['p90']:.2f} s"
-    yield "The shortest p90 wins; within 2 % of it, the fewest writes."
+    yield "The shortest p90 wins; of those within 2 % of it the first, for write: through keeps"
+    yield "everything when a process is killed, unless another writes a fifth less."
     yield ""
 
 

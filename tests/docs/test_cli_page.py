@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from kvtier.errors import ConfigError
 from tests.docs.pages import DOCS, blocks_of
 
 PAGE = DOCS / "reference/cli.md"
-COMMANDS = re.findall(r"^## kvtier (\S+)$", PAGE.read_text(), re.MULTILINE)
+SECTION = re.compile(r"^## kvtier (.+)$", re.MULTILINE)
+COMMANDS = SECTION.findall(PAGE.read_text())
 MODEL = """{
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -51,17 +52,25 @@ def example(tmp_path: Path) -> Path:
 
 
 def test_every_command_has_a_section_and_every_section_a_command() -> None:
-    commands = invoke(["--help"]).split("Commands:")[1]
-    listed = re.findall(r"^  ([a-z-]+)  +\S", commands, re.MULTILINE)
-    assert sorted(COMMANDS) == sorted(["--version", *listed])
+    assert sorted(COMMANDS) == sorted(["--version", *commands()])
+
+
+def commands(*group: str) -> Iterator[str]:
+    """Yield every command, those of a group with the group's name before theirs."""
+    head, _, listed = invoke([*group, "--help"]).partition("Commands:")
+    assert head
+    if group and not listed:
+        yield " ".join(group)
+    for name in re.findall(r"^  ([a-z-]+)  +\S", listed, re.MULTILINE):
+        yield from commands(*group, name)
 
 
 def test_every_option_the_page_names_is_in_the_help_of_its_command() -> None:
-    sections = re.split(r"^## kvtier (\S+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    sections = SECTION.split(PAGE.read_text())[1:]
     for command, section in zip(sections[::2], sections[1::2], strict=True):
         if command.startswith("--"):
             continue
-        text = invoke([command, "--help"])
+        text = invoke([*command.split(), "--help"])
         for option in set(re.findall(r"`(--[a-z-]+)`", section)):
             assert option in text, f"{command} {option}"
 
@@ -73,6 +82,16 @@ def test_the_plan_on_the_page_is_what_the_command_prints(
     arguments, output = shown("plan")
     printed = [line.rstrip() for line in invoke(arguments).split("\n")]
     assert printed == [line.rstrip() for line in output.split("\n")]
+
+
+def test_what_is_made_of_a_trace_on_the_page_is_what_the_commands_print(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(example)
+    for command in ("trace generate", "trace info", "sim sweep"):
+        arguments, output = shown(command)
+        printed = [line.rstrip() for line in invoke(arguments).split("\n")]
+        assert printed == [line.rstrip() for line in output.split("\n")]
 
 
 def test_the_arguments_on_the_page_are_what_the_command_prints(

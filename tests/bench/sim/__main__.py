@@ -3,8 +3,8 @@
 Every figure is the best of a few runs in the processor time of this one process, because a
 machine that does other things as well tells nothing by the wall; the sweep alone, which uses
 several, is timed by the wall. The trace is the conversation trace if there is one, in the
-directory ``KVTIER_TRACES`` names or in ``shared/traces`` beside the repository, else a generated
-one.
+directory ``KVTIER_TRACES`` names or in ``shared/traces`` beside the repository; else it is a
+generated one.
 """
 
 from __future__ import annotations
