@@ -123,6 +123,9 @@ class ModelEngine:
         self._unstored: list[ModelRequest] = []
         self._open = 0
         self._computing = False
+        # Whether a request that was put off may be answered now: chunks came up, room that was
+        # kept for another is free, or it was put off in this very step.
+        self._may_answer = False
         self._started: list[str] = []
 
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
@@ -137,6 +140,7 @@ class ModelEngine:
             if not self._events:
                 # Nothing is on its way, but a live engine would go on stepping.
                 self._now_s += _TICK_S
+                self._may_answer = True
                 self._step()
                 continue
             yield from self._next()
@@ -165,7 +169,7 @@ class ModelEngine:
             for job in self._manager.take_jobs():
                 self._send(job)
             self._manager.take_cancels()
-            if not self._deferred or not self._ask_again():
+            if not self._may_answer or not self._ask_again():
                 return
 
     def _admit(self) -> None:
@@ -176,9 +180,11 @@ class ModelEngine:
             self._manager.begin_request(request.req_id)
             if not self._look(request):
                 self._deferred[request] = None
+                self._may_answer = True
 
     def _ask_again(self) -> bool:
         """Look up the requests that were put off; return whether one of them started."""
+        self._may_answer = False
         answered = [request for request in self._deferred if self._look(request)]
         for request in answered:
             del self._deferred[request]
@@ -189,6 +195,7 @@ class ModelEngine:
         hits = self._manager.lookup_prefix(request.keys, request.req_id)
         if hits is None:
             return False
+        self._may_answer = True
         request.hits = hits
         self._started.append(request.req_id)
         if not hits:
@@ -231,6 +238,8 @@ class ModelEngine:
 
     def _moved(self, job: Job, result: TransferResult) -> None:
         self._desk.apply(job, result)
+        if job.why is Why.PROMOTE:
+            self._may_answer = True
 
     def _loaded(self, request: ModelRequest) -> None:
         self._manager.complete_load(request.keys[: request.hits])
