@@ -247,20 +247,30 @@ def test_the_page_needs_nothing_else_and_cannot_be_broken_out_of(
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_a_browser_draws_every_curve(trace: Path, tmp_path: Path) -> None:
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium: apt-get install chromium"
+)
+
+
+def look_at(page: Path) -> str:
+    """Return the page as a browser shows it, once its scripts are done."""
     assert CHROMIUM is not None
-    page = tmp_path / "page.html"
-    sweep(trace, "--html", page)
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000")
-    profile = f"--user-data-dir={tmp_path}/profile"
-    shown = subprocess.run(
+    profile = f"--user-data-dir={page.parent}/profile"
+    return subprocess.run(
         [CHROMIUM, *flags, profile, "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
         check=True,
         timeout=50,
     ).stdout
+
+
+@needs_chromium
+def test_a_browser_draws_every_curve(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    sweep(trace, "--html", page)
+    shown = look_at(page)
     for policy in ("lru", "arc"):
         assert f'data-policy="{policy}"' in shown
     assert shown.count('class="curve"') == 2
@@ -270,6 +280,27 @@ def test_a_browser_draws_every_curve(trace: Path, tmp_path: Path) -> None:
     with trace.with_suffix(".csv").open() as file:
         first = next(csv.DictReader(file))
     assert f"{float(first['prefix_hit_ratio']) * 100:.2f} %" in shown.split("<table")[1]
+
+
+@needs_chromium
+def test_the_page_reacts_to_its_reader(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    sweep(trace, "--html", page)
+    reader = """<script>
+        $("legend").querySelector("button").click();
+        $("figure").value = "block_hit_ratio";
+        $("scale").value = "linear";
+        $("scale").dispatchEvent(new Event("change"));
+        $("plot").querySelectorAll("circle")[3].dispatchEvent(new MouseEvent("mousemove"));
+    </script>"""
+    page.write_text(page.read_text() + reader)
+    shown = look_at(page)
+    assert 'data-policy="lru" class="off' in shown
+    assert shown.count('aria-pressed="false">') == 1
+    with trace.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert f"{float(rows[0]['block_hit_ratio']) * 100:.2f} %" in shown.split("<table")[1]
+    assert f"arc at {rows[3]['capacity']}" in shown
 
 
 # -- sim recommend
