@@ -111,6 +111,8 @@ class PlacementConfig(_Section):
     """Copy down as soon as stored (`through`), or only when RAM needs the room (`evict`)."""
     write_after: int = Field(default=1, ge=1)
     """Uses after which a chunk is copied down with `write: through`; 1 is its storing."""
+    min_chunks: int = Field(default=1, ge=1)
+    """Shortest prefix, in chunks, that is copied down; 1 is every."""
     admit: Literal["all", "second-touch", "tinylfu"] = "all"
     """What may be copied down: `all`, or only what was wanted twice, as far as remembered."""
     write_budget_per_day_bytes: Size | None = Field(

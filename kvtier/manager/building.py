@@ -61,6 +61,7 @@ def build_manager(
             write_after=placement.write_after,
             promote=placement.promote,
             promote_after=placement.promote_after,
+            min_chunks=placement.min_chunks,
             admissions=_build_admissions(placement, tiers, slot_nbytes),
         ),
         limits=ManagerLimits(

@@ -41,22 +41,20 @@ class Demoter:
         ladder = self._ladder
         if len(ladder.tiers) == 1:
             return
+        shortest = ladder.placement.min_chunks
         for copy in copies:
-            below = ladder.slower_copy(copy.key) is not None
-            targets = [] if below else self._place(copy)
-            for target in targets:
-                # The pin keeps a queued copy out of every victim scan until it is sent.
-                ladder.ram.mark_dirty(copy)
-                ladder.ram.pin(copy)
-                self._queues[target].append(copy)
-            if below or targets:
-                continue
-            self.adopt(ladder.ram, copy)
+            length = copy.depth + 1
+            if length == shortest > 1:
+                # Now they are worth it; without them this one would be stranded below.
+                for earlier in self._before(copy):
+                    self._send_down(earlier)
+            if length >= shortest:
+                self._send_down(copy)
 
     def used(self, copies: Sequence[ChunkCopy]) -> None:
         """Decide again where chunks that were loaded from RAM must go."""
         if self._ladder.placement.places_used:
-            self.stored([copy for copy in copies if not copy.dirty])
+            self.stored(copies)
 
     def adopt(self, tier: TierState, copy: ChunkCopy) -> None:
         """Mark ``copy``, new in ``tier`` and in no slower one, dirty if it must not vanish."""
@@ -128,6 +126,33 @@ class Demoter:
             queue.clear()
         self._in_flight = [0] * len(self._in_flight)
         self._adopted = False
+
+    def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
+        """Return the chunks before ``copy`` that RAM holds without a gap, root to leaf."""
+        members = self._ladder.ram.copies
+        chain: list[ChunkCopy] = []
+        while copy.depth and copy.parent is not None:
+            parent = members.get(copy.parent)
+            if parent is None or parent.state != CopyState.RESIDENT:
+                break
+            chain.append(parent)
+            copy = parent
+        chain.reverse()
+        return chain
+
+    def _send_down(self, copy: ChunkCopy) -> None:
+        """Queue ``copy`` for the tiers that must have it soon, or see that it does not vanish."""
+        ladder = self._ladder
+        if copy.dirty or ladder.slower_copy(copy.key) is not None:
+            return
+        targets = self._place(copy)
+        for target in targets:
+            # The pin keeps a queued copy out of every victim scan until it is sent.
+            ladder.ram.mark_dirty(copy)
+            ladder.ram.pin(copy)
+            self._queues[target].append(copy)
+        if not targets:
+            self.adopt(ladder.ram, copy)
 
     def _place(self, copy: ChunkCopy) -> list[int]:
         ladder = self._ladder

@@ -242,6 +242,14 @@ class Placement(ABC):
         """Whether :meth:`place` is also asked about chunks that were loaded from RAM."""
         return False
 
+    @property
+    def min_chunks(self) -> int:
+        """Length of the shortest prefix that is worth copying down, in chunks.
+
+        The chunks of a shorter one are not asked about until a later one makes it long enough.
+        """
+        return 1
+
     @abstractmethod
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         """Return the slower tiers that a chunk in RAM must reach as soon as possible.

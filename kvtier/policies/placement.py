@@ -32,10 +32,11 @@ class LadderPlacement(Placement):
         promote_after: A chunk stays in RAM from every n-th hit in the slower tier on; otherwise
             it leaves again once the request it was fetched for has loaded it. Not with
             ``move``, which leaves no copy to count on.
+        min_chunks: Chunks of the shortest prefix that is copied down.
         admissions: What a chunk must fulfil to be written to a slower tier, in this order.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each thing that can be composed
         self,
         *,
         tiers: int,
@@ -43,6 +44,7 @@ class LadderPlacement(Placement):
         write_after: int = 1,
         promote: Literal["copy", "move"] = "copy",
         promote_after: int = 1,
+        min_chunks: int = 1,
         admissions: Sequence[Admission] = (),
     ) -> None:
         through = write == "through"
@@ -51,12 +53,18 @@ class LadderPlacement(Placement):
         self._write_after = write_after
         self._moves = promote == "move"
         self._promote_after = promote_after
+        self._min_chunks = min_chunks
         self._admissions = tuple(admissions)
 
     @property
     @override
     def places_used(self) -> bool:
         return bool(self._slower) and self._write_after > 1
+
+    @property
+    @override
+    def min_chunks(self) -> int:
+        return self._min_chunks
 
     @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:

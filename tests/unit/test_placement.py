@@ -157,6 +157,33 @@ def test_moving_up_leaves_nothing_below() -> None:
     assert (bench.resident(0), bench.resident(1)) == ({key_of(0)}, set())
 
 
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_a_prefix_goes_down_when_it_is_long_enough_and_then_whole(
+    write: Literal["through", "evict"],
+) -> None:
+    bench = Workbench(8, 8, placement=LadderPlacement(tiers=2, write=write, min_chunks=3))
+    bench.manager.lookup(prefix(1)[0], "writer")
+    bench.store(prefix(2), "writer")
+    bench.settle()
+    assert (bench.ram.dirty, bench.resident(1)) == (0, set())
+    bench.store(prefix(4)[2:], "writer")
+    assert bench.ram.dirty == 4
+    bench.manager.flush()
+    bench.settle()
+    assert bench.resident(1) == {*prefix(4)}
+    assert bench.ram.dirty == 0
+
+
+def test_a_prefix_that_is_too_short_is_gone_when_its_room_is_needed() -> None:
+    bench = Workbench(2, 8, placement=LadderPlacement(tiers=2, write="evict", min_chunks=3))
+    bench.store(prefix(2))
+    bench.settle()
+    bench.store(prefix(2, of=1))
+    bench.settle()
+    assert bench.resident(0) == {*prefix(2, of=1)}
+    assert (bench.resident(1), bench.ram.counters.lost) == (set(), 0)
+
+
 def configured(*lines: str) -> str:
     section = "".join(f"  {line}\n" for line in lines)
     return (
@@ -170,6 +197,8 @@ def configured(*lines: str) -> str:
     [
         (["write: through"], False, 4),
         (["write: through", "write_after: 2"], True, 4),
+        (["write: through", "min_chunks: 4"], False, 4),
+        (["write: through", "min_chunks: 5"], False, 0),
         (["write: through", "admit: second-touch"], False, 0),
         (["write: through", "admit: tinylfu"], False, 0),
         (["write: through", "write_budget_per_day: 24MiB"], False, 1),
