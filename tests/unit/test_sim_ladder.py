@@ -10,21 +10,13 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typing_extensions import override
 
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.policies import (
-    ChunkCopy,
-    LadderPlacement,
-    Placement,
-    PolicyContext,
-    Promotion,
-    build_eviction,
-)
+from kvtier.policies import LadderPlacement, Placement, build_eviction
 from kvtier.sim._engine import JobDesk, ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim.ladder import HonestTruth, replay_references, simulate_ladder
@@ -107,12 +99,9 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
         assert result.writes_per_ref == trace.distinct / trace.refs
 
 
-class Exclusive(LadderPlacement):
-    """A chunk found below moves up and leaves nothing behind."""
-
-    @override
-    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        return Promotion(keep_source=False)
+def exclusive() -> Placement:
+    """A chunk found below moves up and leaves nothing behind; a victim moves down."""
+    return LadderPlacement(tiers=2, write="evict", promote="move")
 
 
 class TwoTiers(NamedTuple):
@@ -158,7 +147,7 @@ def test_two_exclusive_lru_tiers_are_one_lru_of_the_sum(
 ) -> None:
     keys = chunk_keys(15)
     references = [keys[chunk] for chunk in chunks]
-    manager, tiers = two_tiers(upper, lower, Exclusive(tiers=2, write="evict"))
+    manager, tiers = two_tiers(upper, lower, exclusive())
     replay_references(references, manager, tiers)
     check_manager(manager)
     hits = [tier.counters.hits for tier in tiers]
@@ -176,7 +165,7 @@ def reference_rows() -> list[dict[str, str]]:
 
 QUICK = {"trace": "mooncake_synthetic", "l1_fraction": "0.05", "l2_fraction": "0.2"}
 SCHEMES: dict[str, Callable[[], Placement]] = {
-    "exclusive": lambda: Exclusive(tiers=2, write="evict"),
+    "exclusive": exclusive,
     "write_through": lambda: LadderPlacement(tiers=2, write="through"),
 }
 
