@@ -141,7 +141,7 @@ class Demoter:
         return chain
 
     def _send_down(self, copy: ChunkCopy) -> None:
-        """Queue ``copy`` for the tiers that must have it soon, or see that it stays till then."""
+        """Queue ``copy`` for the tiers that must have it soon, or see that it is not lost."""
         ladder = self._ladder
         if copy.dirty or ladder.slower_copy(copy.key) is not None:
             return
