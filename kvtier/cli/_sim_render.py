@@ -93,6 +93,13 @@ def _summary(result: LadderResult) -> list[str]:
     )
     assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"
     size = approximate_size(result.chunk_bytes)
+    compute_s = result.chunk_tokens / model.prefill_tokens_per_s
+    lines += [
+        f"note: {name} reads a chunk in {read_s * 1e3:.2f} ms and computing it takes "
+        f"{compute_s * 1e3:.2f} ms, so a busy {name} makes requests wait longer than no cache"
+        for name, speed in model.speeds.items()
+        if (read_s := result.chunk_bytes / speed.read_bytes_per_s) > compute_s
+    ]
     return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}"]
 
 

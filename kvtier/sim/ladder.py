@@ -108,6 +108,7 @@ class LadderResult:
         requests: Requests served.
         refs: Chunk references.
         chunk_bytes: Bytes of a chunk; in a tier it takes whole pages.
+        chunk_tokens: Tokens of a chunk.
         tiers: One result per tier, fastest first.
         total_hit_ratio: Chunks loaded from any tier, of all references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, of all prompt tokens.
@@ -125,6 +126,7 @@ class LadderResult:
     requests: int
     refs: int
     chunk_bytes: int
+    chunk_tokens: int
     tiers: Sequence[TierResult]
     total_hit_ratio: float
     prefix_hit_ratio: float
@@ -203,6 +205,7 @@ def simulate_ladder(
         requests=trace.requests,
         refs=trace.refs,
         chunk_bytes=chunk_bytes,
+        chunk_tokens=trace.chunk_tokens,
         tiers=results,
         total_hit_ratio=sum(tier.hits for tier in results) / trace.refs,
         prefix_hit_ratio=saved / max(int(trace.input_tokens.sum()), 1),

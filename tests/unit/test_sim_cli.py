@@ -121,6 +121,13 @@ def test_the_time_model_can_be_told(trace: Path, config: Path) -> None:
     }
 
 
+def test_a_tier_slower_than_computing_is_noted(trace: Path, config: Path) -> None:
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
+    slow = kvtier(*run, "--prefill-rate", 1_000_000, "--tier-speed", "nvme=1GB/s,1GB/s,1ms")
+    assert "note: nvme reads a chunk in 1.05 ms and computing it takes 0.51 ms" in slow
+    assert "note:" not in kvtier(*run, "--prefill-rate", 1000)
+
+
 @needs_traces
 @pytest.mark.parametrize(
     ("policy", "order", "capacity", "hits"),
