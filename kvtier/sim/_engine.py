@@ -26,6 +26,7 @@ from kvtier.types import Job, Outcome, TransferResult, Why
 __all__ = ["JobDesk", "ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
+_ASK_AFTER_STEPS: Final = 16
 
 
 _Event: TypeAlias = "Callable[[], ModelRequest | None]"
@@ -124,8 +125,10 @@ class ModelEngine:
         self._open = 0
         self._computing = False
         # Whether a request that was put off may be answered now: chunks came up, room that was
-        # kept for another is free, or it was put off in this very step.
+        # kept for another is free, or it was put off in this very step. Patience that ends
+        # says nothing, so they are asked now and then anyway.
         self._may_answer = False
+        self._steps = 0
         self._started: list[str] = []
 
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
@@ -160,6 +163,9 @@ class ModelEngine:
 
     def _step(self) -> None:
         """Do what the scheduler does in one step, and again while that lets requests start."""
+        self._steps += 1
+        if not self._steps % _ASK_AFTER_STEPS:
+            self._may_answer = True
         self._admit()
         while True:
             self._store()
