@@ -32,10 +32,10 @@ def show_single(result: SingleResult, *, as_json: bool) -> None:
 def show_sweep(results: Sequence[SweepResult]) -> None:
     """Print the prefix hit ratios of a sweep, one table per trace."""
     console = Console(highlight=False)
-    for trace in dict.fromkeys(result.trace for result in results):
-        rows = [result for result in results if result.trace == trace]
+    for trace in dict.fromkeys(result.of for result in results):
+        rows = [result for result in results if result.of == trace]
         sizes = list(dict.fromkeys(row.capacity for row in rows))
-        console.print(f"{trace}: prefix hit ratio, %")
+        console.print(f"{trace[0]}: prefix hit ratio, %")
         table = make_table("policy", numbers=tuple(sizes))
         for policy in dict.fromkeys(row.policy for row in rows):
             cells = {row.capacity: row for row in rows if row.policy == policy}

@@ -31,7 +31,7 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
     except ImportError as error:
         remedy = "install it with: pip install 'kvtier[plots]', or leave out --plot"
         raise ConfigError(f"--plot needs the package matplotlib; {remedy}") from error
-    traces = list(dict.fromkeys(result.trace for result in results))
+    traces = list(dict.fromkeys(result.of for result in results))
     figure = Figure(figsize=(6.4 * len(traces), 4.8), layout="constrained")
     if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
         raise ConfigError(f"--plot {path}: no such picture format; name it .png, .svg or .pdf")
@@ -41,7 +41,7 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
     for panel, trace in zip(panels, traces, strict=True):
         panel.set_prop_cycle(color=colours)
         for policy in dict.fromkeys(result.policy for result in results):
-            rows = [row for row in results if (row.trace, row.policy) == (trace, policy)]
+            rows = [row for row in results if (row.of, row.policy) == (trace, policy)]
             rows.sort(key=lambda row: row.capacity_chunks)
             panel.plot(
                 [row.capacity_share * 100 for row in rows],
@@ -53,13 +53,13 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
                 label=policy,
             )
         panel.set(
-            title=trace,
+            title=trace[0],
             xlabel="size, % of distinct chunks",
             ylabel="prefix hit ratio, %",
             xscale="log",
             ylim=(0, None),
         )
-        shares = sorted({row.capacity_share * 100 for row in results if row.trace == trace})
+        shares = sorted({row.capacity_share * 100 for row in results if row.of == trace})
         panel.set_xticks(shares, [f"{share:.3g}" for share in shares], minor=False)
         panel.set_xticks([], minor=True)
         panel.grid(visible=True, alpha=0.3)

@@ -71,6 +71,11 @@ class SweepResult:
     refs_per_second: float
     kvtier_version: str
 
+    @property
+    def of(self) -> tuple[str, str]:
+        """Which trace it is of; two files may have one name."""
+        return self.trace, self.trace_sha256
+
 
 COLUMNS: Final = tuple(SweepResult.__dataclass_fields__)
 

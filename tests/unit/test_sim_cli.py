@@ -225,6 +225,16 @@ def test_a_sweep_draws_a_picture(trace: Path, tmp_path: Path) -> None:
     )
 
 
+def test_two_traces_of_one_name_are_two(trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / trace.name
+    other.parent.mkdir()
+    kvtier("trace", "generate", "chat", "-o", other, "--sessions", 40, "--seed", 8)
+    page = tmp_path / "page.html"
+    printed = sweep(trace, other, "--html", page, "--plot", tmp_path / "two.svg")
+    assert printed.count("chat: prefix hit ratio") == 2
+    assert (tmp_path / "two.svg").read_text().count('id="axes_') == 2
+
+
 def test_without_matplotlib_a_picture_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
