@@ -136,7 +136,7 @@ def main() -> None:
     )
     rounds: int = parser.parse_args().rounds
     trace = load()
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=96)
     console.print(f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks")
     for figure in measure(trace, rounds):
         show(console, figure)
