@@ -183,9 +183,7 @@ class IndexDatabase:
 
     def clear(self) -> None:
         """Delete all rows; this survives loss of power, whatever the durability."""
-        self._connection.execute("PRAGMA synchronous=FULL")
-        self._connection.execute("DELETE FROM chunks")
-        self._connection.execute(f"PRAGMA synchronous={self._synchronous}")
+        self._execute_durably("DELETE FROM chunks")
 
     def note(self, name: str) -> str:
         """Return the note of this name, empty if there is none."""
@@ -194,8 +192,12 @@ class IndexDatabase:
         return str(row[0]) if row else ""
 
     def set_note(self, name: str, value: str) -> None:
-        """Keep ``value`` as the note ``name``."""
-        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+        """Keep ``value`` as the note ``name``; this survives loss of power, as clear() does.
+
+        A note may say that the rows are not to be trusted after a loss of power. It is there
+        before the first payload is written, or it is of no use.
+        """
+        self._execute_durably("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def close(self) -> None:
         """Fold the log into the database and close it."""
@@ -204,6 +206,13 @@ class IndexDatabase:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         finally:
             self._connection.close()
+
+    def _execute_durably(self, statement: str, parameters: Sequence[object] = ()) -> None:
+        self._connection.execute("PRAGMA synchronous=FULL")
+        try:
+            self._connection.execute(statement, parameters)
+        finally:
+            self._connection.execute(f"PRAGMA synchronous={self._synchronous}")
 
     def _prepare(self) -> None:
         run = self._connection.execute

@@ -115,7 +115,7 @@ class Namespace:
         """
         directory = root / layout.fingerprint.namespace()
         with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
+            io.make_directory(directory)
         _require_own_files(tier, directory)
         directory.chmod(0o700)
         namespace = cls(directory, _lock(tier, directory, io), io)
@@ -129,7 +129,7 @@ class Namespace:
     @classmethod
     def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
         """Lock ``directory`` if it is a namespace of ours that nobody has open."""
-        layout = read_layout(directory)
+        layout = read_layout(directory, io)
         if layout is None or layout.fingerprint.namespace() != directory.name:
             return None
         try:
@@ -161,7 +161,13 @@ class Namespace:
         return os.fstat(self._lock_fd).st_mtime_ns
 
     def set_index_aside(self) -> Path:
-        """Move a damaged index out of the way, over an earlier one; returns where it is now."""
+        """Move a damaged index out of the way, over an earlier one; returns where it is now.
+
+        A loss of power does not bring it back.
+
+        Raises:
+            OSError: The file system failed; part of it may be back after a restart.
+        """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
         for side in _SIDE_FILES:
@@ -169,7 +175,20 @@ class Namespace:
                 self._io.rename(
                     self.directory / (INDEX + side), self.directory / (DAMAGED + side)
                 )
+        _sync_directory(self._io, self.directory)
         return self.directory / DAMAGED
+
+    def sync(self) -> None:
+        """Wait until the files are found again after a loss of power, and the way to them.
+
+        Syncing a file promises nothing about its name, nor about the directories above it.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        root = self.directory.parent
+        for directory in (self.directory, root, root.parent):
+            _sync_directory(self._io, directory)
 
     def remove(self) -> None:
         """Remove our files and, if nothing else is in it, the directory."""
@@ -188,13 +207,14 @@ class Namespace:
         holder = f"pid {os.getpid()} on host {socket.gethostname()}"
         since = datetime.now(UTC).isoformat(timespec="seconds")
         self._io.truncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{holder} since {since}\n".encode(), 0)
+        label = memoryview(f"{holder} since {since}\n".encode())
+        write_fully(self._io, self._lock_fd, [label], 0)
         path = self.directory / LAYOUT
         if not path.exists():
             self._write_layout(layout)
             return
         try:
-            found = Layout.from_json(path.read_text("utf-8"))
+            found = Layout.from_json(self._io.read_bytes(path).decode("utf-8"))
         except ValueError as error:
             raise StoreDamagedError(
                 tier, _unusable(self.directory, f"{LAYOUT}: {error}")
@@ -212,12 +232,8 @@ class Namespace:
         finally:
             self._io.close(fd)
         self._io.rename(draft, self.directory / LAYOUT)
-        directory_fd = self._io.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # The layout is there before any slot is: slots without it would count as foreign.
-            self._io.sync(directory_fd)
-        finally:
-            self._io.close(directory_fd)
+        # The layout is there before any slot is: slots without it would count as foreign.
+        _sync_directory(self._io, self.directory)
 
 
 @contextlib.contextmanager
@@ -229,8 +245,7 @@ def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
         OSError: The file system failed.
     """
     try:
-        root.mkdir(mode=0o700)
-        root.chmod(0o700)
+        io.make_directory(root)
     except FileExistsError:
         if not root.is_dir():
             raise ConfigError(f"tier {tier}: path {root} is not a directory") from None
@@ -246,13 +261,21 @@ def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
         io.close(fd)
 
 
-def read_layout(directory: Path) -> Layout | None:
+def read_layout(directory: Path, io: BlockIo) -> Layout | None:
     """Return the layout of a namespace, None if ``directory`` is not one of ours."""
     try:
         _require_own_files("", directory)
-        return Layout.from_json((directory / LAYOUT).read_text("utf-8"))
+        return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
     except (OSError, ValueError, StoreDamagedError):
         return None
+
+
+def _sync_directory(io: BlockIo, directory: Path) -> None:
+    fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        io.sync(fd)
+    finally:
+        io.close(fd)
 
 
 def _require_own_files(tier: str, directory: Path) -> None:

@@ -62,13 +62,18 @@ def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> Op
             file = SlotFile.open(_file_spec(options, context, namespace, capacity_slots), io)
             stack.callback(file.close)
             written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
-            database, rows = _open_index(options, namespace, written_slots, io)
+            database, rows = _open_index(options, namespace, file, written_slots, io)
+            stack.callback(database.close)
+            if options.durability == "power":
+                namespace.sync()
             stack.pop_all()
     except OSError as error:
         raise _explain(options, error) from error
     except sqlite3.Error as error:
         raise TierUnavailableError(
-            options.name, f"the index cannot be opened: {error}"
+            options.name,
+            f"{options.path}: the index cannot be opened: {error}; check the disk, and that "
+            "nothing else has index.sqlite open",
         ) from error
     return OpenStore(namespace, file, database, rows)
 
@@ -132,12 +137,16 @@ def _file_spec(
 
 
 def _open_index(
-    options: NvmeTierConfig, namespace: Namespace, written_slots: int, io: BlockIo
+    options: NvmeTierConfig,
+    namespace: Namespace,
+    file: SlotFile,
+    written_slots: int,
+    io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
     """Open the index, or start an empty one: a cache must start."""
     spec = IndexSpec(namespace.index_path, options.checksum, options.durability)
     try:
-        return _load_index(options, spec, written_slots, io)
+        return _load_index(options, spec, file, written_slots, io)
     except IndexDamagedError as error:
         aside = namespace.set_index_aside()
         logger.warning(
@@ -148,7 +157,7 @@ def _open_index(
             aside,
         )
     try:
-        return _load_index(options, spec, written_slots, io)
+        return _load_index(options, spec, file, written_slots, io)
     except IndexDamagedError as error:
         raise StoreDamagedError(
             options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
@@ -156,7 +165,11 @@ def _open_index(
 
 
 def _load_index(
-    options: NvmeTierConfig, spec: IndexSpec, written_slots: int, io: BlockIo
+    options: NvmeTierConfig,
+    spec: IndexSpec,
+    file: SlotFile,
+    written_slots: int,
+    io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
     database = IndexDatabase.open(spec, io)
     try:
@@ -168,6 +181,9 @@ def _load_index(
         database.set_note(_CHECKSUM_NOTE, options.checksum)
         # With fsync before every row, or with checksums, no power cut can leave a false row.
         unproven = options.checksum == "off" and options.durability == "process"
+        if not unproven and database.note(_BOOT_NOTE):
+            # These rows will count as proven, and an engine that was killed synced none.
+            file.sync()
         database.set_note(_BOOT_NOTE, _boot_id() if unproven else "")
     except BaseException:
         database.close()
