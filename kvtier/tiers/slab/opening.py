@@ -15,9 +15,16 @@ from kvtier.errors import ConfigError, StoreDamagedError, TierUnavailableError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
-from kvtier.tiers.slab.index import IndexDamagedError, IndexDatabase, IndexSpec, StoredRows
+from kvtier.tiers.slab.index import (
+    IndexDamagedError,
+    IndexDatabase,
+    IndexSpec,
+    StoredRows,
+    hash_keys,
+)
 from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
+from kvtier.tiers.slab.trail import Reason
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "close_store", "open_store"]
@@ -157,7 +164,7 @@ def _open_index(
             aside,
         )
     try:
-        return _load_index(options, spec, file, written_slots, io)
+        return _load_index(options, spec, file, written_slots, io, aside=aside)
     except IndexDamagedError as error:
         raise StoreDamagedError(
             options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
@@ -170,13 +177,19 @@ def _load_index(
     file: SlotFile,
     written_slots: int,
     io: BlockIo,
+    *,
+    aside: Path | None = None,
 ) -> tuple[IndexDatabase, StoredRows]:
     database = IndexDatabase.open(spec, io)
     try:
         doubt = _doubt(options, database)
         if doubt:
             logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
+            leaving = database.load(written_slots).key_hashes
             database.clear()
+            database.note_departures(Reason.DOUBTED, leaving)
+        if aside:
+            database.note_departures(Reason.DAMAGED, hash_keys([]))
         rows = database.load(written_slots)
         database.set_note(_CHECKSUM_NOTE, options.checksum)
         # With fsync before every row, or with checksums, no power cut can leave a false row.

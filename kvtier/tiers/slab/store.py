@@ -30,6 +30,7 @@ from kvtier.tiers.slab.moving import Moved, PieceBuffers, read_piece, write_piec
 from kvtier.tiers.slab.opening import OpenStore, close_store, open_store, slots_within
 from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
+from kvtier.tiers.slab.trail import Reason
 from kvtier.types import Outcome, Why
 from kvtier.units import approximate_size
 
@@ -168,6 +169,8 @@ class SlabTier(StorageTier):
         """See :meth:`kvtier.tiers.base.StorageTier.write`."""
         batch = self._batch(keys, slots, sources)
         epoch = self._epoch
+        leaving = self._table.displaced(batch.slots, batch.key_hashes)
+        self._index.depart_nowait(Reason.EVICTED, leaving)
         self._table.drop(batch.slots)
         everything = np.arange(len(batch.slots))
         pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
@@ -215,6 +218,7 @@ class SlabTier(StorageTier):
     def forget(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
         checked = self._checked(slots)
+        self._index.depart_nowait(Reason.CORRUPT, self._table.held(checked))
         self._table.drop(checked)
         self._index.delete_nowait(checked.tolist())
 
@@ -234,6 +238,7 @@ class SlabTier(StorageTier):
         """
         self._require_open()
         self._epoch += 1
+        self._index.depart_nowait(Reason.RESET, self._table.key_hashes())
         self._table.clear()
         self._recovered = []
         try:
