@@ -150,9 +150,10 @@ class SlotFile:
                 raise
             self._stay_buffered(spec, error)
             return
-        self._io.close(self._fd)
-        self._fd = direct_fd
+        # Before the other one is closed: whatever comes of that, it must not be closed twice.
+        buffered_fd, self._fd = self._fd, direct_fd
         self.direct = True
+        self._io.close(buffered_fd)
 
     @staticmethod
     def _stay_buffered(spec: SlotFileSpec, error: OSError) -> None:
@@ -203,8 +204,8 @@ def _open_direct(path: Path, io: BlockIo) -> int:
     fd = io.open(path, os.O_RDWR | os.O_DIRECT)
     page = aligned_buffer(PAGE_NBYTES)
     try:
-        io.preadv(fd, [page], 0)
-        io.pwritev(fd, [page], 0)
+        if io.preadv(fd, [page], 0) == PAGE_NBYTES:
+            io.pwritev(fd, [page], 0)
     except OSError as error:
         # A bad sector says nothing about O_DIRECT; it is found out when its slot is used.
         if error.errno in _NO_DIRECT_IO:
