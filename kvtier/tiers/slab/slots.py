@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -90,6 +91,28 @@ class SlotFile:
         except BaseException:
             file.close()
             raise
+        return file
+
+    @classmethod
+    def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
+        """Open a slot file that an engine may be using, past the page cache if that works.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd = io.open(path, os.O_RDONLY)
+        found_nbytes = os.fstat(fd).st_size
+        spec = SlotFileSpec("", path, found_nbytes // slot_nbytes, slot_nbytes, "auto")
+        file = cls(spec, io, fd, found_nbytes=found_nbytes)
+        with contextlib.suppress(OSError):
+            direct_fd = io.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                io.preadv(direct_fd, [aligned_buffer(PAGE_NBYTES)], 0)
+            except OSError:
+                io.close(direct_fd)
+                raise
+            file._fd, file.direct = direct_fd, True
+            io.close(fd)
         return file
 
     def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
