@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 import kvtier
+from kvtier.cli._cache import cache
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._render import show_plan, show_tiers
 from kvtier.config import (
@@ -36,6 +37,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(cache)
 
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 
