@@ -201,29 +201,33 @@ def _group_limits(machine: Machine) -> Iterator[MemoryLimit]:
 
     Inside a container the path that the kernel names is often the host's, and what is mounted
     is the container's own group: paths that are not there are skipped, the root is not.
+    Pages of files count as used in version 2, as they do when the RAM tier is made, though
+    the kernel would drop them.
     """
     mounted = machine.sys / "fs/cgroup"
     for line in words_of(machine.proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        groups = _groups_along(path)
         if not controllers:
-            yield from _limits(mounted, groups, "memory.max", "memory.current")
+            yield from _limits(mounted, path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _limits(mounted / "memory", groups, *names)
+            yield from _limits(mounted / "memory", path, *names)
 
 
-def _groups_along(path: str) -> list[Path]:
+def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
     inner = Path(path.lstrip("/"))
-    return [inner, *inner.parents] if inner.parts else [inner]
-
-
-def _limits(root: Path, groups: list[Path], limit: str, usage: str) -> Iterator[MemoryLimit]:
-    for group in groups:
+    for group in dict.fromkeys((inner, *inner.parents)):
         most, used = words_of(root / group / limit), words_of(root / group / usage)
         if most.isdecimal() and used.isdecimal() and int(most) < _NO_LIMIT:
             name = f"the control group's {limit}"
-            yield MemoryLimit(name, max(int(most) - int(used), 0))
+            free = int(most) - int(used) + _droppable_nbytes(root / group / "memory.stat")
+            yield MemoryLimit(name, max(free, 0))
+
+
+def _droppable_nbytes(statistics: Path) -> int:
+    """Return the pages of files in a control group of version 1."""
+    words = dict(line.split() for line in words_of(statistics).splitlines())
+    return sum(int(words.get(f"total_{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _soft_limit(which: int) -> int | None:

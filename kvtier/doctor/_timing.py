@@ -53,8 +53,8 @@ def time_pieces(
 ) -> Timed:
     """Call ``move`` for the pieces of ``order``, again and again, one thread per buffer.
 
-    Every thread moves at least one piece, and ends what it began. So the pieces moved are the
-    first of ``order``, as many as there were calls.
+    Every thread moves at least one piece, unless another failed, and ends what it began. So
+    the pieces moved are the first of ``order``, as many as there were calls.
 
     Args:
         move: Moves one piece.
@@ -75,8 +75,7 @@ def time_pieces(
     start_s = time.monotonic()
 
     def work(buffer: memoryview) -> None:
-        now_s = start_s
-        while not errors and (now_s < start_s + seconds or now_s == start_s):
+        while not errors:
             with lock:
                 piece = next(turns)
             begin_s = time.monotonic()
@@ -85,9 +84,23 @@ def time_pieces(
             except OSError as error:
                 errors.append(error)
                 return
-            now_s = time.monotonic()
-            latencies_s.append(now_s - begin_s)
+            end_s = time.monotonic()
+            latencies_s.append(end_s - begin_s)
+            if end_s >= start_s + seconds:
+                return
 
+    if not _run_on_threads(work, buffers, end_by_s=start_s + seconds + stalled_s):
+        raise TierUnavailableError("doctor", f"no answer for {stalled_s:.0f} s")
+    if errors:
+        raise errors[0]
+    finish()
+    return Timed(latencies_s, time.monotonic() - start_s)
+
+
+def _run_on_threads(
+    work: Callable[[memoryview], None], buffers: Sequence[memoryview], *, end_by_s: float
+) -> bool:
+    """Run ``work`` once per buffer, each on a thread; returns whether all ended in time."""
     threads = [
         threading.Thread(target=work, args=(buffer,), name="kvtier-doctor", daemon=True)
         for buffer in buffers
@@ -95,10 +108,5 @@ def time_pieces(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, start_s + seconds + stalled_s - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        raise TierUnavailableError("doctor", f"no answer for {stalled_s:.0f} s")
-    if errors:
-        raise errors[0]
-    finish()
-    return Timed(latencies_s, time.monotonic() - start_s)
+        thread.join(max(0.0, end_by_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
