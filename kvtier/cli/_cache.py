@@ -108,7 +108,8 @@ def explain(
 ) -> None:
     """Say where a chunk is, or why it is gone.
 
-    Also since when, and how often it was loaded. Exits with 1 if it is not there. Reads only, and may run beside an engine.
+    Also since when, and how often it was loaded. Exits with 1 if it is not there.
+    Reads only, and may run beside an engine.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 

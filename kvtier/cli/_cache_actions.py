@@ -41,7 +41,7 @@ from kvtier.tiers.slab.schema import IndexDamagedError
 from kvtier.tiers.slab.trail import Reason, find_hash
 from kvtier.tiers.slab.verify import Verification
 from kvtier.tiers.slab.verify import verify as verify_namespace
-from kvtier.units import parse_duration
+from kvtier.units import UnitError, parse_duration
 
 __all__ = [
     "Selection",
@@ -54,7 +54,8 @@ __all__ = [
     "verify",
 ]
 
-_REMEDY = "stop that engine first; resetting its prefix cache empties all tiers while it runs"
+_STOP_FIRST = "stop that engine first"
+_STOP_OR_RESET = f"{_STOP_FIRST}, or reset its prefix cache, which empties all tiers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,7 @@ class Selection:
         if self.everything:
             return reader.entries("stored", -1)
         if self.older_than is not None:
-            age_s = int(parse_duration(self.older_than))
-            return reader.entries_unused_since(_now() - age_s)
+            return reader.entries_unused_since(_now() - _age_s(self.older_than))
         found: list[Entry] = []
         for text in self.keys:
             match = _one_entry(KeyPattern.parse(text), reader)
@@ -167,7 +167,7 @@ def evict(
 ) -> None:
     """See ``kvtier cache evict``."""
     spaces = find_namespaces(directory, namespace)
-    with _held(spaces):
+    with _held(spaces, _STOP_OR_RESET):
         chosen = _choose(spaces, selection)
         if ask and any(entries for _, entries in chosen):
             typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
@@ -185,7 +185,7 @@ def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> N
     """See ``kvtier cache compact-index``."""
     spaces = find_namespaces(directory, namespace)
     done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
-    with _held(spaces), _progress() as progress:
+    with _held(spaces, _STOP_FIRST), _progress() as progress:
         for space in progress.track(spaces, description="compacting"):
             with _explained(space):
                 _require_index(space)
@@ -261,11 +261,11 @@ def _choose(
 
 
 @contextlib.contextmanager
-def _held(spaces: Sequence[StoredNamespace]) -> Iterator[None]:
+def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for space in spaces:
             with _explained(space):
-                stack.enter_context(maintain.hold(space, _REMEDY))
+                stack.enter_context(maintain.hold(space, remedy))
         yield
 
 
@@ -321,6 +321,13 @@ def _progress() -> Progress:
 
 def _console() -> Console:
     return Console(highlight=False)
+
+
+def _age_s(text: str) -> int:
+    try:
+        return int(parse_duration(text))
+    except UnitError as error:
+        raise ConfigError(f"--older-than {text}: {error}") from error
 
 
 def _now() -> int:

@@ -208,11 +208,13 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
     for number, answer in enumerate(answers):
         if number:
             console.print()
-        _heading(console, answer.space)
+        shown = answer.entry.key.hex() if answer.entry else key
+        console.print(Text(shown, style="bold"), soft_wrap=True)
+        store = {"store": f"{answer.space.name}  {_model(answer.space)}"}
         if answer.entry:
-            _pairs(console, _entry_lines(answer, answer.entry))
+            _pairs(console, store | _entry_lines(answer, answer.entry))
         else:
-            _pairs(console, _absence_lines(answer, key))
+            _pairs(console, store | _absence_lines(answer))
 
 
 def removal_words(chosen: _Chosen) -> str:
@@ -313,7 +315,6 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
     if entry.hits:
         used += f", last at {_time(entry.used_at)} UTC"
     return {
-        "key": entry.key.hex(),
         "group": str(group_of(entry.key)),
         "where": f"slot {entry.slot:,}, byte {offset} of {answer.space.directory}/slots.bin",
         "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
@@ -322,13 +323,13 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
     }
 
 
-def _absence_lines(answer: Explanation, key: str) -> dict[str, str]:
-    lines = {"key": key}
+def _absence_lines(answer: Explanation) -> dict[str, str]:
     if answer.reason:
-        lines["gone"] = _REASONS.get(answer.reason, answer.reason)
-        lines["since"] = f"{_time(answer.left_at)} UTC"
-        return lines
-    lines["gone"] = "never seen, or so long ago that the trail has forgotten"
+        return {
+            "gone": _REASONS.get(answer.reason, answer.reason),
+            "since": f"{_time(answer.left_at)} UTC",
+        }
+    lines = {"gone": "never seen, or so long ago that the trail has forgotten"}
     if answer.trail_begins_at:
         lines["trail"] = f"begins at {_time(answer.trail_begins_at)} UTC"
     if answer.damaged_at:
@@ -336,7 +337,7 @@ def _absence_lines(answer: Explanation, key: str) -> dict[str, str]:
             f"at {_time(answer.damaged_at)} UTC an index that could not be read was set aside; "
             "what it held is not known"
         )
-    lines["hint"] = "only a whole key is found in the trail"
+    lines["hint"] = "the trail knows whole keys only; was this all of it?"
     return lines
 
 

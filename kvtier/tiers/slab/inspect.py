@@ -156,6 +156,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
         what = "is not a directory" if path.exists() else "does not exist"
         raise ConfigError(f"{path} {what}; give the path of an nvme tier")
     io = BlockIo()
+    path = path.resolve()  # its parent is asked for, which "." has not
     try:
         candidates = (
             [path]
