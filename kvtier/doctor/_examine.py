@@ -151,7 +151,7 @@ def _store_checks(
 
     yield "file system", mount
     yield "directory", directory
-    yield "in use", lambda: _store.check_use(tier.name, _store.find_holders(machine, tier.path))
+    yield "in use", lambda: _store.check_use(tier.name, _store.find_holders(tier.path))
     yield "free space", room
     yield "O_DIRECT", direct_io
     yield "device", device

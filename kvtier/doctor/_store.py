@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.doctor._finding import Finding, Verdict
-from kvtier.doctor._machine import Machine, words_of
-from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.lock import LOCK
-from kvtier.tiers.slab.namespace import read_layout
+from kvtier.errors import ConfigError
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces, holder_of
 from kvtier.units import approximate_size
 
 __all__ = [
@@ -102,19 +100,15 @@ def check_directory(
     return Finding(check, Verdict.OK, f"{path}, mode {mode:04o}, user {status.st_uid}", key=key)
 
 
-def find_holders(machine: Machine, path: Path) -> list[str]:
+def find_holders(path: Path) -> list[str]:
     """Return what the lock files say about the engines that have the store at ``path`` open.
 
-    The kernel's list of locks is read: trying the lock itself could stop an engine that starts
-    in that moment. It shows processes of this container, or of the host, only.
+    Raises:
+        ConfigError: The store cannot be read by this user.
+        OSError: The file system failed.
     """
-    held = [line.split() for line in words_of(machine.proc / "locks").splitlines()]
-    numbers = {fields[5] for fields in held if len(fields) > 5 and fields[1] == "FLOCK"}
-    return [
-        _printable(words_of(lock)) or "an engine"
-        for lock in sorted(path.glob(f"*/{LOCK}"))
-        if _is_among(lock.stat(), numbers)
-    ]
+    holders = (holder_of(space.directory) for space in _namespaces(path))
+    return [holder for holder in holders if holder is not None]
 
 
 def check_use(tier: str, holders: list[str]) -> Iterator[Finding]:
@@ -153,13 +147,21 @@ def check_direct_io(
 
 def stored_chunk_nbytes(path: Path) -> int | None:
     """Return the slot size of the model that used the store last; None if none ever did."""
-    newest: tuple[int, int] | None = None
-    for lock in path.glob(f"*/{LOCK}"):
-        layout = read_layout(lock.parent, BlockIo())
-        if layout is not None:
-            entry = (lock.stat().st_mtime_ns, layout.slot_nbytes)
-            newest = entry if newest is None else max(newest, entry)
-    return newest[1] if newest else None
+    spaces = _namespaces(path)
+    if not spaces:
+        return None
+    # Opening and closing an index makes and removes files beside it.
+    last = max(spaces, key=lambda space: space.directory.stat().st_mtime_ns)
+    return last.layout.slot_nbytes
+
+
+def _namespaces(path: Path) -> list[StoredNamespace]:
+    try:
+        return find_namespaces(path) if path.exists() else []
+    except ConfigError as error:
+        if error.__cause__ is not None:
+            raise
+        return []  # no engine has made a store of the directory yet
 
 
 def _allocated_nbytes(path: Path) -> int:
@@ -167,16 +169,3 @@ def _allocated_nbytes(path: Path) -> int:
         return path.lstat().st_blocks * 512
     except OSError:  # it went away, or is not ours to look at
         return 0
-
-
-def _is_among(status: os.stat_result, numbers: set[str]) -> bool:
-    """Return whether ``numbers``, as in /proc/locks, name the file of ``status``."""
-    major, minor = os.major(status.st_dev), os.minor(status.st_dev)
-    if major:
-        return f"{major:02x}:{minor:02x}:{status.st_ino}" in numbers
-    # A subvolume of btrfs has a device number that the lock list does not use.
-    return any(number.endswith(f":{status.st_ino}") for number in numbers)
-
-
-def _printable(text: str) -> str:
-    return "".join(filter(str.isprintable, text[:200]))

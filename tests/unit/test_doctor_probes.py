@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from kvtier.doctor._memory import (
 )
 from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
 from kvtier.doctor._store import find_holders, find_room, stored_chunk_nbytes
+from kvtier.errors import ConfigError
+from kvtier.tiers.slab.namespace import Layout
+from kvtier.types import LayoutFingerprint
 
 QUEUE = {
     "logical_block_size": "512",
@@ -178,22 +182,42 @@ def test_this_machine_has_limits_and_shared_memory() -> None:
     assert shared_memory_nbytes(Machine()) > 0
 
 
-def test_a_lock_that_is_held_names_its_holder_and_stays_held(tmp_path: Path) -> None:
-    for name in ("0" * 16, "1" * 16):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").write_text(f"pid {name[0]} on host a\x1b\n")
-    assert find_holders(Machine(), tmp_path) == []
-    with (tmp_path / ("1" * 16) / "lock").open() as lock:
+def make_namespace(root: Path, slot_nbytes: int) -> Path:
+    """Lay out what an engine with slots of this size leaves; returns its directory."""
+    layout = Layout(LayoutFingerprint({"model": f"m{slot_nbytes}"}), slot_nbytes)
+    directory = root / layout.fingerprint.namespace()
+    directory.mkdir()
+    (directory / "layout.json").write_text(layout.to_json())
+    (directory / "lock").write_text(f"pid {slot_nbytes} on host a\x1b\n")
+    return directory
+
+
+def test_the_engines_that_have_a_store_open_are_named(tmp_path: Path) -> None:
+    assert find_holders(tmp_path / "absent") == []
+    assert find_holders(tmp_path) == []
+    make_namespace(tmp_path, 4096)
+    held = make_namespace(tmp_path, 8192)
+    with (held / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert find_holders(Machine(), tmp_path) == ["pid 1 on host a"]
+        assert find_holders(tmp_path) == ["pid 8192 on host a"]
+    assert find_holders(tmp_path) == []
 
 
-def test_a_lock_on_a_numberless_file_system_is_known_by_its_inode(tree: Tree) -> None:
-    store = tree.root / "store"
-    inode = tree.write("store/aa/lock", "").stat().st_ino
-    tree.write("proc/locks", f"1: FLOCK ADVISORY WRITE 9 00:99:{inode} 0 EOF\n")
-    anonymous = os.major(store.stat().st_dev) == 0
-    assert find_holders(tree.machine, store) == (["an engine"] if anonymous else [])
+def test_a_chunk_is_as_large_as_that_of_the_model_that_came_last(tmp_path: Path) -> None:
+    for slot_nbytes, opened_ns in ((8192, 1), (4096, 3), (16384, 2)):
+        os.utime(make_namespace(tmp_path, slot_nbytes), ns=(opened_ns, opened_ns))
+    assert stored_chunk_nbytes(tmp_path) == 4096
+
+
+def test_a_store_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ConfigError, match="run this as the user"):
+        find_holders(tmp_path)
 
 
 def test_the_room_of_a_store_is_what_is_free_and_what_it_has(tmp_path: Path) -> None:
