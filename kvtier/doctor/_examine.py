@@ -86,11 +86,12 @@ def _check_start(config: KvtierConfig, known: Sequence[Finding]) -> Iterator[Fin
         verdict, lines = Verdict.WARNING, check_environment(config)
     except ConfigError as error:
         verdict, lines = Verdict.PROBLEM, str(error).splitlines()
-    known_keys = {finding.key for finding in known if finding.verdict is verdict}
+    problem = Verdict.PROBLEM
+    known_keys = {finding.key for finding in known if finding.verdict is problem}
     for line in lines:
         match = re.search(r"tiers\[\d+\]\.\w+", line)
         key = match[0] if match else ""
-        if key not in known_keys:
+        if verdict is not problem or key not in known_keys:
             found, _, remedy = line.partition("; ")
             yield Finding("configuration", verdict, found, remedy or "change it", key)
 

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from kvtier.cli._doctor import examination_document, show_examination
 from kvtier.config import KvtierConfig, parse_config
-from kvtier.doctor import Examination, Finding, Verdict, _memory, examine
+from kvtier.doctor import Examination, Finding, Verdict, _memory, _store, examine
 from kvtier.doctor._machine import Machine
+from kvtier.doctor._store import Room
 
 FINDINGS = [
     Finding("configuration", Verdict.OK, "ram of 4.00 GiB, nvme of 8.00 GiB"),
@@ -164,6 +165,15 @@ def test_a_warning_of_check_is_a_warning(tmp_path: Path) -> None:
     _, warning = found(examination, "configuration")
     assert warning.verdict is Verdict.WARNING
     assert warning.remedy == "capacities should grow downward"
+
+
+def test_two_warnings_about_one_key_are_both_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_store, "find_room", lambda path, place: Room(64 << 20, 0, None))
+    examination = examine(config_of(tmp_path, ram="64MiB"), seconds=None)
+    warnings = [f.check for f in examination.findings if f.key == "tiers[1].capacity"]
+    assert warnings == ["configuration", "nvme: free space"]
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:
