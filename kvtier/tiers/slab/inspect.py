@@ -49,9 +49,18 @@ __all__ = [
 
 _NAMESPACE: Final = re.compile("[0-9a-f]{16}")
 _WAL: Final = f"{INDEX}-wal"
+
+
+def _cast(*columns: str) -> str:
+    return ", ".join(f"CAST({column} AS INTEGER) AS {column}" for column in columns)
+
+
+_INTEGERS: Final = ("checksum", "generation", "last_use", "stored_at", "used_at", "hits")
+# A value of another type reads as the number or bytes it resembles, as the engine reads it.
 _COLUMNS: Final = {
-    1: "slot, key, checksum, generation, last_use, 0 AS stored_at, 0 AS used_at, 0 AS hits",
-    2: "slot, key, checksum, generation, last_use, stored_at, used_at, hits",
+    2: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}",
+    1: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
+    "0 AS stored_at, 0 AS used_at, 0 AS hits",
 }
 _TRAIL: Final = """(
     SELECT end, CAST(at AS INTEGER) AS at, CAST(reason AS TEXT) AS reason,
@@ -356,18 +365,5 @@ def _nbytes(path: Path) -> int:
 
 
 def _entry(row: tuple[Any, ...]) -> Entry:
-    match row:
-        case (
-            int(slot),
-            bytes(key),
-            int(checksum),
-            int(generation),
-            int(last_use),
-            int(stored_at),
-            int(used_at),
-            int(hits),
-        ):
-            unsigned = checksum & 0xFFFF_FFFF_FFFF_FFFF
-            return Entry(slot, key, unsigned, generation, last_use, stored_at, used_at, hits)
-        case _:
-            raise IndexDamagedError("a row holds values of other types")
+    slot, key, checksum, *others = row
+    return Entry(slot, key, checksum & 0xFFFF_FFFF_FFFF_FFFF, *others)

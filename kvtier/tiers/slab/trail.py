@@ -23,7 +23,11 @@ __all__ = ["TRAIL_NBYTES", "TRAIL_SCHEMA", "KeyHashes", "Reason", "find_hash", "
 KeyHashes = npt.NDArray[np.uint64]
 
 TRAIL_NBYTES: Final = 8 << 20
-"""Most the trail holds; about a million departures."""
+"""What the trail holds, about a million departures, besides the one row that reaches beyond.
+
+That row stays, or the first eviction after a reset of a large cache would wipe out what is
+known of the reset. So on disk it is less than twice as much.
+"""
 
 TRAIL_SCHEMA: Final = """
 CREATE TABLE departures(
