@@ -73,6 +73,9 @@ class Store:
         result = asyncio.run(self.tier.write(keys, slots, sources, why=Why.STORE))
         assert set(result.outcomes) == {Outcome.DONE}
 
+    def reset(self) -> None:
+        asyncio.run(self.tier.reset())
+
     def fill(self, count: int = SLOTS) -> None:
         """Store ``KEYS[i]`` in slot ``i``."""
         self.put(KEYS[:count], range(count))
