@@ -95,6 +95,8 @@ class NvmeTierConfig(TierConfig):
     """Proof on every read that the bytes are those stored; `off` trusts the disk blindly."""
     durability: Literal["process", "power"] = "process"
     """What a stored chunk survives: a killed `process`, or loss of `power` (fsync, slower)."""
+    own_process: bool = True
+    """Read, write and checksum in a process of its own, out of the way of the engine's."""
 
     @field_validator("path")
     @classmethod

@@ -7,19 +7,17 @@ foreign file where one of ours belongs is an error that says what to do.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
 
-from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
+from kvtier.tiers.slab.lock import LOCK, acquire, name_holder, try_acquire
 from kvtier.types import LayoutFingerprint
 
 __all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
@@ -27,7 +25,6 @@ __all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
 LAYOUT: Final = "layout.json"
 SLOTS: Final = "slots.bin"
 INDEX: Final = "index.sqlite"
-LOCK: Final = "lock"
 ROOT_LOCK: Final = "kvtier.lock"
 DAMAGED: Final = f"{INDEX}.damaged"
 _DRAFT: Final = f"{LAYOUT}.draft"
@@ -105,8 +102,12 @@ class Namespace:
         self._io = io
 
     @classmethod
-    def open(cls, tier: str, root: Path, layout: Layout, io: BlockIo) -> Self:
+    def open(
+        cls, tier: str, root: Path, layout: Layout, io: BlockIo, *, owner_pid: int
+    ) -> Self:
         """Open the namespace of ``layout`` below ``root``, making it if it is not there.
+
+        The lock names ``owner_pid`` as its holder.
 
         Raises:
             StoreLockedError: It is open already, in this process or another.
@@ -118,8 +119,9 @@ class Namespace:
             io.make_directory(directory)
         _require_own_files(tier, directory)
         directory.chmod(0o700)
-        namespace = cls(directory, _lock(tier, directory, io), io)
+        namespace = cls(directory, acquire(tier, directory, io), io)
         try:
+            name_holder(namespace._lock_fd, owner_pid, io)
             namespace._bind(tier, layout)
         except BaseException:
             namespace.close()
@@ -133,7 +135,7 @@ class Namespace:
         if layout is None or layout.fingerprint.namespace() != directory.name:
             return None
         try:
-            return cls(directory, _try_lock(directory / LOCK, io), io)
+            return cls(directory, try_acquire(directory / LOCK, io), io)
         except OSError:
             return None
 
@@ -204,11 +206,6 @@ class Namespace:
             self._io.close(fd)
 
     def _bind(self, tier: str, layout: Layout) -> None:
-        holder = f"pid {os.getpid()} on host {socket.gethostname()}"
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        self._io.truncate(self._lock_fd, 0)
-        label = memoryview(f"{holder} since {since}\n".encode())
-        write_fully(self._io, self._lock_fd, [label], 0)
         path = self.directory / LAYOUT
         if not path.exists():
             self._write_layout(layout)
@@ -309,29 +306,3 @@ def _difference(found: Layout, wanted: Layout) -> str:
     theirs: Mapping[str, object] = found.fingerprint.fields
     name = min(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     return f"{name} is {theirs.get(name)!r}, this engine's {ours.get(name)!r}"
-
-
-def _lock(tier: str, directory: Path, io: BlockIo) -> int:
-    path = directory / LOCK
-    try:
-        return _try_lock(path, io)
-    except BlockingIOError:
-        holder = path.read_bytes()[:200].decode("utf-8", "replace").strip()
-        printable = "".join(filter(str.isprintable, holder)) or "another process"
-        raise StoreLockedError(tier, directory, printable) from None
-    except OSError as error:
-        if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
-            raise
-        raise ConfigError(
-            f"tier {tier}: the file system of {directory} has no locks; use a local disk"
-        ) from error
-
-
-def _try_lock(path: Path, io: BlockIo) -> int:
-    fd = io.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        io.lock(fd, wait=False)
-    except BaseException:
-        io.close(fd)
-        raise
-    return fd

@@ -124,7 +124,9 @@ def _open_namespace(
 ) -> Namespace:
     layout = Layout(context.fingerprint, context.slot_nbytes)
     with open_root(options.name, options.path, io):
-        namespace = Namespace.open(options.name, options.path, layout, io)
+        namespace = Namespace.open(
+            options.name, options.path, layout, io, owner_pid=context.owner_pid
+        )
         stack.callback(namespace.close)
         spec = _file_spec(options, context, namespace, capacity_slots)
         make_room(namespace, spec, options.capacity_bytes, io)
