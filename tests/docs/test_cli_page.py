@@ -12,10 +12,13 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
+from kvtier.iopool import IoPool
 from tests.docs.pages import DOCS, blocks_of
+from tests.unit.stores import KEYS, Store
 
 PAGE = DOCS / "reference/cli.md"
-COMMANDS = re.findall(r"^## kvtier (\S+)$", PAGE.read_text(), re.MULTILINE)
+SECTION = re.compile(r"^## kvtier (\S.*)$", re.MULTILINE)
+COMMANDS = SECTION.findall(PAGE.read_text())
 MODEL = """{
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -50,18 +53,29 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def commands_below(*group: str) -> list[str]:
+    """Return the commands of kvtier, or of a group, those of groups in it included."""
+    _, _, listing = invoke([*group, "--help"]).partition("Commands:")
+    names = re.findall(r"^  ([a-z-]+)  +\S", listing, re.MULTILINE)
+    below = [commands_below(*group, name) or [" ".join([*group, name])] for name in names]
+    return [command for commands in below for command in commands]
+
+
+def labels(text: str) -> list[str]:
+    """Return the first column of an output: what stands before two blanks."""
+    return [re.split(" {2,}", line)[0] for line in text.splitlines() if line[:1].strip()]
+
+
 def test_every_command_has_a_section_and_every_section_a_command() -> None:
-    commands = invoke(["--help"]).split("Commands:")[1]
-    listed = re.findall(r"^  ([a-z-]+)  +\S", commands, re.MULTILINE)
-    assert sorted(COMMANDS) == sorted(["--version", *listed])
+    assert sorted(COMMANDS) == sorted(["--version", *commands_below()])
 
 
 def test_every_option_the_page_names_is_in_the_help_of_its_command() -> None:
-    sections = re.split(r"^## kvtier (\S+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    sections = SECTION.split(PAGE.read_text())[1:]
     for command, section in zip(sections[::2], sections[1::2], strict=True):
         if command.startswith("--"):
             continue
-        text = invoke([command, "--help"])
+        text = invoke([*command.split(), "--help"])
         for option in set(re.findall(r"`(--[a-z-]+)`", section)):
             assert option in text, f"{command} {option}"
 
@@ -99,3 +113,23 @@ def test_the_errors_on_the_page_are_what_the_command_says(
     with pytest.raises(ConfigError) as refusal:
         load_config("wrong.yaml")
     assert output == "".join(f"error: {line}\n" for line in str(refusal.value).split("\n"))
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "explain"])
+def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
+    tmp_path: Path, command: str
+) -> None:
+    pool = IoPool(2, name="kvtier-test")
+    store = Store(tmp_path / "store", pool)
+    store.start()
+    store.fill()
+    store.tier.touch([1])
+    store.put([KEYS[20]], [5])
+    store.stop()
+    assert pool.close(timeout_s=10)
+    arguments, output = shown(f"cache {command}")
+    key = [KEYS[1].hex()] if command == "explain" else []
+    printed = invoke(["cache", command, *key, *arguments[2 + len(key) : -1], str(store.root)])
+    # Below the heading; of a list, only the columns.
+    rows = slice(1, 2) if command == "ls" else slice(1, None)
+    assert labels(printed)[rows] == labels(output)[rows]
