@@ -5,23 +5,36 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from tests.bench.nvme.bench import Bench, Plan
+from tests.bench.nvme.against_itself import aged, busy, checksum
+from tests.bench.nvme.against_peers import against_peers
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.fio import Fio
+from tests.bench.nvme.fixed_costs import manager, opening
+from tests.bench.nvme.lab import Lab, Plan
 from tests.bench.nvme.machine import describe, require_disk
 from tests.bench.nvme.report import print_table, write_json, write_markdown
-from tests.bench.nvme.rows import BENCHES
+from tests.bench.nvme.rows import Row
 
 GIB = 1 << 30
 RAM_NBYTES = 512 << 20
 PIPED_WIDTH = 160
 COMMAND = "nox -s bench -- nvme"
+RUNS: tuple[tuple[tuple[str, ...], Callable[[Lab], Iterator[Row]]], ...] = (
+    (("promote", "store", "cpu", "jitter"), against_peers),
+    (("busy",), busy),
+    (("aged",), aged),
+    (("checksum",), checksum),
+    (("manager",), manager),
+    (("open",), opening),
+)
+BENCHES = tuple(name for names, _ in RUNS for name in names)
 
 
 def main(
@@ -51,13 +64,19 @@ def main(
     require_disk(parent, plan.disk_nbytes)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=parent) as scratch:
         machine = describe(Path(scratch)) | {"fio": Fio.version()}
-        with Bench(plan, Path(scratch), console) as bench:
-            rows = bench.run()
+        with Lab(plan, Path(scratch), console) as lab:
+            rows = list(_run(lab))
     print_table(console, rows, machine)
     if json is not None:
         write_json(json, rows)
     if markdown is not None:
         write_markdown(markdown, rows, machine, f"{COMMAND}{' --quick' if quick else ''}")
+
+
+def _run(lab: Lab) -> Iterator[Row]:
+    for names, bench in RUNS:
+        if lab.plan.only.intersection(names):
+            yield from (row for row in bench(lab) if row.bench in lab.plan.only)
 
 
 def _chosen(only: str) -> frozenset[str]:

@@ -25,7 +25,7 @@ from kvtier.keys import ChunkKey
 from tests.bench.nvme.measures import Pass, cpu_s
 from tests.bench.nvme.workload import Request, Workload
 
-__all__ = ["EngineLoop", "Moved", "Side", "WrongBytesError"]
+__all__ = ["EngineLoop", "Moved", "Side", "WrongBytesError", "look_up", "make_context"]
 
 TICK_S = 0.001
 STALLED_S = 120.0
@@ -106,7 +106,8 @@ class EngineLoop:
             stored: list[tuple[Any, set[ChunkKey]]] = []
             while waiting and offered - self._moved.down <= self._limit_nbytes(waiting[0]):
                 request = waiting[0]
-                context = contexts.setdefault(request.req_id, self._context(request, contexts))
+                context = contexts.get(request.req_id) or self._context(request)
+                contexts[request.req_id] = context
                 plan = self._manager.prepare_store(list(request.keys), context)
                 if plan is None:
                     break
@@ -151,7 +152,7 @@ class EngineLoop:
         started: list[str] = []
         loads: list[tuple[Any, Sequence[ChunkKey], Any]] = []
         for request, context in list(asking.values()):
-            hits = self._prefix(request.keys, context)
+            hits = look_up(self._manager, request.keys, context)
             if hits is None:
                 continue
             del asking[request.req_id]
@@ -162,25 +163,8 @@ class EngineLoop:
             loads.append((context, keys, spec))
         return started, loads
 
-    def _prefix(self, keys: Sequence[ChunkKey], context: Any) -> int | None:
-        """Do vLLM's lookup of a full-attention prefix."""
-        hits, deferred = 0, False
-        for key in keys:
-            answer = self._manager.lookup(key, context)
-            if answer is LookupResult.MISS:
-                break
-            if answer is not LookupResult.HIT:
-                deferred = True
-            if answer is not LookupResult.RETRY:
-                hits += 1
-        return None if deferred else hits
-
-    def _context(self, request: Request, known: dict[str, Any] | None = None) -> Any:
-        if known and request.req_id in known:
-            return known[request.req_id]
-        context = ReqContext(req_id=request.req_id)
-        for position, key in enumerate(request.keys, start=1):
-            context.set_offload_key_position(key, position)
+    def _context(self, request: Request) -> Any:
+        context = make_context(request)
         self._manager.on_new_request(context)
         return context
 
@@ -218,3 +202,25 @@ class EngineLoop:
         after = self._side.moved(self._manager.get_stats())
         self._pass.nbytes = after.up - before.up if upwards else after.down - before.down
         return self._pass
+
+
+def look_up(manager: Any, keys: Sequence[ChunkKey], context: Any) -> int | None:
+    """Return how many leading ``keys`` are hits, or None when the answer is deferred."""
+    hits, deferred = 0, False
+    for key in keys:
+        answer = manager.lookup(key, context)
+        if answer is LookupResult.MISS:
+            break
+        if answer is not LookupResult.HIT:
+            deferred = True
+        if answer is not LookupResult.RETRY:
+            hits += 1
+    return None if deferred else hits
+
+
+def make_context(request: Request) -> Any:
+    """Return what vLLM tells a manager about a request."""
+    context = ReqContext(req_id=request.req_id)
+    for position, key in enumerate(request.keys, start=1):
+        context.set_offload_key_position(key, position)
+    return context

@@ -19,7 +19,9 @@ from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.machine import drop_page_cache
 from tests.bench.nvme.workload import Workload
 
-__all__ = ["QUEUE_DEPTHS", "Fio"]
+__all__ = ["QUEUE_DEPTHS", "Direction", "Fio"]
+
+Direction = Literal["read", "write"]
 
 QUEUE_DEPTHS = (1, 8)
 _PROBE_NBYTES = 1 << 20
@@ -58,9 +60,7 @@ class Fio:
         """Allocate the file and write all of it."""
         self._run(["--rw=write", "--bs=4m", "--ioengine=psync", *self._whole(self._nbytes)])
 
-    def measure(
-        self, direction: Literal["read", "write"], depth: int, workload: Workload
-    ) -> float:
+    def measure(self, direction: Direction, depth: int, workload: Workload) -> float:
         """Move the working set's bytes at a queue depth; return MB/s."""
         drop_page_cache()
         order = f"randread:{workload.chunks_per_request}" if direction == "read" else "write"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Pass", "Passes", "cpu_s"]
+__all__ = ["Pass", "Passes", "anonymous_nbytes", "cpu_s"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -35,6 +35,11 @@ class Pass:
     def mb_per_s(self) -> float:
         """Megabytes, 10^6 bytes, per second."""
         return self.nbytes / self.seconds / 1e6
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        """Core-seconds per GiB moved."""
+        return self.cpu_s / (self.nbytes / 2**30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,19 @@ def cpu_s() -> float:
         used = resource.getrusage(who)
         total += used.ru_utime + used.ru_stime
     return total + sum(_living_cpu_s(pid) for pid in _descendants(os.getpid()))
+
+
+def anonymous_nbytes() -> int:
+    """Return the private memory of this process and of those it started."""
+    own = os.getpid()
+    return sum(_anonymous_nbytes(pid) for pid in (own, *_descendants(own)))
+
+
+def _anonymous_nbytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -7,19 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-__all__ = ["BARS", "BENCHES", "Bar", "Row", "Spread"]
-
-BENCHES = (
-    "promote",
-    "store",
-    "cpu",
-    "jitter",
-    "busy",
-    "aged",
-    "checksum",
-    "manager",
-    "open",
-)
+__all__ = ["BARS", "Bar", "Row", "Spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +29,7 @@ class Row:
     """kvtier beside one peer.
 
     Attributes:
-        bench: One of :data:`BENCHES`.
+        bench: What was measured.
         of: Which figure of that bench, where it has several.
         chunk_nbytes: Bytes of a chunk.
         peer: ``fio``, ``native_fs``, ``native_lru``, or ``self`` where kvtier is compared with

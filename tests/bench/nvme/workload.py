@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from kvtier.keys import ChunkKey, make_key
 
-__all__ = ["CHUNK_SIZES", "REQUEST_NBYTES", "Request", "Workload", "shuffled"]
+__all__ = [
+    "CHUNK_SIZES",
+    "REQUEST_NBYTES",
+    "Request",
+    "Workload",
+    "make_request",
+    "shuffled",
+]
 
 CHUNK_SIZES = (128 << 10, 512 << 10, 2 << 20)
 REQUEST_NBYTES = 64_000_000
