@@ -117,7 +117,7 @@ class GroupCommit:
             first = not self._pending.notes
             self._pending.notes.use(slots, self._clock)
             self._clock += len(slots)
-            if first or self._notes_wait_s() == 0:
+            if first or len(self._pending.notes.uses) >= _USES_WORTH_A_COMMIT:
                 self._wakeup.notify()
 
     def depart_nowait(self, reason: Reason, key_hashes: KeyHashes) -> None:
