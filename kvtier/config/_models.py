@@ -117,6 +117,8 @@ class PlacementConfig(_Section):
     """Share of RAM that chunks promoted for waiting requests may hold."""
     clean_reserve: Fraction = 0.1
     """Share of RAM kept free or already copied down, ahead of need (`write: evict`)."""
+    backlog_limit: Fraction = 0.5
+    """Share of RAM that may wait to be copied down; newer chunks then stay in RAM only."""
 
 
 class TransferConfig(_Section):

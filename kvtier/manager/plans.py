@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +86,8 @@ class ManagerLimits:
         pin_budget: RAM slots that chunks kept for waiting requests may hold.
         reserve: Share of a tier's slots that write-on-evict keeps free ahead of need.
         queue: Chunks that may be on their way to one slower tier at a time.
+        backlog: Chunks that may wait for one slower tier or be on their way there; newer ones
+            stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
         patience_lookups: Steps a request may wait for its turn to be promoted.
@@ -96,6 +99,7 @@ class ManagerLimits:
     pin_budget: int
     reserve: float
     queue: int
+    backlog: int = sys.maxsize
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
     patience_lookups: int = 256

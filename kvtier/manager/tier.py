@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
@@ -37,6 +37,8 @@ class TierCounters:
     """Chunks dropped because their bytes were not the bytes stored."""
     lost: int = 0
     """Chunks that left, or stay, without reaching the slower tier they were meant for."""
+    dropped: int = 0
+    """Chunks meant for this tier that were not sent because it did not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,6 @@ class TierState:
 
     def snapshot(self) -> TierSnapshot:
         """Return the tier's figures now."""
-        counters = self.counters
         return TierSnapshot(
             name=self.name,
             capacity=self.slots.capacity,
@@ -254,9 +255,7 @@ class TierState:
             held=len(self.copies) - self.idle,
             dirty=self.dirty,
             quarantined=self.quarantined,
-            counters=TierCounters(
-                **{name: getattr(counters, name) for name in TierCounters.__slots__}
-            ),
+            counters=replace(self.counters),
         )
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:

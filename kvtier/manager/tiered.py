@@ -113,7 +113,7 @@ class TieredOffloadingManager:
             if phase == Phase.ASKING:
                 self._promoter.note(request, key, wanting=False)
             return Lookup.HIT
-        if phase == Phase.ASKING and self._coming(copy, key):
+        if phase == Phase.ASKING and self._seek(copy, key):
             self._promoter.note(request, key, wanting=True)
             return Lookup.RETRY
         self._count_miss(request, key)
@@ -213,18 +213,21 @@ class TieredOffloadingManager:
             now: Seconds on a monotonic clock, for policies.
         """
         self._ladder.ctx.now = now
-        for req_id in (*started, *preempted):
+        for req_id in started:
             request = self._requests.get(req_id)
             if request is not None:
                 self._promoter.release(request)
         for req_id in preempted:
             request = self._requests.get(req_id)
             if request is not None:
+                self._promoter.release(request)
                 # Its chunks will be loaded, or offered, from the root again.
                 request.tails.clear()
         self._quarantine.release()
         self._promoter.end_step()
         self._demoter.flush()
+        for gaps in self._ladder.gaps:
+            gaps.end_step(now)
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
@@ -244,6 +247,18 @@ class TieredOffloadingManager:
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency events since the last call, each removal before what replaced it."""
         return self._ladder.take_events()
+
+    def take_reuse_gaps(self) -> list[list[float]]:
+        """Return, tier by tier, how long ago chunks had been evicted that were asked for again.
+
+        In seconds, since the last call; of a large tier a sample.
+        """
+        return [gaps.take() for gaps in self._ladder.gaps]
+
+    @property
+    def dropped(self) -> list[int]:
+        """Chunks, tier by tier, that were not sent there because the tier did not keep up."""
+        return [tier.counters.dropped for tier in self._ladder.tiers]
 
     def apply(self, result: TransferResult) -> None:
         """Take the outcome of a storage job into account; unknown jobs are ignored.
@@ -309,6 +324,8 @@ class TieredOffloadingManager:
         unsent = self.take_jobs()
         self._quarantine.evacuate()
         self._demoter.clear()
+        for gaps in self._ladder.gaps:
+            gaps.clear()
         for job in unsent:
             # Never handed out, so nobody will report on it.
             self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
@@ -329,8 +346,9 @@ class TieredOffloadingManager:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _coming(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
+    def _seek(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
         """Return whether ``key`` is on its way to RAM or could be brought there."""
+        self._ladder.asked(key)
         if copy is not None:
             return copy.state == CopyState.WRITING
         return self._ladder.slower_copy(key) is not None

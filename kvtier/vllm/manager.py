@@ -34,6 +34,7 @@ from kvtier.keys import group_of
 from kvtier.manager import Lookup
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.pressure import PressureLog
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.statistics import EngineStatistics, engine_statistics
 from kvtier.vllm.storage import Storage
@@ -112,6 +113,10 @@ class KVTierManager(OffloadingManager):
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
         self._reporter = StatsReporter()
+        self._pressure = PressureLog(
+            [tier.name for tier in storage.manager.snapshot().tiers],
+            storage.region.geometry.slot_nbytes,
+        )
         self._saw_request = False
         self._step_begins = True
         self._closed = False
@@ -222,12 +227,14 @@ class KVTierManager(OffloadingManager):
         """Close a scheduling step: start promotions and demotions."""
         self._step_begins = True
         self._take_results()
+        now = time.monotonic()
         self._manager.end_step(
             started=context.new_req_ids,
             preempted=context.preempted_req_ids,
-            now=time.monotonic(),
+            now=now,
         )
         self._hand_over()
+        self._pressure.note(self._manager.dropped, now)
 
     @override
     @_answered_with(lambda: False)
@@ -251,7 +258,7 @@ class KVTierManager(OffloadingManager):
         """Return what changed since the last call."""
         if not self._report_metrics:
             return None
-        return self._reporter.report(self.statistics())
+        return self._reporter.report(self.statistics(), self._manager.take_reuse_gaps())
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of this engine now."""

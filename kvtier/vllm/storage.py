@@ -142,6 +142,7 @@ def _build_manager(
             pin_budget=max(int(placement.pin_budget * capacities[0]), 1),
             reserve=placement.clean_reserve,
             queue=queue,
+            backlog=max(int(placement.backlog_limit * capacities[0]), 1),
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
         ),
