@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import os
 import signal
@@ -71,4 +72,5 @@ def _report_errors(call: Callable[[], T]) -> T:
 def _prepare() -> None:
     """Let Ctrl-C end the process silently, and vLLM only speak up when something is wrong."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # noqa: TID251 - how vLLM is told

@@ -24,6 +24,9 @@ MANAGED: tuple[Peer, ...] = ("native_fs", "kvtier")
 """The peers that are driven through vLLM's offloading interface."""
 
 
+_SHORTER_NBYTES = 2 << 30  # four times the RAM tier: filling and draining it must not matter
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to run.
@@ -45,9 +48,15 @@ class Plan:
         """Bytes needed at most at any moment: fio's file, two stores, and some slack."""
         return 4 * self.working_set_nbytes + (6 << 30)
 
-    def workload(self, chunk_nbytes: int, *, fraction: int = 1) -> Workload:
-        """Return the sizes for one chunk size, of a fraction of the working set."""
-        return Workload(chunk_nbytes, self.working_set_nbytes // fraction, self.ram_nbytes)
+    def workload(self, chunk_nbytes: int) -> Workload:
+        """Return the sizes for one chunk size."""
+        return Workload(chunk_nbytes, self.working_set_nbytes, self.ram_nbytes)
+
+    def shorter_workload(self, chunk_nbytes: int) -> Workload:
+        """Return the sizes where a figure is a ratio of two passes of the same peer."""
+        return Workload(
+            chunk_nbytes, min(self.working_set_nbytes, _SHORTER_NBYTES), self.ram_nbytes
+        )
 
 
 class Lab:

@@ -154,7 +154,7 @@ class Bar:
 
     def __str__(self) -> str:
         what = "x" if self.figure == "ratio" else ""
-        return f"{self.sense} {self.limit:g}{what}"
+        return f"{self.sense} {self.limit:.3g}{what}"
 
 
 BARS = (
