@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.iopool import IoPool
 from kvtier.tiers.slab import group_commit
 from kvtier.tiers.slab.change import Change
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -18,15 +17,6 @@ from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import IndexDatabase, IndexSpec, hash_keys
 from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyHashes, Reason
 from tests.unit.stores import KEYS, SLOTS, Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    pool = IoPool(2, name="kvtier-test")
-    store = Store(tmp_path / "store", pool)
-    yield store
-    store.stop()
-    assert pool.close(timeout_s=10)
 
 
 @pytest.fixture
