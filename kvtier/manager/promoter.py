@@ -17,7 +17,8 @@ runs. So:
   hit, all else a miss, whatever the slower tiers hold. So every request is answered within a
   bounded number of lookups.
 * The grant ends when the request's load is planned (which pins for itself), or when the request
-  starts without, is preempted or ends.
+  starts without, is preempted or ends. It lapses when nobody has asked for the request for a
+  bounded number of steps: the engine may have forgotten it without a word.
 """
 
 from __future__ import annotations
@@ -64,11 +65,6 @@ class Promoter:
         self._waiters: dict[ChunkCopy, list[RequestState]] = {}
         self.step = 0
         self.granted = 0
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for their turn."""
-        return len(self._queue)
 
     def note(self, request: RequestState, key: ChunkKey, *, wanting: bool) -> None:
         """Note that ``request`` found ``key``; ``wanting`` when it is not whole in RAM."""
