@@ -121,7 +121,7 @@ class KVTierManager(OffloadingManager):
         self._step_begins = True
         self._closed = False
 
-    # -- requests --------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
 
     @override
     @_answered_with(RequestOffloadingContext)
@@ -143,7 +143,7 @@ class KVTierManager(OffloadingManager):
         """Forget a request; its loads and stores in flight go on."""
         self._manager.end_request(req_context.req_id)
 
-    # -- lookup and load -------------------------------------------------------------------------
+    # -- lookup and load -----------------------------------------------------------------------
 
     @override
     @_answered_with(lambda: LookupResult.MISS)
@@ -186,7 +186,7 @@ class KVTierManager(OffloadingManager):
         """Take back a load's pins."""
         self._manager.complete_load(keys)
 
-    # -- store -----------------------------------------------------------------------------------
+    # -- store ---------------------------------------------------------------------------------
 
     @override
     @_answered_with(lambda: PrepareStoreOutput([], SlotLoadStoreSpec((), ()), []))
@@ -215,7 +215,7 @@ class KVTierManager(OffloadingManager):
         """Make stored chunks hits if every worker recorded that they are whole."""
         self._manager.complete_store(keys)
 
-    # -- steps -----------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------
 
     @override
     @_answered_with(_nothing)
@@ -265,7 +265,7 @@ class KVTierManager(OffloadingManager):
             internal_errors=self._internal_errors,
         )
 
-    # -- reset and shutdown ----------------------------------------------------------------------
+    # -- reset and shutdown --------------------------------------------------------------------
 
     @override
     @_answered_with(_nothing)
@@ -303,7 +303,7 @@ class KVTierManager(OffloadingManager):
                 exc_info=error,
             )
 
-    # -- internals -------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
     def _take_results(self) -> None:
         for result in self._engine.poll():
