@@ -187,5 +187,6 @@ class TestGroupCommit:
         group.use_nowait([0, 1, 2])
         await group.put([0], [KEYS[3]], [7])
         group.delete_nowait([1])
+        group.use_nowait([0])
         await stopped(group)
-        assert list(database.changes[-1].notes.uses) == [2]
+        assert database.changes[-1].notes.hits == {0: 1, 2: 1}
