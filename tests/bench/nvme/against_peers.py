@@ -101,7 +101,14 @@ def _throughput_rows(chunk_nbytes: int, figures: _Figures) -> Iterator[Row]:
             "MB/s",
             remark=f"fio {direction}s {approximate_size(chunk_nbytes)} best at depth {depth}.",
         )
-        yield Row.over_rounds(bench, chunk_nbytes, "native_fs", both, "MB/s")
+        yield Row.over_rounds(
+            bench,
+            chunk_nbytes,
+            "native_fs",
+            both,
+            "MB/s",
+            remark=_missed(chunk_nbytes, figures),
+        )
 
 
 def _cost_rows(chunk_nbytes: int, figures: _Figures) -> Iterator[Row]:
@@ -109,6 +116,15 @@ def _cost_rows(chunk_nbytes: int, figures: _Figures) -> Iterator[Row]:
     yield Row.over_rounds("cpu", chunk_nbytes, "native_fs", cpu, "core-s/GiB")
     delay = figures.both(lambda passes: passes.p99_delay_ms)
     yield Row.over_rounds("jitter", chunk_nbytes, "native_fs", delay, "ms", of="p99")
+
+
+def _missed(chunk_nbytes: int, figures: _Figures) -> str:
+    """Say who did not move all it was asked to; the rates are of what was moved."""
+    missed = {
+        peer: sum(passes.missed_chunks for passes in figures.passes[peer]) for peer in MANAGED
+    }
+    words = ", ".join(f"{peer} {chunks}" for peer, chunks in missed.items() if chunks)
+    return f"{approximate_size(chunk_nbytes)}: chunks missed: {words}." if words else ""
 
 
 def _rotated(peers: Sequence[str], by: int) -> Sequence[str]:

@@ -57,6 +57,8 @@ class Side(Protocol):
 
     manager: Any
     """A vLLM ``OffloadingManager``."""
+    ram_share_for_waiting: float
+    """Share of RAM that chunks of waiting requests may hold."""
 
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
         """Do what workers do for a store: fill the slots, and say so."""
@@ -126,12 +128,17 @@ class EngineLoop:
         return self._end(began, upwards=False)
 
     def load(self, requests: Sequence[Request]) -> Pass:
-        """Load ``requests``, as many waiting at once as RAM holds."""
+        """Load ``requests``, as many waiting at once as the side takes at once.
+
+        More would only wait in line, and kvtier sends who waits for 256 steps away; an engine
+        that runs no model makes 256 steps in a third of a second.
+        """
+        window = self._workload.window(self._side.ram_share_for_waiting)
         waiting = deque(requests)
         asking: dict[str, tuple[Request, Any]] = {}
         began = self._begin()
         while waiting or asking or self._manager.has_pending_work():
-            while waiting and len(asking) < self._workload.window:
+            while waiting and len(asking) < window:
                 request = waiting.popleft()
                 asking[request.req_id] = request, self._context(request)
             started, loads = self._ask(asking)

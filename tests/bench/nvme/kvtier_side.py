@@ -60,7 +60,7 @@ def open_kvtier(
     region = make_region(config, chunk_nbytes)
     fill(region.payload)
     storage = open_storage(config, region, FINGERPRINT, record_events=False)
-    return KvtierSide(storage, close_timeout_s=config.transfer.close_timeout_s)
+    return KvtierSide(storage, config)
 
 
 def fill(memory: memoryview) -> None:
@@ -74,10 +74,14 @@ def fill(memory: memoryview) -> None:
 class KvtierSide:
     """A :class:`~tests.bench.nvme.engine_loop.Side`; rank 0 of one is played by the caller."""
 
-    def __init__(self, storage: Storage, *, close_timeout_s: float) -> None:
+    def __init__(self, storage: Storage, config: KvtierConfig) -> None:
         self.manager: Any = KVTierManager(
-            storage, tokens_per_chunk=1, report_metrics=True, close_timeout_s=close_timeout_s
+            storage,
+            tokens_per_chunk=1,
+            report_metrics=True,
+            close_timeout_s=config.transfer.close_timeout_s,
         )
+        self.ram_share_for_waiting = config.placement.pin_budget
         self._storage = storage
         self._region = storage.region
 

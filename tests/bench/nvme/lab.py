@@ -119,5 +119,5 @@ class Lab:
 
 
 def _missed(passes: Passes) -> str:
-    missed = passes.store.missed_chunks + passes.promote.missed_chunks
+    missed = passes.missed_chunks
     return f", {missed} chunks missed" if missed else ""

@@ -95,7 +95,7 @@ def _opened(peer: ManagerPeer) -> Iterator[_Workers]:
     config = KvtierConfig(tiers=(RamTierConfig(capacity_bytes=_CAPACITY * _SLOT_NBYTES),))
     region = make_region(config, _SLOT_NBYTES)
     storage = open_storage(config, region, FINGERPRINT, record_events=False)
-    side = KvtierSide(storage, close_timeout_s=config.transfer.close_timeout_s)
+    side = KvtierSide(storage, config)
     try:
         yield side
     finally:

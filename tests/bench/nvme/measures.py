@@ -56,6 +56,11 @@ class Passes:
         return (self.store.cpu_s + self.promote.cpu_s) / (moved / 2**30)
 
     @property
+    def missed_chunks(self) -> int:
+        """Chunks that were not stored or not loaded."""
+        return self.store.missed_chunks + self.promote.missed_chunks
+
+    @property
     def p99_delay_ms(self) -> float:
         """99th percentile of the loop's delay."""
         delays = sorted(self.store.delays_s + self.promote.delays_s)

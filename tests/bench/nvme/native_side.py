@@ -70,6 +70,7 @@ class NativeSide:
 
     def __init__(self, manager: Any, chunk_nbytes: int) -> None:
         self.manager = manager
+        self.ram_share_for_waiting = 1.0
         self._chunk_nbytes = chunk_nbytes
         self._memory = manager.primary_tier.get_kv_memoryview().cast("B")
         fill(self._memory)

@@ -74,10 +74,9 @@ class Workload:
         """Chunks of all requests."""
         return self.requests * self.chunks_per_request
 
-    @property
-    def window(self) -> int:
-        """Requests that fit RAM side by side: how many wait, or are being stored, at once."""
-        return max(self.ram_nbytes // self.request_nbytes, 1)
+    def window(self, share: float) -> int:
+        """Return how many requests fit a share of RAM side by side."""
+        return max(int(share * self.ram_nbytes) // self.request_nbytes, 1)
 
     def generation(self, number: int) -> list[Request]:
         """Return the requests of the working set's version ``number``."""
