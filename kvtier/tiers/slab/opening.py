@@ -23,6 +23,7 @@ from kvtier.tiers.slab.index import (
     hash_keys,
 )
 from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
+from kvtier.tiers.slab.schema import blame
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.tiers.slab.trail import Reason
 from kvtier.units import approximate_size
@@ -79,8 +80,8 @@ def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> Op
     except sqlite3.Error as error:
         raise TierUnavailableError(
             options.name,
-            f"{options.path}: the index cannot be opened: {error}; check the disk, and that "
-            "nothing else has index.sqlite open",
+            f"{options.path}: the index cannot be opened: {error}; check the disk, or remove "
+            "index.sqlite to start with an empty cache",
         ) from error
     return OpenStore(namespace, file, database, rows)
 
@@ -184,26 +185,35 @@ def _load_index(
 ) -> tuple[IndexDatabase, StoredRows]:
     database = IndexDatabase.open(spec, io)
     try:
-        doubt = _doubt(options, database)
-        if doubt:
-            logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
-            leaving = database.load(written_slots).key_hashes
-            database.clear()
-            database.note_departures(Reason.DOUBTED, leaving)
-        if aside:
-            database.note_departures(Reason.DAMAGED, hash_keys([]))
-        rows = database.load(written_slots)
-        database.set_note(_CHECKSUM_NOTE, options.checksum)
-        # With fsync before every row, or with checksums, no power cut can leave a false row.
-        unproven = options.checksum == "off" and options.durability == "process"
-        if not unproven and database.note(_BOOT_NOTE):
-            # These rows will count as proven, and an engine that was killed synced none.
-            file.sync()
-        database.set_note(_BOOT_NOTE, _boot_id() if unproven else "")
+        with blame():
+            if aside:
+                database.note_departures(Reason.DAMAGED, hash_keys([]))
+            rows = _load_trusted(options, database, written_slots)
+            database.set_note(_CHECKSUM_NOTE, options.checksum)
+            # With a sync before every row, or checksums, no power cut leaves a false row.
+            unproven = options.checksum == "off" and options.durability == "process"
+            if not unproven and database.note(_BOOT_NOTE):
+                # These rows will count as proven, and an engine that was killed synced none.
+                file.sync()
+            database.set_note(_BOOT_NOTE, _boot_id() if unproven else "")
     except BaseException:
-        database.close()
+        with contextlib.suppress(sqlite3.Error):  # what went wrong first says more
+            database.close()
         raise
     return database, rows
+
+
+def _load_trusted(
+    options: NvmeTierConfig, database: IndexDatabase, written_slots: int
+) -> StoredRows:
+    """Return the rows, after deleting them if they must not be used."""
+    doubt = _doubt(options, database)
+    if doubt:
+        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
+        leaving = database.load(written_slots).key_hashes
+        database.clear()
+        database.note_departures(Reason.DOUBTED, leaving)
+    return database.load(written_slots)
 
 
 def _doubt(options: NvmeTierConfig, database: IndexDatabase) -> str:
