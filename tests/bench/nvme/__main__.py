@@ -100,6 +100,8 @@ def _stop(*_: object) -> NoReturn:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _stop)
     try:
-        typer.run(main)
+        app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        app.command()(main)
+        app()
     except BenchError as error:
         sys.exit(f"nvme bench: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -53,7 +54,8 @@ class IsolatedProcess:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         self._executor.shutdown()
         if self._pid:
             # What vLLM's tier leaves in shared memory when it is killed.
