@@ -253,7 +253,9 @@ class SlabTier(StorageTier):
             aside = await self._pool.run(call, priority=int(Why.DEMOTE))
         except OSError as error:
             raise TierUnavailableError(
-                self.name, f"the index was neither cleared ({cause}) nor moved away ({error})"
+                self.name,
+                f"the index was neither cleared ({cause}) nor moved away ({error}); remove "
+                f"{self._store.namespace.directory} before an engine opens it again",
             ) from error
         logger.warning(
             "tier %s: the index could not be cleared (%s) and is now %s; what is stored from "
