@@ -57,10 +57,12 @@ class LoadPlan:
     Attributes:
         slots: RAM slot of each chunk, in the order asked.
         generations: Stamp each slot must bear; a worker that finds another must not load it.
+        origins: Index of the tier each chunk's bytes came from.
     """
 
     slots: Sequence[int]
     generations: Sequence[int]
+    origins: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class ManagerLimits:
             stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
-        patience_lookups: Steps a request may wait for its turn to be promoted.
+        patience_lookups: Steps a request may wait for its turn to be promoted, ...
+        patience_s: ... and seconds; it waits until both have passed.
         patience_arrivals: Steps a request may wait for chunks on their way.
         patience_grants: Steps for which chunks are kept for a request nobody asks about.
         patience_stores: Refusals after which a request's store is cut to what fits.
@@ -103,6 +106,7 @@ class ManagerLimits:
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
     patience_lookups: int = 256
+    patience_s: float = 0.0
     patience_arrivals: int = 20_000
     patience_grants: int = 256
     patience_stores: int = 16

@@ -146,6 +146,16 @@ class TierState:
             self.idle -= 1
         copy.pins += 1
 
+    def pin_hits(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`pin` for resident ``copies`` that are about to be loaded, and count it."""
+        held = 0
+        for copy in copies:
+            if not copy.pins and not copy.dirty:
+                held += 1
+            copy.pins += 1
+            copy.hits += 1
+        self.idle -= held
+
     def unpin(self, copy: ChunkCopy) -> None:
         """Take back one :meth:`pin`; the last frees the slot of a copy that left."""
         copy.pins -= 1
@@ -259,15 +269,8 @@ class TierState:
         )
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        pick = self.eviction.pick
         if not self.eviction.leaf_only:
-            victims = []
-            for _ in range(count):
-                victim = pick(_idle, ctx)
-                if victim is None:
-                    break
-                victims.append(victim)
-            return victims
+            return self.eviction.pick_many(count, _idle, ctx)
         return self._pick_leaves(count, ctx)
 
     def _pick_leaves(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:

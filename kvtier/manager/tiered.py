@@ -14,6 +14,7 @@ keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
@@ -40,6 +41,8 @@ from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 __all__ = ["TieredOffloadingManager"]
 
 _RESIDENT = CopyState.RESIDENT
+_ASKING = Phase.ASKING
+_HIT = Lookup.HIT
 
 
 class TieredOffloadingManager:
@@ -70,6 +73,7 @@ class TieredOffloadingManager:
             record_events=record_events,
         )
         self._ram = self._ladder.ram
+        self._resident = self._ram.copies
         self._truth = truth
         self._promoter = Promoter(self._ladder)
         self._demoter = Demoter(self._ladder)
@@ -102,22 +106,18 @@ class TieredOffloadingManager:
         if request is None:
             request = self._requests[req_id] = RequestState(req_id)
         phase = request.phase
-        if phase != Phase.ASKING:
+        if phase != _ASKING:
             if phase != Phase.SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
-        copy = self._ram.copies.get(key)
+        copy = self._resident.get(key)
         if copy is not None and copy.state == _RESIDENT:
             if self._ram.leaving:
                 self._ram.stay(copy, self._ladder.ctx)
-            if phase == Phase.ASKING:
-                self._promoter.note(request, key, wanting=False)
-            return Lookup.HIT
-        if phase == Phase.ASKING and self._seek(copy, key):
-            self._promoter.note(request, key, wanting=True)
-            return Lookup.RETRY
-        self._count_miss(request, key)
-        return Lookup.MISS
+            if phase == _ASKING:
+                self._promoter.note(request, key)
+            return _HIT
+        return self._look_below(request, copy, key)
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
         """Return how many leading ``keys`` can be loaded now, or None to be asked again.
@@ -142,17 +142,14 @@ class TieredOffloadingManager:
                 anything else in its place would be a wrong token, so there is no other answer.
         """
         members = self._ram.copies
-        copies: list[ChunkCopy] = []
-        for key in keys:
-            copy = members[key]
-            if copy.state != _RESIDENT:
-                raise KeyError(key)
-            copies.append(copy)
-        tiers = self._ladder.tiers
+        copies = [members[key] for key in keys]
         for copy in copies:
-            self._ram.pin(copy)
-            copy.hits += 1
-            tiers[copy.origin].counters.hits += 1
+            if copy.state != _RESIDENT:
+                raise KeyError(copy.key)
+        self._ram.pin_hits(copies)
+        origins = [copy.origin for copy in copies]
+        for tier, hits in Counter(origins).items():
+            self._ladder.tiers[tier].counters.hits += hits
         self._ram.touch(copies, self._ladder.ctx)
         request = self._requests.get(req_id)
         if request is not None:
@@ -160,7 +157,7 @@ class TieredOffloadingManager:
             request.remember(keys)
         slots = [copy.slot for copy in copies]
         self._truth.issue(slots)
-        return LoadPlan(slots, [copy.generation for copy in copies])
+        return LoadPlan(slots, [copy.generation for copy in copies], origins)
 
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
@@ -346,9 +343,21 @@ class TieredOffloadingManager:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _seek(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
+    def _look_below(
+        self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey
+    ) -> Lookup:
+        """Answer for a chunk that is not whole in RAM."""
+        if request.phase == _ASKING:
+            self._ladder.asked(key)
+            if self._comes(copy, key):
+                self._promoter.note(request, key)
+                request.wanting = True
+                return Lookup.RETRY
+        self._count_miss(request, key)
+        return Lookup.MISS
+
+    def _comes(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
         """Return whether ``key`` is on its way to RAM or could be brought there."""
-        self._ladder.asked(key)
         if copy is not None:
             return copy.state == CopyState.WRITING
         return self._ladder.slower_copy(key) is not None

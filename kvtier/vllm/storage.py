@@ -22,6 +22,8 @@ __all__ = ["Storage", "open_storage"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
+_PATIENCE_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -143,6 +145,7 @@ def _build_manager(
             reserve=placement.clean_reserve,
             queue=queue,
             backlog=max(int(placement.backlog_limit * capacities[0]), 1),
+            patience_s=_PATIENCE_S,
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
         ),

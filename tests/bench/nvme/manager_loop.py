@@ -6,6 +6,7 @@ Only the calls are timed; the workers' part and the making of requests are not.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -78,6 +79,9 @@ def measure(peer: ManagerPeer) -> ManagerCost:
         make_request(str(number), _PER_REQUEST) for number in range(_CHUNKS // _PER_REQUEST)
     ]
     kept = requests[-(_CAPACITY // _PER_REQUEST) :]
+    # As vLLM's engine core does once it is up: what is loaded by now is not searched again.
+    gc.collect()
+    gc.freeze()
     with _opened(peer) as workers:
         store_s = sum(_store(workers, request) for request in requests)
         load_s = sum(_load(workers, request) for request in kept)
