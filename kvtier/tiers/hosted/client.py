@@ -52,18 +52,21 @@ class HostedTier(StorageTier):
         options: Options of the tier that is hosted.
         context: Its context, with ``memory``.
         host: The process; owned by this object from now on.
+        opened: What it said when the tier was open.
     """
 
     Options: ClassVar[type[TierConfig]] = TierConfig
 
-    def __init__(self, options: TierConfig, context: TierContext, host: HostProcess) -> None:
+    def __init__(
+        self, options: TierConfig, context: TierContext, host: HostProcess, opened: Frame
+    ) -> None:
         self.name = options.name
         self.slot_nbytes = context.slot_nbytes
-        self.capacity_slots = host.opened.header["capacity_slots"]
+        self.capacity_slots = opened.header["capacity_slots"]
         self._options = options
         self._context = context
         self._memory = _require_memory(options, context)
-        self._recovered: Frame | None = host.opened
+        self._recovered: Frame | None = opened
         self._host: HostProcess | None = host
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -84,7 +87,7 @@ class HostedTier(StorageTier):
             StoreDamagedError: The store's files are not what they should be.
             TierUnavailableError: The host could not be started, or the medium fails.
         """
-        return cls(options, context, _start(options, context))
+        return cls(options, context, *_start(options, context))
 
     @property
     def host_pid(self) -> int | None:
@@ -210,13 +213,14 @@ class HostedTier(StorageTier):
         """Start a host in place of one that died; what it recovers is known already."""
         logger.warning("tier %s: starting its I/O process again", self.name)
         try:
-            return await self._context.pool.run(
+            host, _ = await self._context.pool.run(
                 lambda: _start(self._options, self._context), priority=int(Why.LOAD)
             )
         except (KvtierError, OSError) as error:
             raise TierUnavailableError(
                 self.name, f"its I/O process could not be started again: {error}"
             ) from error
+        return host
 
     def _note(self, op: str, slots: Sequence[int]) -> None:
         """Keep a frame that nobody waits for until something else is sent."""
@@ -269,7 +273,7 @@ def _require_memory(options: TierConfig, context: TierContext) -> SharedMemory:
     return context.memory
 
 
-def _start(options: TierConfig, context: TierContext) -> HostProcess:
+def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Frame]:
     opening = {
         "options": options.model_dump(mode="json"),
         "slot_nbytes": context.slot_nbytes,

@@ -29,21 +29,24 @@ class HostProcess:
     Attributes:
         process: The process.
         connection: The socket to it.
-        opened: What it said when the tier was open.
     """
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
-    opened: Frame
 
     @classmethod
-    def start(cls, tier: str, opening: dict[str, Any], memory: SharedMemory) -> Self:
+    def start(
+        cls, tier: str, opening: dict[str, Any], memory: SharedMemory
+    ) -> tuple[Self, Frame]:
         """Start a host and wait until its tier is open; blocks.
 
         Args:
             tier: The tier's name, for errors.
             opening: Options and context, as JSON.
             memory: The memory that both processes map.
+
+        Returns:
+            The process, and what it said when the tier was open.
 
         Raises:
             KvtierError: What the tier raised when it was opened.
@@ -74,7 +77,7 @@ class HostProcess:
                 ) from error
             raise
         here.setblocking(False)  # noqa: FBT003 - the standard library's signature
-        return cls(process, here, opened)
+        return cls(process, here), opened
 
 
 def _wait_until_open(connection: socket.socket) -> Frame:

@@ -39,23 +39,26 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """The parts of an open store, and what an earlier run left in it.
+    """The parts of an open store.
 
     Attributes:
         namespace: The directory and its lock.
         file: The slots.
         database: The index.
-        rows: What the index said.
     """
 
     namespace: Namespace
     file: SlotFile
     database: IndexDatabase
-    rows: StoredRows
 
 
-def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> OpenStore:
+def open_store(
+    options: NvmeTierConfig, context: TierContext, io: BlockIo
+) -> tuple[OpenStore, StoredRows]:
     """Open the namespace of ``context.fingerprint`` in the store at ``options.path``.
+
+    Returns:
+        The store, and what an earlier run left in it.
 
     Raises:
         ConfigError: The options cannot work here.
@@ -83,7 +86,7 @@ def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> Op
             f"{options.path}: the index cannot be opened: {error}; check the disk, or remove "
             "index.sqlite to start with an empty cache",
         ) from error
-    return OpenStore(namespace, file, database, rows)
+    return OpenStore(namespace, file, database), rows
 
 
 def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
