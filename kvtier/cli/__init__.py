@@ -1,4 +1,4 @@
-"""The command line: ``kvtier check``, ``plan``, ``schema`` and ``vllm-args``."""
+"""The command line: checks before a start, and a look into what is stored."""
 
 from __future__ import annotations
 

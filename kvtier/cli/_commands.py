@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 import kvtier
+from kvtier.cli._cache import cache
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._render import show_plan, show_tiers
 from kvtier.cli._sim import sim_app
@@ -39,6 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(cache)
 app.add_typer(sim_app, name="sim")
 app.add_typer(trace_app, name="trace")
 
@@ -85,6 +87,38 @@ def check(file: File, *, as_json: AsJson = False) -> None:
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{file}: ok")
+
+
+@app.command()
+def doctor(
+    file: File,
+    *,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="S", help="How long to read, and to write, each disk."),
+    ] = 2.0,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure the disks.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what on this machine makes FILE slow or unsafe, and what to do.
+
+    Exits with 1 if there is a problem. Measures each disk with up to 4 GiB of its free space.
+    Run it as the user that runs the engine, best before the engine runs.
+    """
+    # The storage tier and its packages are loaded for those who ask for them only.
+    from kvtier.cli._doctor import examination_document, show_examination  # noqa: PLC0415
+    from kvtier.doctor import Verdict, examine  # noqa: PLC0415
+
+    config = load_config(file)
+    examination = examine(config, seconds=seconds if measure else None)
+    if as_json:
+        _echo_json(examination_document(file, examination))
+    else:
+        show_examination(Console(highlight=False), examination)
+    if examination.verdict is Verdict.PROBLEM:
+        raise typer.Exit(1)
 
 
 @app.command()

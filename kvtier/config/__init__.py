@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
 from kvtier.config._engine_args import vllm_transfer_config
-from kvtier.config._environment import Environment, environment
+from kvtier.config._environment import Environment, child_environment, environment
+from kvtier.config._kinds import options_of
 from kvtier.config._load import load_config, parse_config
 from kvtier.config._models import (
     EngineConfig,
@@ -37,8 +38,10 @@ __all__ = [
     "TransferConfig",
     "check_chunk_fits",
     "check_environment",
+    "child_environment",
     "environment",
     "load_config",
+    "options_of",
     "parse_config",
     "schema",
     "slot_nbytes",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Environment", "environment"]
+__all__ = ["Environment", "child_environment", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +25,9 @@ class Environment:
 def environment() -> Environment:
     """Read the environment, now."""
     return Environment(python_hash_seed=os.environ.get("PYTHONHASHSEED"))
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a Python process that finds every module this one finds."""
+    places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
+    return {**os.environ, "PYTHONPATH": places}

@@ -95,6 +95,8 @@ class NvmeTierConfig(TierConfig):
     """Proof on every read that the bytes are those stored; `off` trusts the disk blindly."""
     durability: Literal["process", "power"] = "process"
     """What a stored chunk survives: a killed `process`, or loss of `power` (fsync, slower)."""
+    own_process: bool = True
+    """Read, write and checksum in a process of its own, out of the way of the engine's."""
 
     @field_validator("path")
     @classmethod
@@ -129,6 +131,8 @@ class PlacementConfig(_Section):
     """Share of RAM that chunks promoted for waiting requests may hold."""
     clean_reserve: Fraction = 0.1
     """Share of RAM kept free or already copied down, ahead of need (`write: evict`)."""
+    backlog_limit: Fraction = 0.5
+    """Share of RAM that may wait to be copied down; newer chunks then stay in RAM only."""
 
     @model_validator(mode="after")
     def _words_agree(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvtier.config import KvtierConfig, PlacementConfig
 from kvtier.manager.plans import ManagerLimits, SlotTruth
@@ -12,6 +13,8 @@ from kvtier.policies import LadderPlacement, build_eviction
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
 
 __all__ = ["build_manager", "build_tiers"]
+
+_PATIENCE_S: Final = 1.0
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
@@ -68,6 +71,8 @@ def build_manager(
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
             reserve=placement.clean_reserve,
             queue=max(transfer.queue_limit_bytes // slot_nbytes, 1),
+            backlog=max(int(placement.backlog_limit * tiers[0].slots.capacity), 1),
+            patience_s=_PATIENCE_S,
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
         ),

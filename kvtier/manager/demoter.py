@@ -6,6 +6,11 @@ so only by being new, and is sent down when the tier's reserve of free slots run
 best victims are taken out of the order, copied, and dropped when they arrived. Either way an
 eviction never waits for a disk, and a chunk that could not be copied is counted as lost,
 never silently forgotten.
+
+When a slower tier takes chunks more slowly than they are stored, its backlog grows. Beyond a
+bound the newest chunks are not queued at all: they are hits in RAM like any other, but will not
+outlive it. Dropping the newest keeps the heads of prefixes, without which their tails are of no
+use, and costs a future miss where a longer backlog would take RAM from what is hot now.
 """
 
 from __future__ import annotations
@@ -147,12 +152,20 @@ class Demoter:
             return
         targets = self._place(copy)
         for target in targets:
+            if self._backlog(target) >= ladder.limits.backlog:
+                ladder.tiers[target].counters.dropped += 1
+                ladder.ram.counters.lost += 1
+                continue
             # The pin keeps a queued copy out of every victim scan until it is sent.
             ladder.ram.mark_dirty(copy)
             ladder.ram.pin(copy)
             self._queues[target].append(copy)
         if not targets:
             self.adopt(ladder.ram, copy)
+
+    def _backlog(self, target: int) -> int:
+        """Return how many chunks are queued for ``target`` or on their way there."""
+        return len(self._queues[target]) + self._in_flight[target]
 
     def _place(self, copy: ChunkCopy) -> list[int]:
         ladder = self._ladder
@@ -216,8 +229,7 @@ class Demoter:
         if copy.pins:
             tier.stay(copy, self._ladder.ctx)
         else:
-            tier.counters.evicted += 1
-            self._ladder.drop(tier, copy)
+            self._ladder.evict(tier, copy)
 
     def _reclaim(self, tier: TierState) -> None:
         """Send victims of ``tier`` down until its reserve is free or on its way to be."""
@@ -297,12 +309,6 @@ class Demoter:
                 target = None
                 tier.counters.lost += 1
         if target is None:
-            self._settle_clean(tier, victim)
+            ladder.evict(tier, victim)
             return -1, victim
         return target, victim
-
-    def _settle_clean(self, tier: TierState, victim: ChunkCopy) -> None:
-        if victim.dirty:
-            tier.mark_clean(victim)
-        tier.counters.evicted += 1
-        self._ladder.drop(tier, victim)

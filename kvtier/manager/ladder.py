@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvtier.keys import ChunkKey
 from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
+from kvtier.manager.reuse import ReuseGaps
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
@@ -27,6 +28,7 @@ class Ladder:
         ctx: What policies may know.
         epoch: Counts resets.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
+        gaps: Per tier, how soon what it evicted was asked for again.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Ladder:
         self.ctx = PolicyContext()
         self.epoch = 0
         self.corrupt: list[tuple[int, int]] = []
+        self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._generation = 0
         self._record_events = record_events
         self._events: list[ResidencyEvent] = []
@@ -76,8 +79,25 @@ class Ladder:
         tier.expect(newcomers, self.ctx)
         victims = tier.make_room(len(newcomers), self.ctx)
         if victims:
-            self.announce(tier, [victim.key for victim in victims], removed=True)
+            keys = [victim.key for victim in victims]
+            self.gaps[tier.index].evicted(keys)
+            self.announce(tier, keys, removed=True)
         return victims
+
+    def evict(self, tier: TierState, victim: ChunkCopy) -> None:
+        """Let go of a victim that was picked before and is free to leave now."""
+        if victim.dirty:
+            tier.mark_clean(victim)
+        tier.counters.evicted += 1
+        self.gaps[tier.index].evicted((victim.key,))
+        self.drop(tier, victim)
+
+    def asked(self, key: ChunkKey) -> None:
+        """Note that ``key`` is wanted, in every tier that is passed before it is found."""
+        for tier, gaps in zip(self.tiers, self.gaps, strict=True):
+            if key in tier.copies:
+                return
+            gaps.asked(key)
 
     def publish(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Make written ``copies`` hits and record that they arrived."""

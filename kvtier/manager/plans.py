@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,10 +57,12 @@ class LoadPlan:
     Attributes:
         slots: RAM slot of each chunk, in the order asked.
         generations: Stamp each slot must bear; a worker that finds another must not load it.
+        origins: Index of the tier each chunk's bytes came from.
     """
 
     slots: Sequence[int]
     generations: Sequence[int]
+    origins: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,12 @@ class ManagerLimits:
         pin_budget: RAM slots that chunks kept for waiting requests may hold.
         reserve: Share of a tier's slots that write-on-evict keeps free ahead of need.
         queue: Chunks that may be on their way to one slower tier at a time.
+        backlog: Chunks that may wait for one slower tier or be on their way there; newer ones
+            stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
-        patience_lookups: Steps a request may wait for its turn to be promoted.
+        patience_lookups: Steps a request may wait for its turn to be promoted, ...
+        patience_s: ... and seconds; it waits until both have passed.
         patience_arrivals: Steps a request may wait for chunks on their way.
         patience_grants: Steps for which chunks are kept for a request nobody asks about.
         patience_stores: Refusals after which a request's store is cut to what fits.
@@ -96,9 +102,11 @@ class ManagerLimits:
     pin_budget: int
     reserve: float
     queue: int
+    backlog: int = sys.maxsize
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
     patience_lookups: int = 256
+    patience_s: float = 0.0
     patience_arrivals: int = 20_000
     patience_grants: int = 256
     patience_stores: int = 16

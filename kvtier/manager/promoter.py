@@ -10,14 +10,15 @@ runs. So:
   found is *granted* as a whole: resident copies are pinned for it, missing ones are brought up
   into slots pinned for it.
 * Grants are bounded by a budget. A request that fits the budget but not what is left of it
-  waits its turn, first come first served, for a bounded number of steps. One that could never
-  fit, or that waited too long, is granted the head of its prefix that fits; the rest is
-  recomputed.
+  waits its turn, first come first served, for a bounded number of steps and seconds. One that
+  could never fit, or that waited too long, is granted the head of its prefix that fits; the
+  rest is recomputed.
 * When all its chunks have arrived or failed the request is *settled*: what is in RAM is a
   hit, all else a miss, whatever the slower tiers hold. So every request is answered within a
   bounded number of lookups.
 * The grant ends when the request's load is planned (which pins for itself), or when the request
-  starts without, is preempted or ends.
+  starts without, is preempted or ends. It lapses when nobody has asked for the request for a
+  bounded number of steps: the engine may have forgotten it without a word.
 """
 
 from __future__ import annotations
@@ -65,18 +66,12 @@ class Promoter:
         self.step = 0
         self.granted = 0
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for their turn."""
-        return len(self._queue)
-
-    def note(self, request: RequestState, key: ChunkKey, *, wanting: bool) -> None:
-        """Note that ``request`` found ``key``; ``wanting`` when it is not whole in RAM."""
-        if not request.asked:
+    def note(self, request: RequestState, key: ChunkKey) -> None:
+        """Note that ``request`` found ``key`` somewhere."""
+        asked = request.asked
+        if not asked:
             self._asking[request] = None
-        request.asked[key] = None
-        if wanting:
-            request.wanting = True
+        asked[key] = None
 
     def defer(self, request: RequestState, key: ChunkKey) -> Lookup:
         """Answer a request that waits, in as few calls as its engine allows.
@@ -99,6 +94,7 @@ class Promoter:
         for request in self._asking:
             if request.wanting:
                 request.phase = Phase.QUEUED
+                request.queued_s = self._ladder.ctx.now
                 self._queue[request] = None
             else:
                 request.asked.clear()
@@ -106,9 +102,15 @@ class Promoter:
         self._give_up()
         self._let_lapse()
         blocked = False
+        limits, now = self._ladder.limits, self._ladder.ctx.now
         for request in list(self._queue):
             request.lookups += 1
-            patient = request.lookups < self._ladder.limits.patience_lookups
+            # Neither alone says how long a wait is: an engine that computes takes tens of
+            # milliseconds for a step, an idle one takes a thousand steps a second.
+            patient = (
+                request.lookups < limits.patience_lookups
+                or now - request.queued_s < limits.patience_s
+            )
             if blocked and patient:
                 continue
             if self._start(request, whole=patient):

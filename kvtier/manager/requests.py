@@ -40,6 +40,7 @@ class RequestState:
         deferred: While it waits: the key that opened this step's pass, per KV cache group.
         deferred_at: The step ``deferred`` belongs to.
         lookups: Steps it has been waiting for its turn.
+        queued_s: When it began to wait for it.
         refusals: Stores refused since one was accepted.
         missed: Whether its first miss was counted.
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
@@ -56,6 +57,7 @@ class RequestState:
         "missed",
         "pending",
         "phase",
+        "queued_s",
         "refusals",
         "req_id",
         "tails",
@@ -74,6 +76,7 @@ class RequestState:
         self.deferred: dict[bytes, ChunkKey] = {}
         self.deferred_at = 0
         self.lookups = 0
+        self.queued_s = 0.0
         self.refusals = 0
         self.missed = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}

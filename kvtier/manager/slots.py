@@ -51,6 +51,13 @@ class SlotAllocator:
         """
         if count > self.free:
             raise ValueError(f"{count} slots wanted, {self.free} free")
+        start = self._best(count) if count else 0
+        if count and self._end_of[start] - start >= count:
+            end = self._remove(start)
+            if start + count < end:
+                self._add(start + count, end)
+            self.free -= count
+            return list(range(start, start + count))
         taken: list[int] = []
         wanted = count
         while wanted:
@@ -141,9 +148,12 @@ def _extents(slots: Iterable[int]) -> list[tuple[int, int]]:
     >>> _extents([3, 1, 2, 7])
     [(1, 4), (7, 8)]
     """
+    ordered = sorted(slots)
+    if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return [(ordered[0], ordered[-1] + 1)]  # what a prefix usually was given
     runs: list[tuple[int, int]] = []
     start = end = -1
-    for slot in sorted(slots):
+    for slot in ordered:
         if slot == end:
             end += 1
             continue

@@ -9,7 +9,9 @@ fits is taken, because the engine forgets what it was refused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
+from itertools import chain, count, repeat
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.demoter import Demoter
@@ -22,7 +24,9 @@ from kvtier.policies import ChunkCopy, CopyState
 __all__ = ["Storer"]
 
 _RESIDENT = CopyState.RESIDENT
+_WRITING = CopyState.WRITING
 _NOTHING = StorePlan((), (), 0, ())
+_slot_of = operator.attrgetter("slot")
 _ROOT: tuple[ChunkKey | None, int] = (None, -1)
 
 
@@ -44,6 +48,8 @@ class Storer:
         if not new:
             self._touch_offered(keys)
             return _NOTHING
+        if len(new) == len(keys) and len(self._ladder.tiers) == 1:
+            return self._store_new(new, keys, request)
         # The prefix that is offered along is no victim for its own tail.
         there = [copy for key in keys if (copy := members.get(key)) is not None]
         for copy in there:
@@ -51,29 +57,37 @@ class Storer:
         plan = self._store_new(new, keys, request)
         for copy in there:
             self._ram.unpin(copy)
+        if plan is not None and plan is not _NOTHING:
+            self._touch_offered(keys)
         return plan
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Do :meth:`TieredOffloadingManager.complete_store`."""
         ram = self._ram
-        written: list[ChunkCopy] = []
-        for key in keys:
-            copy = ram.copies.get(key)
-            if copy is not None and copy.state == CopyState.WRITING and copy.origin == 0:
-                written.append(copy)
+        found = map(ram.copies.get, keys)
+        written = [
+            copy
+            for copy in found
+            if copy is not None and copy.state == _WRITING and copy.origin == 0
+        ]
         # The engine hands the keys over as a set; slots ascend along the prefix.
         written.sort(key=_slot_of)
         slots = [copy.slot for copy in written]
         whole = self._ladder.truth.stored(slots, [copy.generation for copy in written])
-        arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
-        for copy, ok in zip(written, whole, strict=True):
-            if not ok:
-                ram.counters.failed += 1
-                self._promoter.settle(copy, arrived=False)
-                ram.abort(copy)
+        arrived = written
+        if not all(whole):
+            arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
+            self._give_up([copy for copy, ok in zip(written, whole, strict=True) if not ok])
         self._ladder.publish(ram, arrived)
         self._demoter.stored(arrived)
         self._promoter.settle_arrived(arrived)
+
+    def _give_up(self, copies: Sequence[ChunkCopy]) -> None:
+        """Take back what did not arrive whole."""
+        for copy in copies:
+            self._ram.counters.failed += 1
+            self._promoter.settle(copy, arrived=False)
+            self._ram.abort(copy)
 
     def _store_new(
         self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None
@@ -87,7 +101,6 @@ class Storer:
             ram.counters.refused += len(new)
             return _NOTHING
         ram.counters.refused += len(new) - fits
-        self._touch_offered(keys)
         new = new[:fits]
         slots = ram.slots.allocate(fits)
         self._ladder.truth.withdraw(slots)
@@ -134,28 +147,30 @@ class Storer:
     ) -> list[ChunkCopy]:
         """Make the copies of ``new``, each linked to the chunk before it in its group."""
         tails = {} if request is None else request.tails
+        group = offered[0][-GROUP_NBYTES:]
+        if len(new) == len(offered) and all(map(operator.methodcaller("endswith", group), new)):
+            parent, depth = tails.get(group, _ROOT)
+            tails[group] = (new[-1], depth + len(new))
+            parents = chain((parent,), new)
+            return list(
+                map(ChunkCopy, new, slots, parents, count(depth + 1), repeat(generation))
+            )
         copies: list[ChunkCopy] = []
         places = iter(slots)
         wanted = iter(new)
         expected = next(wanted, None)
-        group, parent, depth = b"", None, -1
+        group, parent, depth = b"\0", None, -1
         for key in offered:
-            if key[-GROUP_NBYTES:] != group:
+            if parent is None or not key.endswith(group):
                 if parent is not None:
                     tails[group] = (parent, depth)
                 group = key[-GROUP_NBYTES:]
                 parent, depth = tails.get(group, _ROOT)
             depth += 1
             if key is expected:
-                copy = ChunkCopy(key, next(places), parent, depth)
-                copy.generation = generation
-                copies.append(copy)
+                copies.append(ChunkCopy(key, next(places), parent, depth, generation))
                 expected = next(wanted, None)
             parent = key
         if parent is not None:
             tails[group] = (parent, depth)
         return copies
-
-
-def _slot_of(copy: ChunkCopy) -> int:
-    return copy.slot

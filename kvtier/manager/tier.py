@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
@@ -37,6 +37,8 @@ class TierCounters:
     """Chunks dropped because their bytes were not the bytes stored."""
     lost: int = 0
     """Chunks that left, or stay, without reaching the slower tier they were meant for."""
+    dropped: int = 0
+    """Chunks meant for this tier that were not sent because it did not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,16 @@ class TierState:
         if not copy.pins and not copy.dirty and copy.state == _RESIDENT:
             self.idle -= 1
         copy.pins += 1
+
+    def pin_hits(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`pin` for resident ``copies`` that are about to be loaded, and count it."""
+        held = 0
+        for copy in copies:
+            if not copy.pins and not copy.dirty:
+                held += 1
+            copy.pins += 1
+            copy.hits += 1
+        self.idle -= held
 
     def unpin(self, copy: ChunkCopy) -> None:
         """Take back one :meth:`pin`; the last frees the slot of a copy that left."""
@@ -257,7 +269,6 @@ class TierState:
 
     def snapshot(self) -> TierSnapshot:
         """Return the tier's figures now."""
-        counters = self.counters
         return TierSnapshot(
             name=self.name,
             capacity=self.slots.capacity,
@@ -266,21 +277,12 @@ class TierState:
             held=len(self.copies) - self.idle,
             dirty=self.dirty,
             quarantined=self.quarantined,
-            counters=TierCounters(
-                **{name: getattr(counters, name) for name in TierCounters.__slots__}
-            ),
+            counters=replace(self.counters),
         )
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        pick = self.eviction.pick
         if not self.eviction.leaf_only:
-            victims = []
-            for _ in range(count):
-                victim = pick(_idle, ctx)
-                if victim is None:
-                    break
-                victims.append(victim)
-            return victims
+            return self.eviction.pick_many(count, _idle, ctx)
         return self._pick_leaves(count, ctx)
 
     def _pick_leaves(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:

@@ -14,6 +14,7 @@ keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
@@ -40,6 +41,8 @@ from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 __all__ = ["TieredOffloadingManager"]
 
 _RESIDENT = CopyState.RESIDENT
+_ASKING = Phase.ASKING
+_HIT = Lookup.HIT
 
 
 class TieredOffloadingManager:
@@ -70,6 +73,7 @@ class TieredOffloadingManager:
             record_events=record_events,
         )
         self._ram = self._ladder.ram
+        self._resident = self._ram.copies
         self._truth = truth
         self._promoter = Promoter(self._ladder)
         self._demoter = Demoter(self._ladder)
@@ -102,22 +106,18 @@ class TieredOffloadingManager:
         if request is None:
             request = self._requests[req_id] = RequestState(req_id)
         phase = request.phase
-        if phase != Phase.ASKING:
+        if phase != _ASKING:
             if phase != Phase.SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
-        copy = self._ram.copies.get(key)
+        copy = self._resident.get(key)
         if copy is not None and copy.state == _RESIDENT:
             if self._ram.leaving:
                 self._ram.stay(copy, self._ladder.ctx)
-            if phase == Phase.ASKING:
-                self._promoter.note(request, key, wanting=False)
-            return Lookup.HIT
-        if phase == Phase.ASKING and self._coming(copy, key):
-            self._promoter.note(request, key, wanting=True)
-            return Lookup.RETRY
-        self._count_miss(request)
-        return Lookup.MISS
+            if phase == _ASKING:
+                self._promoter.note(request, key)
+            return _HIT
+        return self._look_below(request, copy, key)
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
         """Return how many leading ``keys`` can be loaded now, or None to be asked again.
@@ -142,17 +142,14 @@ class TieredOffloadingManager:
                 anything else in its place would be a wrong token, so there is no other answer.
         """
         members = self._ram.copies
-        copies: list[ChunkCopy] = []
-        for key in keys:
-            copy = members[key]
-            if copy.state != _RESIDENT:
-                raise KeyError(key)
-            copies.append(copy)
-        tiers = self._ladder.tiers
+        copies = [members[key] for key in keys]
         for copy in copies:
-            self._ram.pin(copy)
-            copy.hits += 1
-            tiers[copy.origin].counters.hits += 1
+            if copy.state != _RESIDENT:
+                raise KeyError(copy.key)
+        self._ram.pin_hits(copies)
+        origins = [copy.origin for copy in copies]
+        for tier, hits in Counter(origins).items():
+            self._ladder.tiers[tier].counters.hits += hits
         self._ram.touch(copies, self._ladder.ctx)
         self._demoter.used(copies)
         request = self._requests.get(req_id)
@@ -161,7 +158,7 @@ class TieredOffloadingManager:
             request.remember(keys)
         slots = [copy.slot for copy in copies]
         self._truth.issue(slots)
-        return LoadPlan(slots, [copy.generation for copy in copies])
+        return LoadPlan(slots, [copy.generation for copy in copies], origins)
 
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
@@ -214,18 +211,21 @@ class TieredOffloadingManager:
             now: Seconds on a monotonic clock, for policies.
         """
         self._ladder.ctx.now = now
-        for req_id in (*started, *preempted):
+        for req_id in started:
             request = self._requests.get(req_id)
             if request is not None:
                 self._promoter.release(request)
         for req_id in preempted:
             request = self._requests.get(req_id)
             if request is not None:
+                self._promoter.release(request)
                 # Its chunks will be loaded, or offered, from the root again.
                 request.tails.clear()
         self._quarantine.release()
         self._promoter.end_step()
         self._demoter.flush()
+        for gaps in self._ladder.gaps:
+            gaps.end_step(now)
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
@@ -245,6 +245,18 @@ class TieredOffloadingManager:
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency events since the last call, each removal before what replaced it."""
         return self._ladder.take_events()
+
+    def take_reuse_gaps(self) -> list[list[float]]:
+        """Return, tier by tier, how long ago chunks had been evicted that were asked for again.
+
+        In seconds, since the last call; of a large tier a sample.
+        """
+        return [gaps.take() for gaps in self._ladder.gaps]
+
+    @property
+    def dropped(self) -> list[int]:
+        """Chunks, tier by tier, that were not sent there because the tier did not keep up."""
+        return [tier.counters.dropped for tier in self._ladder.tiers]
 
     def apply(self, result: TransferResult) -> None:
         """Take the outcome of a storage job into account; unknown jobs are ignored.
@@ -310,6 +322,8 @@ class TieredOffloadingManager:
         unsent = self.take_jobs()
         self._quarantine.evacuate()
         self._demoter.clear()
+        for gaps in self._ladder.gaps:
+            gaps.clear()
         for job in unsent:
             # Never handed out, so nobody will report on it.
             self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
@@ -330,7 +344,20 @@ class TieredOffloadingManager:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _coming(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
+    def _look_below(
+        self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey
+    ) -> Lookup:
+        """Answer for a chunk that is not whole in RAM."""
+        if request.phase == _ASKING:
+            self._ladder.asked(key)
+            if self._comes(copy, key):
+                self._promoter.note(request, key)
+                request.wanting = True
+                return Lookup.RETRY
+        self._count_miss(request)
+        return Lookup.MISS
+
+    def _comes(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
         """Return whether ``key`` is on its way to RAM or could be brought there."""
         if copy is not None:
             return copy.state == CopyState.WRITING

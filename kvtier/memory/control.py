@@ -26,6 +26,7 @@ import numpy.typing as npt
 __all__ = ["ControlBlock"]
 
 _PAGE_NBYTES = 4096
+_ONE = np.uint32(1)
 
 
 class ControlBlock:
@@ -61,52 +62,71 @@ class ControlBlock:
 
     def stamp(self, rank: int, slots: Sequence[int], generation: int) -> None:
         """Record that this rank's bytes of ``slots`` are whole as of ``generation``."""
-        self._generation[rank, slots] = generation
+        self._generation[rank, _index(slots)] = generation
 
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
         """Record that this rank is done with one job on each of ``slots``; no slot twice."""
-        self._acknowledged[rank, slots] += np.uint32(1)
+        self._acknowledged[rank, _index(slots)] += _ONE
 
     def bears(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> bool:
         """Return whether every slot bears the stamp it should, so that it may be loaded."""
-        wanted = np.asarray(generations, np.uint64)
-        return bool((self._generation[rank, slots] == wanted).all())
+        return bool((self._generation[rank, _index(slots)] == _stamps(generations)).all())
 
     # -- scheduler ----------------------------------------------------------------------------
 
     def issue(self, slots: Sequence[int]) -> None:
         """Count one more job on each of ``slots``; no slot twice."""
-        self._issued[slots] += np.uint32(1)
+        self._issued[_index(slots)] += _ONE
 
     def withdraw(self, slots: Sequence[int]) -> None:
         """Take the stamps off ``slots``: their bytes are about to change, so none may load."""
         if slots:
-            self._generation[:, slots] = 0
+            self._generation[:, _index(slots)] = 0
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return for each slot whether every rank's bytes of that generation are whole."""
         if not slots:
             return []
-        wanted = np.asarray(generations, np.uint64)
-        whole: list[bool] = (self._generation[:, slots] == wanted).all(axis=0).tolist()
-        return whole
+        return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Stamp slots for every rank: their bytes came whole from a slower tier."""
         if slots:
-            self._generation[:, slots] = np.asarray(generations, np.uint64)
+            self._generation[:, _index(slots)] = _stamps(generations)
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         """Return for each slot whether every rank acknowledged every job issued on it."""
         if not slots:
             return []
-        equal: list[bool] = (
-            (self._acknowledged[:, slots] == self._issued[slots]).all(axis=0).tolist()
-        )
-        return equal
+        index = _index(slots)
+        return _in_every_rank(self._acknowledged[:, index] == self._issued[index])
 
     def release(self) -> None:
         """Let go of the shared memory; the block must not be used afterwards."""
         self._generation = np.zeros((0, 0), np.uint64)
         self._acknowledged = np.zeros((0, 0), np.uint32)
         self._buffer.release()
+
+
+def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:
+    """Return ``slots`` as numpy indexes them fastest: mostly they are one extent."""
+    if slots and slots[-1] - slots[0] == len(slots) - 1:
+        extent = range(slots[0], slots[-1] + 1)
+        if list(slots) == list(extent):
+            return slice(extent.start, extent.stop)
+    return np.asarray(slots, np.intp)
+
+
+def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
+    """Return ``generations``, or the one that all are: converting a list costs more."""
+    first = generations[0] if generations else 0
+    if generations.count(first) == len(generations):
+        return np.uint64(first)
+    return np.asarray(generations, np.uint64)
+
+
+def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
+    """Return for each slot whether every row says so."""
+    # Over one row, which is the common case, the reduction costs more than the comparison.
+    listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
+    return listed

@@ -19,6 +19,7 @@ attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import logging
@@ -36,6 +37,7 @@ from typing import Self
 
 from kvtier.errors import CapacityError, UnsupportedError
 from kvtier.memory.control import ControlBlock
+from kvtier.types import SharedMemory
 from kvtier.units import format_size
 
 __all__ = ["HostRegion", "RegionGeometry"]
@@ -87,6 +89,7 @@ class HostRegion:
 
     def __init__(self, geometry: RegionGeometry, descriptor: int) -> None:
         self.geometry = geometry
+        self._descriptor = os.dup(descriptor)
         self._map = mmap.mmap(descriptor, geometry.nbytes)
         self._view = memoryview(self._map)
         self.control = ControlBlock(
@@ -156,6 +159,12 @@ class HostRegion:
         return self._view[number * nbytes : (number + 1) * nbytes]
 
     @property
+    def shared(self) -> SharedMemory:
+        """The slots, for a process that is to map them."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return SharedMemory(self._descriptor, address, self.geometry.payload_nbytes)
+
+    @property
     def payload(self) -> memoryview:
         """The writable bytes of all slots."""
         return self._view[: self.geometry.payload_nbytes]
@@ -168,6 +177,9 @@ class HostRegion:
         if self._server is not None:
             self._server.close()
             self._server = None
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
         self.control.release()
         self._view.release()
         # Views handed out (tensors of a worker that is being torn down) keep the mapping alive;

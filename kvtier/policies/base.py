@@ -47,6 +47,9 @@ class CopyState:
     """Left the tier; the object may still be referenced by a queue or a job."""
 
 
+_WRITING = CopyState.WRITING
+
+
 class ChunkCopy:
     """One chunk's copy in one tier.
 
@@ -90,13 +93,18 @@ class ChunkCopy:
     )
 
     def __init__(
-        self, key: ChunkKey, slot: int, parent: ChunkKey | None = None, depth: int = 0
+        self,
+        key: ChunkKey,
+        slot: int,
+        parent: ChunkKey | None = None,
+        depth: int = 0,
+        generation: int = 0,
     ) -> None:
         self.key = key
         self.slot = slot
         self.parent = parent
         self.depth = depth
-        self.state = CopyState.WRITING
+        self.state = _WRITING
         self.pins = 0
         self.dirty = 0
         self.hits = 0
@@ -106,7 +114,7 @@ class ChunkCopy:
         self.grants = 0
         self.origin = 0
         self.transient = False
-        self.generation = 0
+        self.generation = generation
 
     def __repr__(self) -> str:
         state = ("writing", "late", "resident", "gone")[self.state]
@@ -209,6 +217,18 @@ class Eviction(ABC):
         Returns:
             A copy with ``evictable(copy)``, or None when there is none.
         """
+
+    def pick_many(
+        self, count: int, evictable: Evictable, ctx: PolicyContext
+    ) -> list[ChunkCopy]:
+        """Do :meth:`pick` up to ``count`` times; fewer victims when there are no more."""
+        victims: list[ChunkCopy] = []
+        while len(victims) < count:
+            victim = self.pick(evictable, ctx)
+            if victim is None:
+                break
+            victims.append(victim)
+        return victims
 
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Do :meth:`on_insert` for ``copies``, root to leaf."""

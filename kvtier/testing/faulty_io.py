@@ -1,4 +1,10 @@
-"""System calls that fail, fall short, lie or hang where a test says so."""
+"""System calls that fail, fall short, lie or hang where a test says so.
+
+Every call and every SQL statement passes :meth:`FaultyIo._run` and has a name: that of the
+method, or ``sql`` and the statement's first word. So a test can record what a scenario calls
+and then repeat the scenario with a fault at each of these points; ``tests/unit`` does, in
+``test_slab_faults_matrix.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,46 @@ import errno
 import os
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, TypeVar
 
 from kvtier.tiers.slab.direct_io import BlockIo
 
-__all__ = ["FaultyIo"]
+__all__ = ["Fault", "FaultyIo"]
+
+T = TypeVar("T")
+
+_CHANGES: Final = ("INSERT", "UPDATE", "DELETE", "BEGIN")
+_DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one call.
+
+    Attributes:
+        error: The error number; of a statement, SQLite's error code.
+        late: Whether the call has its effect all the same, and fails only then.
+        lasting: Whether every later call of that name goes wrong as well.
+        longest_nbytes: Instead of failing, a read or write moves no more than this.
+    """
+
+    error: int = errno.EIO
+    late: bool = False
+    lasting: bool = False
+    longest_nbytes: int | None = None
+
+    def exception(self, call: str) -> Exception:
+        """Build what the call raises."""
+        if not call.startswith("sql"):
+            return OSError(self.error, os.strerror(self.error))
+        kind = sqlite3.DatabaseError if self.error in _DAMAGE else sqlite3.OperationalError
+        raised = kind(f"injected SQLite error {self.error}")
+        raised.sqlite_errorcode = self.error
+        return raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,42 +69,62 @@ class _Failure:
         )
 
 
-class _FailingConnection(sqlite3.Connection):
-    """A database whose disk is full while ``full`` is set."""
+class _FaultyConnection(sqlite3.Connection):
+    """A database whose statements pass a :class:`FaultyIo`; full while ``full`` is set."""
 
+    io: FaultyIo
     full = False
 
     def execute(self, sql: str, parameters: Sequence[object] = ()) -> sqlite3.Cursor:  # type: ignore[override]
-        if self.full and sql.lstrip().startswith(("INSERT", "UPDATE", "DELETE", "BEGIN")):
+        word = sql.split(maxsplit=1)[0]
+        if self.full and word in _CHANGES:
             raise sqlite3.OperationalError("database or disk is full")
-        return super().execute(sql, parameters)
+        inherited = super().execute
+        return self.io.run(f"sql {word}", lambda: inherited(sql, parameters))
+
+    def executescript(self, sql: str) -> sqlite3.Cursor:
+        inherited = super().executescript
+        return self.io.run("sql script", lambda: inherited(sql))
+
+    def close(self) -> None:
+        self.io.run("sql close", super().close)
 
 
 class FaultyIo(BlockIo):
     """Passes every call on, except where it was told otherwise.
 
     Attributes:
-        calls: Name of every call so far, in order.
+        calls: Name of every call and statement so far, in order.
         longest_transfer_nbytes: No read or write moves more than this at once.
+        struck: Whether the fault of :meth:`strike` has struck.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.longest_transfer_nbytes: int | None = None
+        self.struck = False
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._strike: tuple[str, int, Fault] | None = None
         self._failures: list[_Failure] = []
         self._held: threading.Event | None = None
         self._reached = threading.Event()
         self._torn_after: int | None = None
-        self._connections: list[_FailingConnection] = []
+        self._connections: list[_FaultyConnection] = []
         self._free_nbytes: int | None = None
 
     def fail(self, call: str, error: int, *, offsets: range | None = None) -> None:
         """Make ``call`` fail with ``error``, if it touches ``offsets`` where they are given."""
         self._failures.append(_Failure(call, error, offsets))
 
+    def strike(self, call: str, number: int, fault: Fault) -> None:
+        """Let ``fault`` strike the call of this name that is number ``number``, from 0."""
+        self._strike = (call, number, fault)
+
     def heal(self) -> None:
         """Stop failing, tearing and falling short."""
         self._failures.clear()
+        self._strike = None
         self.longest_transfer_nbytes = None
         self._torn_after = None
         self.fill_index(full=False)
@@ -85,6 +144,7 @@ class FaultyIo(BlockIo):
 
     def stall(self) -> threading.Event:
         """Make every read and write hang until the returned event is set."""
+        self._reached.clear()
         self._held = threading.Event()
         return self._held
 
@@ -94,79 +154,132 @@ class FaultyIo(BlockIo):
 
     def open(self, path: Path, flags: int) -> int:
         """See :class:`BlockIo`."""
-        self._enter("open_direct" if flags & os.O_DIRECT else "open")
-        return super().open(path, flags)
+        call = "open_direct" if flags & os.O_DIRECT else "open"
+        inherited = super().open
+        # An open that fails after all may have made the file, but it leaves no descriptor.
+        return self.run(call, lambda: inherited(path, flags), undo=super().close)
+
+    def close(self, fd: int) -> None:
+        """See :class:`BlockIo`. One that fails has closed all the same, as on Linux."""
+        inherited = super().close
+        self.run("close", lambda: inherited(fd))
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See :class:`BlockIo`."""
-        self._enter("preadv", offset, sum(map(len, buffers)))
+        inherited = super().preadv
+        fault = self._note("preadv", offset, sum(map(len, buffers)))
         self._hang()
-        return super().preadv(fd, self._shortened(buffers), offset)
+        asked = self._shortened(buffers, fault)
+        return _carry_out("preadv", fault, lambda: inherited(fd, asked, offset))
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See :class:`BlockIo`."""
-        self._enter("pwritev", offset, sum(map(len, buffers)))
+        inherited = super().pwritev
+        fault = self._note("pwritev", offset, sum(map(len, buffers)))
         self._hang()
         if self._torn_after is not None:
-            super().pwritev(fd, _first(buffers, self._torn_after), offset)
+            inherited(fd, _first(buffers, self._torn_after), offset)
             return sum(map(len, buffers))
-        return super().pwritev(fd, self._shortened(buffers), offset)
+        given = self._shortened(buffers, fault)
+        return _carry_out("pwritev", fault, lambda: inherited(fd, given, offset))
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """See :class:`BlockIo`."""
-        self._enter("allocate")
-        super().allocate(fd, nbytes)
+        inherited = super().allocate
+        self.run("allocate", lambda: inherited(fd, nbytes))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """See :class:`BlockIo`."""
-        self._enter("truncate")
-        super().truncate(fd, nbytes)
+        inherited = super().truncate
+        self.run("truncate", lambda: inherited(fd, nbytes))
 
     def sync_data(self, fd: int) -> None:
         """See :class:`BlockIo`."""
-        self._enter("sync_data")
-        super().sync_data(fd)
+        inherited = super().sync_data
+        self.run("sync_data", lambda: inherited(fd))
 
     def sync(self, fd: int) -> None:
         """See :class:`BlockIo`."""
-        self._enter("sync")
-        super().sync(fd)
+        inherited = super().sync
+        self.run("sync", lambda: inherited(fd))
 
     def lock(self, fd: int, *, wait: bool) -> None:
         """See :class:`BlockIo`."""
-        self._enter("lock")
-        super().lock(fd, wait=wait)
+        inherited = super().lock
+        self.run("lock", lambda: inherited(fd, wait=wait))
+
+    def make_directory(self, path: Path) -> None:
+        """See :class:`BlockIo`."""
+        inherited = super().make_directory
+        self.run("make_directory", lambda: inherited(path))
+
+    def read_bytes(self, path: Path) -> bytes:
+        """See :class:`BlockIo`."""
+        inherited = super().read_bytes
+        return self.run("read_bytes", lambda: inherited(path))
 
     def rename(self, source: Path, destination: Path) -> None:
         """See :class:`BlockIo`."""
-        self._enter("rename")
-        super().rename(source, destination)
+        inherited = super().rename
+        self.run("rename", lambda: inherited(source, destination))
 
     def unlink(self, path: Path) -> None:
         """See :class:`BlockIo`."""
-        self._enter("unlink")
-        super().unlink(path)
+        inherited = super().unlink
+        self.run("unlink", lambda: inherited(path))
 
     def free_nbytes(self, directory: Path) -> int | None:
         """See :class:`BlockIo`."""
-        return (
-            super().free_nbytes(directory) if self._free_nbytes is None else self._free_nbytes
-        )
+        offered = self._free_nbytes
+        if offered is not None:
+            return offered
+        inherited = super().free_nbytes
+        return self.run("free_nbytes", lambda: inherited(directory))
 
     def connect(self, path: Path) -> sqlite3.Connection:
         """See :class:`BlockIo`."""
-        self._enter("connect")
-        connection = sqlite3.connect(
-            path, isolation_level=None, check_same_thread=False, factory=_FailingConnection
-        )
-        self._connections.append(connection)
-        return connection
+        return self.run("sql connect", lambda: self._connect(path), undo=_close)
 
-    def _enter(self, call: str, offset: int = 0, nbytes: int = 0) -> None:
-        self.calls.append(call)
+    def run(
+        self, call: str, action: Callable[[], T], *, undo: Callable[[T], None] | None = None
+    ) -> T:
+        """Note ``call`` and do ``action``, unless a fault says otherwise.
+
+        Args:
+            call: The call's name.
+            action: What it does.
+            undo: Gives back what a call that fails late would otherwise have returned.
+
+        Raises:
+            OSError: A fault of a system call.
+            sqlite3.Error: A fault of a statement.
+        """
+        return _carry_out(call, self._note(call), action, undo)
+
+    def _note(self, call: str, offset: int = 0, nbytes: int = 0) -> Fault | None:
+        """Count the call and return what befalls it."""
+        with self._counting:
+            self.calls.append(call)
+            number = self._counts[call]
+            self._counts[call] += 1
         for failure in self._failures:
             if failure.strikes(call, offset, nbytes):
-                raise OSError(failure.error, os.strerror(failure.error))
+                return Fault(failure.error)
+        if self._strike is None:
+            return None
+        name, first, fault = self._strike
+        if call != name or not (number == first or (fault.lasting and number > first)):
+            return None
+        self.struck = True
+        return fault
+
+    def _connect(self, path: Path) -> _FaultyConnection:
+        connection = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, factory=_FaultyConnection
+        )
+        connection.io = self
+        self._connections.append(connection)
+        return connection
 
     def _hang(self) -> None:
         if self._held is not None:
@@ -174,10 +287,32 @@ class FaultyIo(BlockIo):
             if not self._held.wait(60):
                 raise OSError(errno.ETIMEDOUT, "a test never released a stalled call")
 
-    def _shortened(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-        if self.longest_transfer_nbytes is None:
-            return buffers
-        return _first(buffers, self.longest_transfer_nbytes)
+    def _shortened(
+        self, buffers: Sequence[memoryview], fault: Fault | None
+    ) -> Sequence[memoryview]:
+        longest_nbytes = self.longest_transfer_nbytes
+        if fault is not None and fault.longest_nbytes is not None:
+            longest_nbytes = fault.longest_nbytes
+        return buffers if longest_nbytes is None else _first(buffers, longest_nbytes)
+
+
+def _carry_out(
+    call: str,
+    fault: Fault | None,
+    action: Callable[[], T],
+    undo: Callable[[T], None] | None = None,
+) -> T:
+    if fault is None or fault.longest_nbytes is not None:
+        return action()
+    if fault.late:
+        result = action()
+        if undo is not None:
+            undo(result)
+    raise fault.exception(call)
+
+
+def _close(connection: sqlite3.Connection) -> None:
+    sqlite3.Connection.close(connection)
 
 
 def _first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
-from kvtier.testing.chunks import make_buffers, make_payload, make_sources
+from kvtier.testing.chunks import Arena, make_buffers, make_payload, make_sources
 from kvtier.tiers.base import StorageTier
 from kvtier.types import Outcome, Why
 
@@ -22,6 +22,7 @@ class Shelf(Generic[T]):
     Args:
         opener: Opens the tier; it may block.
         pool: The threads the tier uses.
+        arena: Where buffers come from; private memory when omitted.
 
     Attributes:
         tier: The tier as it is open now.
@@ -30,9 +31,12 @@ class Shelf(Generic[T]):
 
     tier: T
 
-    def __init__(self, opener: Callable[[], T], pool: IoPool) -> None:
+    def __init__(
+        self, opener: Callable[[], T], pool: IoPool, arena: Arena | None = None
+    ) -> None:
         self._opener = opener
         self._pool = pool
+        self._arena = arena
         self.error = ""
 
     async def open(self) -> list[tuple[ChunkKey, int]]:
@@ -50,9 +54,17 @@ class Shelf(Generic[T]):
         await self.tier.aclose()
         return await self.open()
 
+    def buffers(self, count: int) -> list[memoryview]:
+        """Return zeroed buffers of the tier's slot size."""
+        return make_buffers(count, self.tier.slot_nbytes, self._arena)
+
+    def sources(self, keys: Sequence[ChunkKey]) -> list[memoryview]:
+        """Return buffers that hold the payloads of ``keys``."""
+        return make_sources(keys, self.tier.slot_nbytes, self._arena)
+
     async def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
         """Write the payloads of ``keys``."""
-        sources = make_sources(keys, self.tier.slot_nbytes)
+        sources = self.sources(keys)
         result = await self.tier.write(keys, slots, sources, why=Why.STORE)
         self.error = result.error
         return list(result.outcomes)
@@ -64,7 +76,7 @@ class Shelf(Generic[T]):
             AssertionError: A chunk is said to be DONE and has other bytes than its own, or
                 something went wrong without words.
         """
-        buffers = make_buffers(len(keys), self.tier.slot_nbytes)
+        buffers = self.buffers(len(keys))
         result = await self.tier.read(keys, slots, buffers, why=Why.PROMOTE)
         for key, buffer, outcome in zip(keys, buffers, result.outcomes, strict=True):
             if outcome is Outcome.DONE and buffer != make_payload(key, self.tier.slot_nbytes):

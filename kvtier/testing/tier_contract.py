@@ -27,7 +27,7 @@ import pytest
 from kvtier.errors import CapacityError, ClosedError
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
-from kvtier.testing.chunks import make_buffers, make_keys, make_sources
+from kvtier.testing.chunks import Arena, make_keys, make_sources
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Why
@@ -65,16 +65,28 @@ class StorageTierContract(ABC):
         assert pool.close(timeout_s=10)
 
     @pytest.fixture
-    async def shelf(self, tmp_path: Path, pool: IoPool) -> AsyncIterator[AnyShelf]:
+    def arena(self) -> Iterator[Arena]:
+        """Memory for the buffers."""
+        arena = Arena()
+        yield arena
+        arena.close()
+
+    @pytest.fixture
+    async def shelf(
+        self, tmp_path: Path, pool: IoPool, arena: Arena
+    ) -> AsyncIterator[AnyShelf]:
         """An open, empty tier."""
         context = TierContext(
             slot_nbytes=self.slot_nbytes,
             fingerprint=LayoutFingerprint({"model": "contract"}),
             pool=pool,
             piece_nbytes=4 * self.slot_nbytes,
+            memory=arena.shared,
         )
         directory = tmp_path / "store"
-        shelf = Shelf(lambda: self.open_tier(directory, context, self.capacity_slots), pool)
+        shelf = Shelf(
+            lambda: self.open_tier(directory, context, self.capacity_slots), pool, arena
+        )
         await shelf.open()
         yield shelf
         await shelf.tier.aclose()
@@ -228,7 +240,7 @@ class StorageTierContract(ABC):
         """The sources are reused as soon as the write has raised, as an engine would."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
-            sources = make_sources(keys, self.slot_nbytes)
+            sources = shelf.sources(keys)
             writing = asyncio.ensure_future(
                 shelf.tier.write(keys, slots, sources, why=Why.STORE)
             )
@@ -244,7 +256,7 @@ class StorageTierContract(ABC):
         keys, slots = make_keys(range(12)), range(12)
         await shelf.put(keys, slots)
         for turns in range(4):
-            buffers = make_buffers(12, self.slot_nbytes)
+            buffers = shelf.buffers(12)
             reading = asyncio.ensure_future(shelf.tier.read(keys, slots, buffers, why=Why.LOAD))
             for _ in range(turns):
                 await asyncio.sleep(0)

@@ -10,4 +10,10 @@ from kvtier.tiers.base import (
     TierStatistics,
 )
 
-__all__ = ["SlotOutcomes", "StorageTier", "StoredChunk", "TierContext", "TierStatistics"]
+__all__ = [
+    "SlotOutcomes",
+    "StorageTier",
+    "StoredChunk",
+    "TierContext",
+    "TierStatistics",
+]

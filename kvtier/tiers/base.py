@@ -8,17 +8,24 @@ across restarts which slot held what.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, Self
 
 from kvtier.config import TierConfig
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, SharedMemory, Why
 
-__all__ = ["SlotOutcomes", "StorageTier", "StoredChunk", "TierContext", "TierStatistics"]
+__all__ = [
+    "SlotOutcomes",
+    "StorageTier",
+    "StoredChunk",
+    "TierContext",
+    "TierStatistics",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +38,19 @@ class TierContext:
         pool: Threads for the tier's blocking calls. Owned by the caller.
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
             moves at least one.
+        memory: Where all buffers are, if another process can map it.
+        owner_pid: Process id of the engine, which a lock names as the store's holder.
     """
 
     slot_nbytes: int
     fingerprint: LayoutFingerprint
     pool: IoPool
     piece_nbytes: int = 8 << 20
+    memory: SharedMemory | None = None
+    owner_pid: int = field(default_factory=os.getpid)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A chunk that survived from an earlier run.
 
     Attributes:

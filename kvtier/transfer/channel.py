@@ -66,6 +66,8 @@ class Channel:
     queued_s: float = 0.0
     refused: int = 0
     expired: int = 0
+    late: int = 0
+    """Jobs whose deadline passed while a system call of theirs goes on."""
 
     def statistics(self, now: float) -> ChannelStatistics:
         """Return a snapshot at ``now``."""

@@ -36,8 +36,8 @@ class DevicePayload:
     generations: Sequence[int]
 
 
-class DeviceStore(Route):
-    """KV blocks to RAM slots; leaves the truth in the control block before the job settles."""
+class _DeviceRoute(Route):
+    """What both directions need: the copier, the workers' record and a thread."""
 
     def __init__(
         self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
@@ -46,6 +46,15 @@ class DeviceStore(Route):
         self._control = control
         self._rank = rank
         self._pool = pool
+
+
+class DeviceStore(_DeviceRoute):
+    """KV blocks to RAM slots; leaves the truth in the control block before the job settles."""
+
+    def __init__(
+        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
+    ) -> None:
+        super().__init__(copier, control, rank=rank, pool=pool)
         self._revoked: set[JobId] = set()
 
     def revoke(self, job_id: JobId) -> None:
@@ -70,16 +79,8 @@ class DeviceStore(Route):
         return SlotOutcomes([Outcome.DONE] * len(slots))
 
 
-class DeviceLoad(Route):
+class DeviceLoad(_DeviceRoute):
     """RAM slots to KV blocks; refuses a slot whose stamp is not the one it was promised."""
-
-    def __init__(
-        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
-    ) -> None:
-        self._copier = copier
-        self._control = control
-        self._rank = rank
-        self._pool = pool
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:

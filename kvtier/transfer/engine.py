@@ -124,23 +124,19 @@ class TransferEngine:
         with self._settled:
             self._unsettled.add(job.job_id)
             fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes
-            if fits or not channel.queued_bytes:
-                channel.queued_bytes += nbytes
+            alone = not channel.queued_bytes
+            channel.queued_bytes += nbytes
+            if fits or alone:
                 self._inbox.append(pending)
                 self._poke()
                 return
             channel.refused += 1
-        self._post(pending, Outcome.REFUSED, error="the queue is full")
+            self._finish(pending, Outcome.REFUSED, error="the queue is full")
 
     def cancel(self, job_id: JobId) -> None:
         """Drop a job that has not started; one that has runs on."""
         self._cancels.append(job_id)
         self._poke()
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`poll` has anything to return."""
-        return bool(self._results)
 
     @property
     def idle(self) -> bool:
@@ -159,8 +155,7 @@ class TransferEngine:
         now = time.monotonic()
         return {pair: channel.statistics(now) for pair, channel in self._channels.items()}
 
-    # -- called from any one thread; these block, with a deadline
-    # -------------------------------
+    # -- called from any one thread; these block, with a deadline ------------------------------
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
         """Block until ``job_ids`` are settled; unknown and settled ids count as settled.
@@ -224,8 +219,7 @@ class TransferEngine:
             return False
         return drained
 
-    # -- on the engine's thread
-    # -----------------------------------------------------------------
+    # -- on the engine's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.run(self._main())
@@ -310,7 +304,9 @@ class TransferEngine:
         channel.running_bytes -= pending.nbytes
         del self._running[job.job_id]
         failed = Outcome.FAILED in outcomes
-        if not pending.late:
+        if pending.late:
+            channel.late -= 1
+        else:
             self._record(pending, failed=failed, now=ended_s)
         if failed:
             logger.warning(
@@ -340,15 +336,13 @@ class TransferEngine:
         channel.expired += 1
         now = time.monotonic()
         if job.job_id in self._queued:
-            if any(
-                running.late and running.channel is channel
-                for running in self._running.values()
-            ):
+            if channel.late:
                 # It waited behind a call that hangs: that, too, is the medium not answering.
                 self._record(pending, failed=True, now=now)
             self._finish(pending, Outcome.EXPIRED, error="the deadline passed in the queue")
             return
         pending.late = True
+        channel.late += 1
         self._record(pending, failed=True, now=now)
         logger.warning(
             "job %d, %s -> %s: no answer after %.1f s",
@@ -398,24 +392,15 @@ class TransferEngine:
         outcomes = [outcome] * len(pending.job.source_slots)
         self._settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
 
-    def _post(self, pending: _Pending, outcome: Outcome, *, error: str) -> None:
-        """Settle a job that was never admitted."""
-        outcomes = [outcome] * len(pending.job.source_slots)
-        result = TransferResult(pending.job.job_id, outcomes, error=error)
-        with self._settled:
-            self._results.append(result)
-            self._unsettled.discard(pending.job.job_id)
-            self._settled.notify_all()
-
     def _settle(self, pending: _Pending, result: TransferResult) -> None:
         """Post a job's one settled result."""
         pending.done = True
         if pending.alarm is not None:
             pending.alarm.cancel()
         channel = pending.channel
-        channel.jobs += 1
-        channel.nbytes += result.nbytes
         with self._settled:
+            channel.jobs += 1
+            channel.nbytes += result.nbytes
             channel.queued_bytes -= pending.nbytes
             self._results.append(result)
             self._unsettled.discard(pending.job.job_id)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from itertools import compress
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
@@ -30,10 +33,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.keys import group_of
+from kvtier.keys import make_key
 from kvtier.manager import Lookup
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.pressure import PressureLog
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.statistics import EngineStatistics, engine_statistics
 from kvtier.vllm.storage import Storage
@@ -50,12 +54,10 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_ANSWERS = {
-    Lookup.HIT: LookupResult.HIT,
-    Lookup.MISS: LookupResult.MISS,
-    Lookup.RETRY: LookupResult.RETRY,
-}
+_HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
+_is_of_first_group = operator.methodcaller("endswith", make_key(b"", 0))
 
 
 def _answered_with(
@@ -112,12 +114,15 @@ class KVTierManager(OffloadingManager):
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
         self._reporter = StatsReporter()
+        self._pressure = PressureLog(
+            [tier.name for tier in storage.manager.snapshot().tiers],
+            storage.region.geometry.slot_nbytes,
+        )
         self._saw_request = False
         self._step_begins = True
         self._closed = False
 
-    # -- requests
-    # -------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
 
     @override
     @_answered_with(RequestOffloadingContext)
@@ -139,20 +144,27 @@ class KVTierManager(OffloadingManager):
         """Forget a request; its loads and stores in flight go on."""
         self._manager.end_request(req_context.req_id)
 
-    # -- lookup and load
-    # ------------------------------------------------------------------------
+    # -- lookup and load -----------------------------------------------------------------------
 
     @override
-    @_answered_with(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded now, later or not at all."""
-        if self._step_begins:
-            # Once per step, before the first answer: a result may drop a copy that was a
-            # victim, and a chunk that was called a hit must still be there when its load is
-            # prepared.
-            self._step_begins = False
-            self._take_results()
-        return _ANSWERS[self._manager.lookup(key, req_context.req_id)]
+        # Guarded here and not by the decorator, whose extra call would cost as much again: this
+        # runs for every chunk of every waiting request.
+        try:
+            if self._step_begins:
+                # Once per step, before the first answer: a result may drop a copy that was a
+                # victim, and a chunk that was called a hit must still be there when its load
+                # is prepared.
+                self._step_begins = False
+                self._take_results()
+            answer = self._manager.lookup(key, req_context.req_id)
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.note_internal_error("lookup", error)
+            return _MISS
+        if answer is _KVTIER_HIT:
+            return _HIT
+        return _MISS if answer is _KVTIER_MISS else _RETRY
 
     @override
     def prepare_load(
@@ -163,11 +175,10 @@ class KVTierManager(OffloadingManager):
         Raises:
             KeyError: One was not; there is no answer but a wrong token.
         """
-        sources = [self._manager.load_source(key) for key in keys]
         plan = self._manager.prepare_load(list(keys), req_context.req_id)
-        for key, source in zip(keys, sources, strict=True):
-            if group_of(key) == 0:
-                self._hit_tokens[source] += self._tokens_per_chunk
+        first_group = compress(plan.origins, map(_is_of_first_group, keys))
+        for origin, chunks in Counter(first_group).items():
+            self._hit_tokens[origin] += chunks * self._tokens_per_chunk
         return SlotLoadStoreSpec(plan.slots, plan.generations)
 
     @override
@@ -183,8 +194,7 @@ class KVTierManager(OffloadingManager):
         """Take back a load's pins."""
         self._manager.complete_load(keys)
 
-    # -- store
-    # ----------------------------------------------------------------------------------
+    # -- store ---------------------------------------------------------------------------------
 
     @override
     @_answered_with(lambda: PrepareStoreOutput([], SlotLoadStoreSpec((), ()), []))
@@ -197,9 +207,9 @@ class KVTierManager(OffloadingManager):
         if plan is None:
             return None
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(key) for key in plan.keys],
+            keys_to_store=cast("list[OffloadKey]", plan.keys),
             store_spec=SlotLoadStoreSpec(plan.slots, [plan.generation] * len(plan.slots)),
-            evicted_keys=[OffloadKey(key) for key in plan.evicted],
+            evicted_keys=cast("list[OffloadKey]", plan.evicted),
         )
 
     @override
@@ -213,8 +223,7 @@ class KVTierManager(OffloadingManager):
         """Make stored chunks hits if every worker recorded that they are whole."""
         self._manager.complete_store(keys)
 
-    # -- steps
-    # ----------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------
 
     @override
     @_answered_with(_nothing)
@@ -222,12 +231,14 @@ class KVTierManager(OffloadingManager):
         """Close a scheduling step: start promotions and demotions."""
         self._step_begins = True
         self._take_results()
+        now = time.monotonic()
         self._manager.end_step(
             started=context.new_req_ids,
             preempted=context.preempted_req_ids,
-            now=time.monotonic(),
+            now=now,
         )
         self._hand_over()
+        self._pressure.note(self._manager.dropped, now)
 
     @override
     @_answered_with(lambda: False)
@@ -251,7 +262,7 @@ class KVTierManager(OffloadingManager):
         """Return what changed since the last call."""
         if not self._report_metrics:
             return None
-        return self._reporter.report(self.statistics())
+        return self._reporter.report(self.statistics(), self._manager.take_reuse_gaps())
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of this engine now."""
@@ -262,8 +273,7 @@ class KVTierManager(OffloadingManager):
             internal_errors=self._internal_errors,
         )
 
-    # -- reset and shutdown
-    # -----------------------------------------------------------------------
+    # -- reset and shutdown --------------------------------------------------------------------
 
     @override
     @_answered_with(_nothing)
@@ -301,8 +311,7 @@ class KVTierManager(OffloadingManager):
                 exc_info=error,
             )
 
-    # -- internals
-    # --------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
     def _take_results(self) -> None:
         for result in self._engine.poll():

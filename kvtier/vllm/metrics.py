@@ -6,7 +6,7 @@ definitions and the values come from the same tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
 
@@ -32,6 +33,7 @@ _COUNTERS: Mapping[str, str] = {
     "evicted_chunks": "Chunks that left the tier to make room.",
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
     "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
+    "dropped_chunks": "Chunks meant for the tier and not sent because it did not keep up.",
     "corrupt_chunks": "Chunks dropped because their bytes were not the bytes stored.",
     "read_bytes": "Bytes read from the tier by transfers that completed.",
     "written_bytes": "Bytes written to the tier by transfers that completed.",
@@ -55,6 +57,8 @@ _ENGINE_GAUGES: Mapping[str, str] = {
     "granted_chunks": "RAM slots kept for waiting requests.",
 }
 _INTERNAL_ERRORS = "kvtier_internal_errors"
+_REUSE_GAP = "kvtier_evict_reuse_gap_seconds"
+_REUSE_GAP_BUCKETS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -72,6 +76,11 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     definitions[_INTERNAL_ERRORS] = OffloadingCounterMetadata(
         "Unexpected errors in kvtier, answered as misses; anything but 0 is a bug."
     )
+    definitions[_REUSE_GAP] = OffloadingHistogramMetadata(
+        "Time between evicting a chunk from the tier and being asked for it again.",
+        ("tier",),
+        buckets=_REUSE_GAP_BUCKETS,
+    )
     return definitions
 
 
@@ -81,8 +90,15 @@ class StatsReporter:
     def __init__(self) -> None:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def report(self, now: EngineStatistics) -> OffloadingConnectorStats:
-        """Return the changes since the last call, gauges as they are."""
+    def report(
+        self, now: EngineStatistics, reuse_gaps: Sequence[Sequence[float]]
+    ) -> OffloadingConnectorStats:
+        """Return the changes since the last call, gauges as they are.
+
+        Args:
+            now: All figures.
+            reuse_gaps: Per tier, seconds from an eviction to being asked for the chunk.
+        """
         stats = OffloadingConnectorStats()
         for name, labels, total in self._totals(now):
             change = total - self._reported.get((name, labels), 0)
@@ -94,6 +110,9 @@ class StatsReporter:
                 stats.set_gauge(_PREFIX + name, getattr(tier, name), (tier.name,))
         for name in _ENGINE_GAUGES:
             stats.set_gauge(_PREFIX + name, getattr(now, name))
+        for tier, gaps in zip(now.tiers, reuse_gaps, strict=True):
+            for gap_s in gaps:
+                stats.observe_histogram(_REUSE_GAP, gap_s, (tier.name,))
         return stats
 
     def _totals(self, now: EngineStatistics) -> Iterator[tuple[str, tuple[str, ...], float]]:

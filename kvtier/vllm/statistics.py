@@ -25,6 +25,7 @@ class TierFigures:
         evicted_chunks: Chunks that left to make room.
         refused_chunks: Chunks not taken for lack of room or by policy.
         lost_chunks: Chunks that did not reach the slower tier they were meant for.
+        dropped_chunks: Chunks meant for the tier and not sent because it did not keep up.
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
         failed_reads: Chunks whose transfer out failed or expired.
         failed_writes: Chunks whose transfer in failed or expired.
@@ -50,6 +51,7 @@ class TierFigures:
     evicted_chunks: int
     refused_chunks: int
     lost_chunks: int
+    dropped_chunks: int
     corrupt_chunks: int
     failed_reads: int
     failed_writes: int
@@ -129,6 +131,7 @@ def _tier_figures(
         evicted_chunks=counters.evicted,
         refused_chunks=counters.refused,
         lost_chunks=counters.lost,
+        dropped_chunks=counters.dropped,
         corrupt_chunks=counters.corrupt,
         failed_reads=counters.read_failed,
         failed_writes=counters.failed,

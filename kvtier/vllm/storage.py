@@ -74,6 +74,7 @@ def open_storage(
         fingerprint=fingerprint,
         pool=pool,
         piece_nbytes=transfer.piece_bytes,
+        memory=region.shared,
     )
     tiers: list[StorageTier] = []
     try:

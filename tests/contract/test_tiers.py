@@ -13,6 +13,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
+from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.slab import SlabTier
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -77,6 +78,18 @@ class TestUncheckedSlab(InMemory):
 
 class TestPowerSafeSlab(InMemory):
     durability: ClassVar[Durability] = "power"
+
+
+class TestHostedSlab(InMemory):
+    def open_tier(
+        self, directory: Path, context: TierContext, capacity_slots: int
+    ) -> StorageTier:
+        options = NvmeTierConfig(
+            path=self.directory / "store",
+            capacity_bytes=capacity_slots * context.slot_nbytes,
+            direct_io="off",
+        )
+        return HostedTier.open(options, context)
 
 
 class TestMemoryTier(StorageTierContract):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
+from kvtier.iopool import IoPool
 from tests.docs.pages import DOCS, blocks_of
+from tests.unit.stores import KEYS, Store
 
 PAGE = DOCS / "reference/cli.md"
-SECTION = re.compile(r"^## kvtier (.+)$", re.MULTILINE)
+SECTION = re.compile(r"^## kvtier (\S.*)$", re.MULTILINE)
 COMMANDS = SECTION.findall(PAGE.read_text())
 MODEL = """{
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -51,18 +53,21 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def commands_below(*group: str) -> list[str]:
+    """Return the commands of kvtier, or of a group, those of groups in it included."""
+    _, _, listing = invoke([*group, "--help"]).partition("Commands:")
+    names = re.findall(r"^  ([a-z-]+)  +\S", listing, re.MULTILINE)
+    below = [commands_below(*group, name) or [" ".join([*group, name])] for name in names]
+    return [command for commands in below for command in commands]
+
+
+def labels(text: str) -> list[str]:
+    """Return the first column of an output: what stands before two blanks."""
+    return [re.split(" {2,}", line)[0] for line in text.splitlines() if line[:1].strip()]
+
+
 def test_every_command_has_a_section_and_every_section_a_command() -> None:
-    assert sorted(COMMANDS) == sorted(["--version", *commands()])
-
-
-def commands(*group: str) -> Iterator[str]:
-    """Yield every command, those of a group with the group's name before theirs."""
-    head, _, listed = invoke([*group, "--help"]).partition("Commands:")
-    assert head
-    if group and not listed:
-        yield " ".join(group)
-    for name in re.findall(r"^  ([a-z-]+)  +\S", listed, re.MULTILINE):
-        yield from commands(*group, name)
+    assert sorted(COMMANDS) == sorted(["--version", *commands_below()])
 
 
 def test_every_option_the_page_names_is_in_the_help_of_its_command() -> None:
@@ -118,3 +123,23 @@ def test_the_errors_on_the_page_are_what_the_command_says(
     with pytest.raises(ConfigError) as refusal:
         load_config("wrong.yaml")
     assert output == "".join(f"error: {line}\n" for line in str(refusal.value).split("\n"))
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "explain"])
+def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
+    tmp_path: Path, command: str
+) -> None:
+    pool = IoPool(2, name="kvtier-test")
+    store = Store(tmp_path / "store", pool)
+    store.start()
+    store.fill()
+    store.tier.touch([1])
+    store.put([KEYS[20]], [5])
+    store.stop()
+    assert pool.close(timeout_s=10)
+    arguments, output = shown(f"cache {command}")
+    key = [KEYS[1].hex()] if command == "explain" else []
+    printed = invoke(["cache", command, *key, *arguments[2 + len(key) : -1], str(store.root)])
+    # Below the heading; of a list, only the columns.
+    rows = slice(1, 2) if command == "ls" else slice(1, None)
+    assert labels(printed)[rows] == labels(output)[rows]

@@ -32,6 +32,7 @@ def declared() -> dict[str, set[str]]:
     metrics: dict[str, set[str]] = {
         f"{plain['_FAILED']}_total": {"tier", "cause"},
         f"{plain['_INTERNAL_ERRORS']}_total": set(),
+        f"{plain['_REUSE_GAP']}": {"tier"},
     }
     for table, labels, suffix in (
         ("_COUNTERS", {"tier"}, "_total"),

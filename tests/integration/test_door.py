@@ -33,6 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
 from kvtier.keys import make_key
+from kvtier.types import Outcome, TransferResult
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
 from kvtier.vllm.metrics import metric_definitions
@@ -425,6 +426,31 @@ def test_an_unexpected_error_is_a_miss_or_a_refusal_and_is_counted(
         assert door.manager.prepare_store([key(1)], context).keys_to_store == []
     assert caplog.text.count("ZeroDivisionError: a bug") == 1
     assert door.manager.statistics().internal_errors == 2
+
+
+def test_a_result_that_cannot_be_applied_does_not_take_the_others_with_it(
+    settings: Settings,
+    open_door: OpenDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = open_door(settings())
+    context = door.request()
+    arrived = [[TransferResult(number, [Outcome.DONE]) for number in (1, 2, 3)]]
+    applied: list[int] = []
+
+    def fail_at_first(result: TransferResult) -> None:
+        applied.append(result.job_id)
+        if len(applied) == 1:
+            raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(door.manager._engine, "poll", lambda: arrived.pop() if arrived else [])
+    monkeypatch.setattr(door.manager._manager, "apply", fail_at_first)
+    with caplog.at_level(logging.ERROR):
+        assert door.manager.lookup(key(1), context) is LookupResult.MISS
+    assert applied == [1, 2, 3]
+    assert door.manager.statistics().internal_errors == 1
+    assert caplog.text.count("ZeroDivisionError: a bug") == 1
 
 
 def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(

@@ -185,7 +185,7 @@ def test_a_prefix_that_is_too_short_is_gone_when_its_room_is_needed() -> None:
 
 
 def configured(*lines: str) -> str:
-    section = "".join(f"  {line}\n" for line in lines)
+    section = "".join(f"  {line}\n" for line in (*lines, "backlog_limit: 100%"))
     return (
         "tiers:\n  - kind: ram\n    capacity: 4MiB\n"
         f"  - kind: nvme\n    path: /nowhere\n    capacity: 16MiB\nplacement:\n{section}"

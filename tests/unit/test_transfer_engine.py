@@ -273,15 +273,24 @@ def test_closing_runs_what_is_queued_then_the_closers(route: Scripted) -> None:
 
 
 def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
-    make_engine: MakeEngine, route: Scripted
+    make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
+    turns = itertools.count()
+    admit = engine._admit
+
+    def counted() -> None:
+        next(turns)
+        admit()
+
+    monkeypatch.setattr(engine, "_admit", counted)
     stuck, waiting = job(), job()
     gate = route.hold(stuck)
     engine.submit(stuck)
     assert route.entered[stuck.job_id].wait(10)
     engine.submit(waiting)
     assert not engine.close(timeout_s=0.01)
+    assert next(turns) < 20, "the loop turns without anything to do while it waits"
     assert wait_for(engine, waiting) == {waiting.job_id: ([Outcome.CANCELLED], True)}
     gate.set()
     assert wait_for(engine, stuck) == {stuck.job_id: ([Outcome.DONE], True)}

@@ -20,6 +20,7 @@ from kvtier.policies.base import ChunkCopy, CopyState, Evictable, Eviction, Poli
 
 __all__ = ["Lru"]
 
+_GONE = CopyState.GONE
 _SLACK = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
 
@@ -71,27 +72,36 @@ class Lru(Eviction):
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        victims = self.pick_many(1, evictable, ctx)
+        return victims[0] if victims else None
+
+    @override
+    def pick_many(
+        self, count: int, evictable: Evictable, ctx: PolicyContext
+    ) -> list[ChunkCopy]:
         queue = self._queue
+        victims: list[ChunkCopy] = []
         rejected = 0
-        while queue and rejected < self._members:
+        while queue and len(victims) < count and rejected < self._members:
             copy = queue.popleft()
             copy.queued -= 1
-            if copy.queued or copy.state == CopyState.GONE:
+            if copy.queued or copy.state == _GONE:
                 continue
             if evictable(copy):
-                self._members -= 1
-                return copy
+                victims.append(copy)
+                continue
             rejected += 1
             copy.queued = 1
             queue.append(copy)
-        return None
+        self._members -= len(victims)
+        return victims
 
     def _tidy(self) -> None:
         """Drop every entry that is not its copy's last."""
         kept: deque[ChunkCopy] = deque()
         for copy in self._queue:
             copy.queued -= 1
-            if not copy.queued and copy.state != CopyState.GONE:
+            if not copy.queued and copy.state != _GONE:
                 kept.append(copy)
         for copy in kept:
             copy.queued = 1

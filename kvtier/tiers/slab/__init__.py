@@ -5,7 +5,7 @@
     <path>/kvtier.lock                taken for the moment a namespace is opened or removed
     <path>/<namespace>/layout.json    meaning of the bytes: fingerprint, slot size, version
                        slots.bin      slot i at byte i * slot_nbytes; payload and nothing else
-                       index.sqlite   slot -> key, checksum, generation, last use
+                       index.sqlite   slot -> key, checksum, generation, last use, hits; trail
                        lock           held as long as the tier is open; names the holder
 
 **Why it cannot serve wrong bytes.** A payload is written first and its row is committed after.

@@ -45,7 +45,7 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
         if growth > 0 and free_nbytes is not None and free_nbytes + reclaimed < growth:
             raise no_room(spec, free_nbytes)
         for other in leaving:
-            _remove(spec.tier, other)
+            _remove(spec.tier, other, io)
 
 
 def _choose(idle: list[Namespace], *, excess: int) -> list[Namespace]:
@@ -61,8 +61,8 @@ def _choose(idle: list[Namespace], *, excess: int) -> list[Namespace]:
     return leaving
 
 
-def _remove(tier: str, namespace: Namespace) -> None:
-    layout = read_layout(namespace.directory)
+def _remove(tier: str, namespace: Namespace, io: BlockIo) -> None:
+    layout = read_layout(namespace.directory, io)
     model = layout.fingerprint.fields.get("model", "unknown") if layout else "unknown"
     logger.warning(
         "tier %s: removing the cache of model %s (%s in %s) to stay within capacity",

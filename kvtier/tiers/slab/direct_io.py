@@ -82,6 +82,15 @@ class BlockIo:
         """Take the exclusive lock of the open file; BlockingIOError when it is taken."""
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def make_directory(self, path: Path) -> None:
+        """Make a directory that only its owner may enter."""
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)  # a umask may have taken the owner's bits
+
+    def read_bytes(self, path: Path) -> bytes:
+        """Return the content of a small file."""
+        return path.read_bytes()
+
     def rename(self, source: Path, destination: Path) -> None:
         """Move a file over another, atomically."""
         source.replace(destination)

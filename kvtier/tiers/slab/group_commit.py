@@ -1,30 +1,39 @@
-"""A thread that writes the index: whatever arrives during one commit shares the next."""
+"""A thread that writes the index: whatever arrives during one commit shares the next.
+
+Rows are committed at once, because somebody waits for them. Notes, which nobody waits for and
+which a crash may cost, go along at most once a second: a commit of rows alone is one statement,
+and each further one may wait for the interpreter lock.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from kvtier.errors import ClosedError
 from kvtier.keys import ChunkKey
-from kvtier.tiers.slab.index import Change, IndexDatabase
+from kvtier.tiers.slab.change import Change, Notes
+from kvtier.tiers.slab.index import IndexDatabase
+from kvtier.tiers.slab.trail import KeyHashes, Reason
 
 __all__ = ["GroupCommit"]
 
 logger = logging.getLogger(__name__)
 
 _USES_WORTH_A_COMMIT: Final = 4096
+_NOTES_INTERVAL_S: Final = 1.0
 
 
 class GroupCommit:
     """Takes changes from any thread and commits them in order, many at a time.
 
     Later changes of a slot replace earlier ones that are not committed yet, so what is pending
-    never exceeds one row and one use per slot.
+    never exceeds one row and one use per slot, and the departures of a second.
 
     Args:
         database: The open index; until :meth:`stop` only this object's thread uses it.
@@ -39,6 +48,7 @@ class GroupCommit:
         self._pending = Change()
         self._waiters: list[Future[None]] = []
         self._due = False
+        self._notes_due_s = 0.0
         self._closed = False
         self._healthy = True
         self._wakeup = threading.Condition()
@@ -61,14 +71,15 @@ class GroupCommit:
         """
 
         def change(pending: Change) -> None:
-            for slot, key, checksum in zip(slots, keys, checksums, strict=True):
-                pending.rows[slot] = (slot, key, checksum, self._clock, self._clock)
-                pending.uses.pop(slot, None)
-                self._clock += 1
+            ticks = range(self._clock, self._clock + len(slots))
+            rows = zip(slots, keys, checksums, ticks, ticks, strict=True)
+            pending.rows.update(zip(slots, rows, strict=True))
+            pending.notes.unuse(slots)
+            self._clock += len(slots)
 
         await asyncio.wrap_future(self._enqueue(change))
 
-    async def delete(self, slots: Iterable[int]) -> None:
+    async def delete(self, slots: Sequence[int]) -> None:
         """Commit that ``slots`` have no row.
 
         Raises:
@@ -93,21 +104,28 @@ class GroupCommit:
         """
         await asyncio.wrap_future(self._enqueue(_clear))
 
-    def delete_nowait(self, slots: Iterable[int]) -> None:
+    def delete_nowait(self, slots: Sequence[int]) -> None:
         """Delete the rows of ``slots`` in the background."""
         with self._wakeup:
             _delete(self._pending, slots)
             self._due = True
             self._wakeup.notify()
 
-    def use_nowait(self, slots: Iterable[int]) -> None:
-        """Note that ``slots`` were used now; committed with something else, or at close."""
+    def use_nowait(self, slots: Sequence[int]) -> None:
+        """Note that ``slots`` were used now; committed within a second or so."""
         with self._wakeup:
-            for slot in slots:
-                self._pending.uses[slot] = self._clock
-                self._clock += 1
-            if len(self._pending.uses) >= _USES_WORTH_A_COMMIT:
-                self._due = True
+            first = not self._pending.notes
+            self._pending.notes.use(slots, self._clock)
+            self._clock += len(slots)
+            if first or len(self._pending.notes.uses) >= _USES_WORTH_A_COMMIT:
+                self._wakeup.notify()
+
+    def depart_nowait(self, reason: Reason, key_hashes: KeyHashes) -> None:
+        """Note why the chunks of these keys leave; committed within a second or so."""
+        with self._wakeup:
+            first = not self._pending.notes
+            self._pending.notes.depart(reason, key_hashes)
+            if first:
                 self._wakeup.notify()
 
     def stop(self) -> None:
@@ -132,12 +150,31 @@ class GroupCommit:
         closed = False
         while not closed:
             with self._wakeup:
-                while not (self._due or self._closed):
-                    self._wakeup.wait()
-                closed, self._due = self._closed, False
-                change, self._pending = self._pending, Change()
+                while not (self._due or self._closed or self._notes_wait_s() == 0):
+                    self._wakeup.wait(self._notes_wait_s())
+                closed = self._closed
+                change = self._take()
                 waiters, self._waiters = self._waiters, []
             self._commit(change, waiters)
+
+    def _notes_wait_s(self) -> float | None:
+        """Return how long the notes may still wait, None if there are none."""
+        notes = self._pending.notes
+        if not notes:
+            return None
+        if len(notes.uses) >= _USES_WORTH_A_COMMIT:
+            return 0
+        return max(self._notes_due_s - time.monotonic(), 0)
+
+    def _take(self) -> Change:
+        """Return what the next commit takes."""
+        with_notes = self._closed or self._notes_wait_s() == 0
+        taken, self._pending, self._due = self._pending, Change(), False
+        if with_notes:
+            self._notes_due_s = time.monotonic() + _NOTES_INTERVAL_S
+        else:
+            self._pending.notes, taken.notes = taken.notes, Notes()
+        return taken
 
     def _commit(self, change: Change, waiters: list[Future[None]]) -> None:
         error: Exception | None = None
@@ -174,13 +211,13 @@ class GroupCommit:
                     self._pending.rows.setdefault(slot, None)
 
 
-def _delete(pending: Change, slots: Iterable[int]) -> None:
-    for slot in slots:
-        pending.rows[slot] = None
-        pending.uses.pop(slot, None)
+def _delete(pending: Change, slots: Sequence[int]) -> None:
+    pending.rows.update(dict.fromkeys(slots))
+    pending.notes.unuse(slots)
 
 
 def _clear(pending: Change) -> None:
     pending.clear = True
     pending.rows.clear()
-    pending.uses.clear()
+    pending.notes.uses.clear()
+    pending.notes.hits.clear()

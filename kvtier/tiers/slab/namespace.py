@@ -7,19 +7,17 @@ foreign file where one of ours belongs is an error that says what to do.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
 
-from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
+from kvtier.tiers.slab.lock import LOCK, acquire, name_holder, try_acquire
 from kvtier.types import LayoutFingerprint
 
 __all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
@@ -27,7 +25,6 @@ __all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
 LAYOUT: Final = "layout.json"
 SLOTS: Final = "slots.bin"
 INDEX: Final = "index.sqlite"
-LOCK: Final = "lock"
 ROOT_LOCK: Final = "kvtier.lock"
 DAMAGED: Final = f"{INDEX}.damaged"
 _DRAFT: Final = f"{LAYOUT}.draft"
@@ -105,8 +102,12 @@ class Namespace:
         self._io = io
 
     @classmethod
-    def open(cls, tier: str, root: Path, layout: Layout, io: BlockIo) -> Self:
+    def open(
+        cls, tier: str, root: Path, layout: Layout, io: BlockIo, *, owner_pid: int
+    ) -> Self:
         """Open the namespace of ``layout`` below ``root``, making it if it is not there.
+
+        The lock names ``owner_pid`` as its holder.
 
         Raises:
             StoreLockedError: It is open already, in this process or another.
@@ -115,11 +116,12 @@ class Namespace:
         """
         directory = root / layout.fingerprint.namespace()
         with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
+            io.make_directory(directory)
         _require_own_files(tier, directory)
         directory.chmod(0o700)
-        namespace = cls(directory, _lock(tier, directory, io), io)
+        namespace = cls(directory, acquire(tier, directory, io), io)
         try:
+            name_holder(namespace._lock_fd, owner_pid, io)
             namespace._bind(tier, layout)
         except BaseException:
             namespace.close()
@@ -129,11 +131,11 @@ class Namespace:
     @classmethod
     def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
         """Lock ``directory`` if it is a namespace of ours that nobody has open."""
-        layout = read_layout(directory)
+        layout = read_layout(directory, io)
         if layout is None or layout.fingerprint.namespace() != directory.name:
             return None
         try:
-            return cls(directory, _try_lock(directory / LOCK, io), io)
+            return cls(directory, try_acquire(directory / LOCK, io), io)
         except OSError:
             return None
 
@@ -161,7 +163,13 @@ class Namespace:
         return os.fstat(self._lock_fd).st_mtime_ns
 
     def set_index_aside(self) -> Path:
-        """Move a damaged index out of the way, over an earlier one; returns where it is now."""
+        """Move a damaged index out of the way, over an earlier one; returns where it is now.
+
+        A loss of power does not bring it back.
+
+        Raises:
+            OSError: The file system failed; part of it may be back after a restart.
+        """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
         for side in _SIDE_FILES:
@@ -169,7 +177,20 @@ class Namespace:
                 self._io.rename(
                     self.directory / (INDEX + side), self.directory / (DAMAGED + side)
                 )
+        _sync_directory(self._io, self.directory)
         return self.directory / DAMAGED
+
+    def sync(self) -> None:
+        """Wait until the files are found again after a loss of power, and the way to them.
+
+        Syncing a file promises nothing about its name, nor about the directories above it.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        root = self.directory.parent
+        for directory in (self.directory, root, root.parent):
+            _sync_directory(self._io, directory)
 
     def remove(self) -> None:
         """Remove our files and, if nothing else is in it, the directory."""
@@ -185,16 +206,12 @@ class Namespace:
             self._io.close(fd)
 
     def _bind(self, tier: str, layout: Layout) -> None:
-        holder = f"pid {os.getpid()} on host {socket.gethostname()}"
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        self._io.truncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{holder} since {since}\n".encode(), 0)
         path = self.directory / LAYOUT
         if not path.exists():
             self._write_layout(layout)
             return
         try:
-            found = Layout.from_json(path.read_text("utf-8"))
+            found = Layout.from_json(self._io.read_bytes(path).decode("utf-8"))
         except ValueError as error:
             raise StoreDamagedError(
                 tier, _unusable(self.directory, f"{LAYOUT}: {error}")
@@ -212,12 +229,8 @@ class Namespace:
         finally:
             self._io.close(fd)
         self._io.rename(draft, self.directory / LAYOUT)
-        directory_fd = self._io.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # The layout is there before any slot is: slots without it would count as foreign.
-            self._io.sync(directory_fd)
-        finally:
-            self._io.close(directory_fd)
+        # The layout is there before any slot is: slots without it would count as foreign.
+        _sync_directory(self._io, self.directory)
 
 
 @contextlib.contextmanager
@@ -229,8 +242,7 @@ def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
         OSError: The file system failed.
     """
     try:
-        root.mkdir(mode=0o700)
-        root.chmod(0o700)
+        io.make_directory(root)
     except FileExistsError:
         if not root.is_dir():
             raise ConfigError(f"tier {tier}: path {root} is not a directory") from None
@@ -246,13 +258,21 @@ def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
         io.close(fd)
 
 
-def read_layout(directory: Path) -> Layout | None:
+def read_layout(directory: Path, io: BlockIo) -> Layout | None:
     """Return the layout of a namespace, None if ``directory`` is not one of ours."""
     try:
         _require_own_files("", directory)
-        return Layout.from_json((directory / LAYOUT).read_text("utf-8"))
+        return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
     except (OSError, ValueError, StoreDamagedError):
         return None
+
+
+def _sync_directory(io: BlockIo, directory: Path) -> None:
+    fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        io.sync(fd)
+    finally:
+        io.close(fd)
 
 
 def _require_own_files(tier: str, directory: Path) -> None:
@@ -286,29 +306,3 @@ def _difference(found: Layout, wanted: Layout) -> str:
     theirs: Mapping[str, object] = found.fingerprint.fields
     name = min(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     return f"{name} is {theirs.get(name)!r}, this engine's {ours.get(name)!r}"
-
-
-def _lock(tier: str, directory: Path, io: BlockIo) -> int:
-    path = directory / LOCK
-    try:
-        return _try_lock(path, io)
-    except BlockingIOError:
-        holder = path.read_bytes()[:200].decode("utf-8", "replace").strip()
-        printable = "".join(filter(str.isprintable, holder)) or "another process"
-        raise StoreLockedError(tier, directory, printable) from None
-    except OSError as error:
-        if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
-            raise
-        raise ConfigError(
-            f"tier {tier}: the file system of {directory} has no locks; use a local disk"
-        ) from error
-
-
-def _try_lock(path: Path, io: BlockIo) -> int:
-    fd = io.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        io.lock(fd, wait=False)
-    except BaseException:
-        io.close(fd)
-        raise
-    return fd

@@ -15,9 +15,17 @@ from kvtier.errors import ConfigError, StoreDamagedError, TierUnavailableError
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
-from kvtier.tiers.slab.index import IndexDamagedError, IndexDatabase, IndexSpec, StoredRows
+from kvtier.tiers.slab.index import (
+    IndexDamagedError,
+    IndexDatabase,
+    IndexSpec,
+    StoredRows,
+    hash_keys,
+)
 from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
+from kvtier.tiers.slab.schema import blame
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
+from kvtier.tiers.slab.trail import Reason
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "close_store", "open_store"]
@@ -31,23 +39,26 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """The parts of an open store, and what an earlier run left in it.
+    """The parts of an open store.
 
     Attributes:
         namespace: The directory and its lock.
         file: The slots.
         database: The index.
-        rows: What the index said.
     """
 
     namespace: Namespace
     file: SlotFile
     database: IndexDatabase
-    rows: StoredRows
 
 
-def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> OpenStore:
+def open_store(
+    options: NvmeTierConfig, context: TierContext, io: BlockIo
+) -> tuple[OpenStore, StoredRows]:
     """Open the namespace of ``context.fingerprint`` in the store at ``options.path``.
+
+    Returns:
+        The store, and what an earlier run left in it.
 
     Raises:
         ConfigError: The options cannot work here.
@@ -62,15 +73,20 @@ def open_store(options: NvmeTierConfig, context: TierContext, io: BlockIo) -> Op
             file = SlotFile.open(_file_spec(options, context, namespace, capacity_slots), io)
             stack.callback(file.close)
             written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
-            database, rows = _open_index(options, namespace, written_slots, io)
+            database, rows = _open_index(options, namespace, file, written_slots, io)
+            stack.callback(database.close)
+            if options.durability == "power":
+                namespace.sync()
             stack.pop_all()
     except OSError as error:
         raise _explain(options, error) from error
     except sqlite3.Error as error:
         raise TierUnavailableError(
-            options.name, f"the index cannot be opened: {error}"
+            options.name,
+            f"{options.path}: the index cannot be opened: {error}; check the disk, or remove "
+            "index.sqlite to start with an empty cache",
         ) from error
-    return OpenStore(namespace, file, database, rows)
+    return OpenStore(namespace, file, database), rows
 
 
 def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
@@ -112,7 +128,9 @@ def _open_namespace(
 ) -> Namespace:
     layout = Layout(context.fingerprint, context.slot_nbytes)
     with open_root(options.name, options.path, io):
-        namespace = Namespace.open(options.name, options.path, layout, io)
+        namespace = Namespace.open(
+            options.name, options.path, layout, io, owner_pid=context.owner_pid
+        )
         stack.callback(namespace.close)
         spec = _file_spec(options, context, namespace, capacity_slots)
         make_room(namespace, spec, options.capacity_bytes, io)
@@ -132,12 +150,16 @@ def _file_spec(
 
 
 def _open_index(
-    options: NvmeTierConfig, namespace: Namespace, written_slots: int, io: BlockIo
+    options: NvmeTierConfig,
+    namespace: Namespace,
+    file: SlotFile,
+    written_slots: int,
+    io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
     """Open the index, or start an empty one: a cache must start."""
     spec = IndexSpec(namespace.index_path, options.checksum, options.durability)
     try:
-        return _load_index(options, spec, written_slots, io)
+        return _load_index(options, spec, file, written_slots, io)
     except IndexDamagedError as error:
         aside = namespace.set_index_aside()
         logger.warning(
@@ -148,7 +170,7 @@ def _open_index(
             aside,
         )
     try:
-        return _load_index(options, spec, written_slots, io)
+        return _load_index(options, spec, file, written_slots, io, aside=aside)
     except IndexDamagedError as error:
         raise StoreDamagedError(
             options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
@@ -156,23 +178,45 @@ def _open_index(
 
 
 def _load_index(
-    options: NvmeTierConfig, spec: IndexSpec, written_slots: int, io: BlockIo
+    options: NvmeTierConfig,
+    spec: IndexSpec,
+    file: SlotFile,
+    written_slots: int,
+    io: BlockIo,
+    *,
+    aside: Path | None = None,
 ) -> tuple[IndexDatabase, StoredRows]:
     database = IndexDatabase.open(spec, io)
     try:
-        doubt = _doubt(options, database)
-        if doubt:
-            logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
-            database.clear()
-        rows = database.load(written_slots)
-        database.set_note(_CHECKSUM_NOTE, options.checksum)
-        # With fsync before every row, or with checksums, no power cut can leave a false row.
-        unproven = options.checksum == "off" and options.durability == "process"
-        database.set_note(_BOOT_NOTE, _boot_id() if unproven else "")
+        with blame():
+            if aside:
+                database.note_departures(Reason.DAMAGED, hash_keys([]))
+            rows = _load_trusted(options, database, written_slots)
+            database.set_note(_CHECKSUM_NOTE, options.checksum)
+            # With a sync before every row, or checksums, no power cut leaves a false row.
+            unproven = options.checksum == "off" and options.durability == "process"
+            if not unproven and database.note(_BOOT_NOTE):
+                # These rows will count as proven, and an engine that was killed synced none.
+                file.sync()
+            database.set_note(_BOOT_NOTE, _boot_id() if unproven else "")
     except BaseException:
-        database.close()
+        with contextlib.suppress(sqlite3.Error):  # what went wrong first says more
+            database.close()
         raise
     return database, rows
+
+
+def _load_trusted(
+    options: NvmeTierConfig, database: IndexDatabase, written_slots: int
+) -> StoredRows:
+    """Return the rows, after deleting them if they must not be used."""
+    doubt = _doubt(options, database)
+    if doubt:
+        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
+        leaving = database.load(written_slots).key_hashes
+        database.clear()
+        database.note_departures(Reason.DOUBTED, leaving)
+    return database.load(written_slots)
 
 
 def _doubt(options: NvmeTierConfig, database: IndexDatabase) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -92,6 +93,28 @@ class SlotFile:
             raise
         return file
 
+    @classmethod
+    def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
+        """Open a slot file that an engine may be using, past the page cache if that works.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd = io.open(path, os.O_RDONLY)
+        found_nbytes = os.fstat(fd).st_size
+        spec = SlotFileSpec("", path, found_nbytes // slot_nbytes, slot_nbytes, "auto")
+        file = cls(spec, io, fd, found_nbytes=found_nbytes)
+        with contextlib.suppress(OSError):
+            direct_fd = io.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                io.preadv(direct_fd, [aligned_buffer(PAGE_NBYTES)], 0)
+            except OSError:
+                io.close(direct_fd)
+                raise
+            file._fd, file.direct = direct_fd, True
+            io.close(fd)
+        return file
+
     def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
         """Read neighbouring slots into ``views``, one per slot.
 
@@ -150,9 +173,10 @@ class SlotFile:
                 raise
             self._stay_buffered(spec, error)
             return
-        self._io.close(self._fd)
-        self._fd = direct_fd
+        # Before the other one is closed: whatever comes of that, it must not be closed twice.
+        buffered_fd, self._fd = self._fd, direct_fd
         self.direct = True
+        self._io.close(buffered_fd)
 
     @staticmethod
     def _stay_buffered(spec: SlotFileSpec, error: OSError) -> None:
@@ -203,8 +227,8 @@ def _open_direct(path: Path, io: BlockIo) -> int:
     fd = io.open(path, os.O_RDWR | os.O_DIRECT)
     page = aligned_buffer(PAGE_NBYTES)
     try:
-        io.preadv(fd, [page], 0)
-        io.pwritev(fd, [page], 0)
+        if io.preadv(fd, [page], 0) == PAGE_NBYTES:
+            io.pwritev(fd, [page], 0)
     except OSError as error:
         # A bad sector says nothing about O_DIRECT; it is found out when its slot is used.
         if error.errno in _NO_DIRECT_IO:

@@ -26,10 +26,12 @@ from kvtier.tiers.base import (
 from kvtier.tiers.slab.checksum import hash_key, select_digest
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
+from kvtier.tiers.slab.index import StoredRows
 from kvtier.tiers.slab.moving import Moved, PieceBuffers, read_piece, write_piece
 from kvtier.tiers.slab.opening import OpenStore, close_store, open_store, slots_within
 from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
+from kvtier.tiers.slab.trail import Reason
 from kvtier.types import Outcome, Why
 from kvtier.units import approximate_size
 
@@ -92,11 +94,18 @@ class SlabTier(StorageTier):
         options: The tier's section of the configuration.
         context: Geometry, meaning and threads.
         store: The open files; owned by the tier from now on.
+        rows: What an earlier run left.
     """
 
     Options: ClassVar[type[TierConfig]] = NvmeTierConfig
 
-    def __init__(self, options: NvmeTierConfig, context: TierContext, store: OpenStore) -> None:
+    def __init__(
+        self,
+        options: NvmeTierConfig,
+        context: TierContext,
+        store: OpenStore,
+        rows: StoredRows,
+    ) -> None:
         self.name = options.name
         self.slot_nbytes = context.slot_nbytes
         self.capacity_slots = slots_within(options, context)
@@ -107,15 +116,15 @@ class SlabTier(StorageTier):
         )
         self._digest = select_digest(options.checksum)
         self._store = store
-        self._index = GroupCommit(store.database, name=options.name, clock=store.rows.clock)
+        self._index = GroupCommit(store.database, name=options.name, clock=rows.clock)
         self._table = SlotTable(self.capacity_slots)
-        self._table.put(store.rows.slots, store.rows.key_hashes, store.rows.checksums)
+        self._table.put(rows.slots, rows.key_hashes, rows.checksums)
         self._epoch = 0
         self._closed = False
         self._counts = dict.fromkeys(TierStatistics.__slots__, 0)
-        if store.rows.outdated.size:
-            self._index.delete_nowait(store.rows.outdated.tolist())
-        self._recovered = list(zip(store.rows.keys, store.rows.slots.tolist(), strict=True))
+        if rows.outdated.size:
+            self._index.delete_nowait(rows.outdated.tolist())
+        self._recovered: StoredRows | None = rows
 
     @classmethod
     def open(
@@ -138,12 +147,12 @@ class SlabTier(StorageTier):
             raise ConfigError(
                 f"{cls.__name__} takes NvmeTierConfig, not {type(options).__name__}"
             )
-        store = open_store(options, context, io or BlockIo())
-        tier = cls(options, context, store)
+        store, rows = open_store(options, context, io or BlockIo())
+        tier = cls(options, context, store, rows)
         logger.info(
             "tier %s: %d of %d slots of %s recovered from %s, %s",
             tier.name,
-            len(store.rows.keys),
+            len(rows.keys),
             tier.capacity_slots,
             approximate_size(tier.slot_nbytes),
             store.namespace.directory,
@@ -152,10 +161,9 @@ class SlabTier(StorageTier):
         return tier
 
     def recovered(self) -> Iterator[StoredChunk]:
-        """Yield what survived from earlier runs, least recently used first; once."""
-        found, self._recovered = self._recovered, []
-        for key, slot in found:
-            yield StoredChunk(key, slot)
+        """Return what survived from earlier runs, least recently used first; once."""
+        found, self._recovered = self._recovered, None
+        return iter(()) if found is None else map(StoredChunk, found.keys, found.slots.tolist())
 
     async def write(
         self,
@@ -168,6 +176,8 @@ class SlabTier(StorageTier):
         """See :meth:`kvtier.tiers.base.StorageTier.write`."""
         batch = self._batch(keys, slots, sources)
         epoch = self._epoch
+        leaving = self._table.displaced(batch.slots, batch.key_hashes)
+        self._index.depart_nowait(Reason.EVICTED, leaving)
         self._table.drop(batch.slots)
         everything = np.arange(len(batch.slots))
         pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
@@ -215,6 +225,7 @@ class SlabTier(StorageTier):
     def forget(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
         checked = self._checked(slots)
+        self._index.depart_nowait(Reason.CORRUPT, self._table.held(checked))
         self._table.drop(checked)
         self._index.delete_nowait(checked.tolist())
 
@@ -234,8 +245,9 @@ class SlabTier(StorageTier):
         """
         self._require_open()
         self._epoch += 1
+        self._index.depart_nowait(Reason.RESET, self._table.key_hashes())
         self._table.clear()
-        self._recovered = []
+        self._recovered = None
         try:
             await self._index.clear()
         except sqlite3.Error as error:
@@ -248,7 +260,9 @@ class SlabTier(StorageTier):
             aside = await self._pool.run(call, priority=int(Why.DEMOTE))
         except OSError as error:
             raise TierUnavailableError(
-                self.name, f"the index was neither cleared ({cause}) nor moved away ({error})"
+                self.name,
+                f"the index was neither cleared ({cause}) nor moved away ({error}); remove "
+                f"{self._store.namespace.directory} before an engine opens it again",
             ) from error
         logger.warning(
             "tier %s: the index could not be cleared (%s) and is now %s; what is stored from "

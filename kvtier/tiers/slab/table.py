@@ -47,6 +47,24 @@ class SlotTable:
         """Note that nothing is known about any slot."""
         self._known[:] = False
 
+    def key_hashes(self) -> npt.NDArray[np.uint64]:
+        """Return the hash of every key that is known."""
+        known: npt.NDArray[np.uint64] = self._key_hashes[self._known]
+        return known
+
+    def displaced(
+        self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the keys that leave when ``slots`` get other ones."""
+        held = self._key_hashes[slots]
+        leaving: npt.NDArray[np.uint64] = held[self._known[slots] & (held != key_hashes)]
+        return leaving
+
+    def held(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the keys in those of ``slots`` that hold one."""
+        found: npt.NDArray[np.uint64] = self._key_hashes[slots[self._known[slots]]]
+        return found
+
     def matches(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:

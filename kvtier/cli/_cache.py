@@ -1,0 +1,164 @@
+"""``kvtier cache``: look into the store of an NVMe tier, and tidy it up.
+
+Declarations only; what the commands do is loaded when one of them runs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["cache"]
+
+cache = typer.Typer(
+    name="cache",
+    help="Look into the store of an NVMe tier, and tidy it up.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_DIR = "The path of an nvme tier, or one model's directory in it."
+
+Store = Annotated[Path, typer.Argument(metavar="DIR", help=_DIR)]
+Only = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class Sort(StrEnum):
+    """How ``ls`` orders chunks."""
+
+    LAST_USE = "last-use"
+    STORED = "stored"
+    HITS = "hits"
+
+
+@cache.command()
+def stat(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
+    """Say what a store holds, whose it is and who uses it.
+
+    Reads only, and may run beside an engine.
+    """
+    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+
+    actions.stat(directory, namespace, as_json=as_json)
+
+
+@cache.command()
+def ls(
+    directory: Store,
+    *,
+    namespace: Only = None,
+    sort: Annotated[
+        Sort, typer.Option(help="Most recent use, most recent store, or most hits first.")
+    ] = Sort.LAST_USE,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, metavar="N", help="Chunks to list; 0 is all.")
+    ] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List the chunks of a store.
+
+    Reads only, and may run beside an engine.
+    """
+    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+
+    actions.ls(directory, namespace, sort=sort.value, limit=limit, as_json=as_json)
+
+
+@cache.command()
+def verify(
+    directory: Store,
+    *,
+    namespace: Only = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, metavar="N", help="Bad chunks to list; 0 is all.")
+    ] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every chunk of a store with its checksum.
+
+    Exits with 1 if one is bad: an engine would recompute it. Reads only, and may run beside an
+    engine, which it slows down as any reader of the disk does.
+    """
+    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+
+    if not actions.verify(directory, namespace, limit=limit, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@cache.command()
+def explain(
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY",
+            help="A chunk's key in hex, or its first 8 digits or more; /GROUP may follow.",
+        ),
+    ],
+    directory: Store,
+    *,
+    namespace: Only = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where a chunk is, or why it is gone.
+
+    Also since when, and how often it was loaded. Exits with 1 if it is not there.
+    Reads only, and may run beside an engine.
+    """
+    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+
+    if not actions.explain(key, directory, namespace, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@cache.command()
+def evict(  # noqa: PLR0913 - each is an option of the command
+    *,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY", help="What to remove; written as for explain."),
+    ] = None,
+    directory: Store,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AGE", help="Remove what was neither stored nor used for so long."
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all chunks.")] = False,
+    namespace: Only = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove chunks from a store that no engine uses.
+
+    Give keys, --older-than or --all. The slots are free at the engine's next start; the files
+    keep their size.
+    """
+    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+
+    selection = actions.Selection(tuple(keys or ()), older_than, everything=everything)
+    if dry_run:
+        actions.show_selected(directory, namespace, selection, as_json=as_json)
+        return
+    actions.evict(directory, namespace, selection, ask=not yes, as_json=as_json)
+
+
+@cache.command()
+def compact_index(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
+    """Rewrite the index of a store without gaps.
+
+    No engine may be using the store.
+    """
+    from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
+
+    actions.compact_index(directory, namespace, as_json=as_json)

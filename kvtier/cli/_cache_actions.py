@@ -1,0 +1,338 @@
+"""What ``kvtier cache`` does: ask the store, then show the answer as text or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from kvtier.cli import _cache_render as render
+from kvtier.cli._cache_keys import KeyPattern
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
+from kvtier.tiers.slab import maintain
+from kvtier.tiers.slab.checksum import hash_key
+from kvtier.tiers.slab.inspect import (
+    Entry,
+    IndexReader,
+    Order,
+    StoredNamespace,
+    find_namespaces,
+    holder_of,
+    index_nbytes,
+)
+from kvtier.tiers.slab.namespace import SLOTS
+from kvtier.tiers.slab.schema import IndexDamagedError
+from kvtier.tiers.slab.trail import Reason, find_hash
+from kvtier.tiers.slab.verify import Verification
+from kvtier.tiers.slab.verify import verify as verify_namespace
+from kvtier.units import UnitError, parse_duration
+
+__all__ = [
+    "Selection",
+    "compact_index",
+    "evict",
+    "explain",
+    "ls",
+    "show_selected",
+    "stat",
+    "verify",
+]
+
+_STOP_FIRST = "stop that engine first"
+_STOP_OR_RESET = f"{_STOP_FIRST}, or reset its prefix cache, which empties all tiers"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What ``evict`` is to remove.
+
+    Attributes:
+        keys: Keys as they were written.
+        older_than: An age as it was written.
+        everything: Whether all chunks are meant.
+    """
+
+    keys: tuple[str, ...]
+    older_than: str | None
+    everything: bool
+
+    def find(self, reader: IndexReader) -> list[Entry]:
+        """Return the chunks of one namespace that are meant.
+
+        Raises:
+            ConfigError: Not exactly one way to choose was given, or one that cannot be read.
+        """
+        ways = [bool(self.keys), self.older_than is not None, self.everything]
+        if sum(ways) != 1:
+            raise ConfigError("give KEYs, or --older-than, or --all: one of them")
+        if self.everything:
+            return reader.entries("stored", -1)
+        if self.older_than is not None:
+            return reader.entries_unused_since(_now() - _age_s(self.older_than))
+        found: list[Entry] = []
+        for text in self.keys:
+            match = _one_entry(KeyPattern.parse(text), reader)
+            found += [match] if match else []
+        return found
+
+
+def stat(directory: Path, namespace: str | None, *, as_json: bool) -> None:
+    """See ``kvtier cache stat``."""
+    reports = [_report(space) for space in find_namespaces(directory, namespace)]
+    if as_json:
+        _echo_json({"path": str(directory), "namespaces": [r.as_dict() for r in reports]})
+    else:
+        render.show_reports(_console(), reports)
+
+
+def ls(
+    directory: Path, namespace: str | None, *, sort: Order, limit: int, as_json: bool
+) -> None:
+    """See ``kvtier cache ls``."""
+    listings = []
+    for space in find_namespaces(directory, namespace):
+        with _explained(space), IndexReader(space) as reader:
+            entries = reader.entries(sort, limit or -1)
+            listings.append(render.Listing(space, entries, reader.totals().chunks))
+    if as_json:
+        _echo_json([listing.as_dict() for listing in listings])
+    else:
+        render.show_listings(_console(), listings)
+
+
+def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool) -> bool:
+    """See ``kvtier cache verify``. Returns whether all is good."""
+    checks: list[tuple[StoredNamespace, Verification]] = []
+    spaces = find_namespaces(directory, namespace)
+    with _progress() as progress:
+        for space in spaces:
+            task = progress.add_task(space.name, total=_slots(space))
+            advance = functools.partial(progress.advance, task)
+            with _explained(space), IndexReader(space) as reader:
+                checks.append((space, verify_namespace(space, reader, on_progress=advance)))
+    if as_json:
+        _echo_json([render.verification_document(*check, limit) for check in checks])
+    else:
+        render.show_verifications(_console(), checks, limit)
+    return not any(found.bad for _, found in checks)
+
+
+def explain(key: str, directory: Path, namespace: str | None, *, as_json: bool) -> bool:
+    """See ``kvtier cache explain``. Returns whether the chunk is there."""
+    pattern = KeyPattern.parse(key)
+    answers = [_explanation(space, pattern) for space in find_namespaces(directory, namespace)]
+    found = [answer for answer in answers if answer.entry]
+    telling = found or [answer for answer in answers if answer.reason] or answers
+    if as_json:
+        _echo_json({"key": key, "answers": [answer.as_dict() for answer in telling]})
+    else:
+        render.show_explanations(_console(), key, telling)
+    return bool(found)
+
+
+def show_selected(
+    directory: Path, namespace: str | None, selection: Selection, *, as_json: bool
+) -> None:
+    """See ``kvtier cache evict --dry-run``."""
+    chosen = _choose(find_namespaces(directory, namespace), selection)
+    if as_json:
+        _echo_json(render.removal_document(chosen, removed=False))
+    else:
+        render.show_removal(_console(), chosen, removed=False)
+
+
+def evict(
+    directory: Path,
+    namespace: str | None,
+    selection: Selection,
+    *,
+    ask: bool,
+    as_json: bool,
+) -> None:
+    """See ``kvtier cache evict``."""
+    spaces = find_namespaces(directory, namespace)
+    with _held(spaces, _STOP_OR_RESET):
+        chosen = _choose(spaces, selection)
+        if ask and any(entries for _, entries in chosen):
+            typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
+        for space, entries in chosen:
+            if entries:
+                with _explained(space):
+                    maintain.drop_chunks(space, entries)
+    if as_json:
+        _echo_json(render.removal_document(chosen, removed=True))
+    else:
+        render.show_removal(_console(), chosen, removed=True)
+
+
+def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> None:
+    """See ``kvtier cache compact-index``."""
+    spaces = find_namespaces(directory, namespace)
+    done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
+    with _held(spaces, _STOP_FIRST), _progress() as progress:
+        for space in progress.track(spaces, description="compacting"):
+            with _explained(space):
+                _require_index(space)
+                done.append((space, maintain.compact_index(space)))
+    if as_json:
+        _echo_json([render.compaction_document(*one) for one in done])
+    else:
+        render.show_compactions(_console(), done)
+
+
+def _report(space: StoredNamespace) -> render.Report:
+    report = render.Report(space, slots=_slots(space))
+    try:
+        with _explained(space):
+            report.holder = holder_of(space.directory)
+            report.disk_nbytes = _disk_nbytes(space.directory)
+            report.index_nbytes = index_nbytes(space)
+            with IndexReader(space) as reader:
+                report.totals = reader.totals()
+    except ConfigError as error:
+        report.problem = str(error)
+    return report
+
+
+def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanation:
+    with _explained(space), IndexReader(space) as reader:
+        entry = _one_entry(pattern, reader)
+        answer = render.Explanation(space, entry)
+        if entry is not None:
+            answer.less_recent = reader.less_recent(entry)
+        else:
+            trail = list(reader.departures())
+            rows = [(row.at, row.reason, row.key_hashes) for row in trail]
+            for key in pattern.whole_keys():
+                left = find_hash(rows, hash_key(key))
+                answer.left_at, answer.reason = left or (answer.left_at, answer.reason)
+            answer.trail_begins_at = trail[-1].at if trail else 0
+            answer.damaged_at = max(
+                (row.at for row in trail if row.reason == Reason.DAMAGED.value), default=0
+            )
+    return answer
+
+
+def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
+    """Return the newest row of the one key that is meant, None if there is none.
+
+    Raises:
+        ConfigError: Several keys are meant.
+    """
+    found: dict[ChunkKey, Entry] = {}
+    for entry in reader.entries_of_prefix(pattern.digits):
+        if pattern.matches(entry.key):
+            rival = found.setdefault(entry.key, entry)
+            found[entry.key] = max(entry, rival, key=lambda entry: entry.generation)
+    if len(found) > 1:
+        some = ", ".join(key.hex() for key in sorted(found)[:3])
+        raise ConfigError(f"{len(found)} keys begin with {pattern.digits}: {some}; give more")
+    return next(iter(found.values()), None)
+
+
+def _choose(
+    spaces: Sequence[StoredNamespace], selection: Selection
+) -> list[tuple[StoredNamespace, list[Entry]]]:
+    chosen = []
+    for space in spaces:
+        with _explained(space), IndexReader(space) as reader:
+            chosen.append((space, selection.find(reader)))
+    there = [entry.key for _, entries in chosen for entry in entries]
+    for text in selection.keys:
+        if not any(map(KeyPattern.parse(text).matches, there)):
+            raise ConfigError(f"{text} is not there; nothing was removed")
+    return chosen
+
+
+@contextlib.contextmanager
+def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for space in spaces:
+            with _explained(space):
+                stack.enter_context(maintain.hold(space, remedy))
+        yield
+
+
+@contextlib.contextmanager
+def _explained(space: StoredNamespace) -> Iterator[None]:
+    """Turn what goes wrong in a store into one line that names the place and a remedy."""
+    try:
+        yield
+    except IndexDamagedError as error:
+        raise ConfigError(
+            f"{space.index_path} cannot be used: {error}; an engine would set it aside and "
+            "start with an empty cache"
+        ) from error
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"{space.index_path}: {error}; check the disk, and try again"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or space.directory}: {error.strerror}; run this as the user that "
+            "runs the engine, and check the disk"
+        ) from error
+
+
+def _require_index(space: StoredNamespace) -> None:
+    with IndexReader(space) as reader:
+        reader.totals()
+
+
+def _slots(space: StoredNamespace) -> int:
+    try:
+        return (space.directory / SLOTS).stat().st_size // space.layout.slot_nbytes
+    except FileNotFoundError:
+        return 0
+
+
+def _disk_nbytes(directory: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _age_s(text: str) -> int:
+    try:
+        return int(parse_duration(text))
+    except UnitError as error:
+        raise ConfigError(f"--older-than {text}: {error}") from error
+
+
+def _now() -> int:
+    return int(datetime.now(UTC).timestamp())
+
+
+def _echo_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))

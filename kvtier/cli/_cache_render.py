@@ -1,0 +1,411 @@
+"""What ``kvtier cache`` shows: reports as text for people, and as plain values for programs.
+
+Times are UTC in text and seconds since the epoch in JSON, where null is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.keys import group_of, short
+from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
+from kvtier.tiers.slab.maintain import CompactedIndex
+from kvtier.tiers.slab.verify import Verification
+from kvtier.units import approximate_duration, approximate_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "Explanation",
+    "Listing",
+    "Report",
+    "compaction_document",
+    "removal_document",
+    "removal_words",
+    "show_compactions",
+    "show_explanations",
+    "show_listings",
+    "show_removal",
+    "show_reports",
+    "show_verifications",
+    "verification_document",
+]
+
+_Chosen = Sequence[tuple[StoredNamespace, Sequence[Entry]]]
+
+_REASONS: Final = {
+    "evicted": "evicted: another chunk was written into its slot",
+    "corrupt": "dropped by the engine: its bytes were not the bytes stored",
+    "beyond": "lost when the tier was made smaller: its slot is past the end of slots.bin",
+    "dropped": "removed by an operator",
+    "reset": "gone with a reset of the cache",
+    "doubted": "distrusted: without checksums nothing proved that its bytes were whole",
+    "damaged": "lost with an index that could not be read",
+}
+
+
+@dataclass(slots=True)
+class Report:
+    """One namespace for ``stat``."""
+
+    space: StoredNamespace
+    slots: int
+    holder: str | None = None
+    disk_nbytes: int = 0
+    index_nbytes: int = 0
+    totals: Totals | None = None
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        slot_nbytes = self.space.layout.slot_nbytes
+        totals = self.totals
+        return {
+            **_place(self.space),
+            "layout": dict(self.space.layout.fingerprint.fields),
+            "in_use_by": self.holder,
+            "slot_nbytes": slot_nbytes,
+            "slots": self.slots,
+            "capacity_nbytes": self.slots * slot_nbytes,
+            "disk_nbytes": self.disk_nbytes,
+            "index_nbytes": self.index_nbytes,
+            "chunks": totals and totals.chunks,
+            "hits": totals and totals.hits,
+            "oldest_at": (totals and totals.oldest_at) or None,
+            "newest_at": (totals and totals.newest_at) or None,
+            "departures": totals and totals.departures,
+            "problem": self.problem or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One namespace for ``ls``."""
+
+    space: StoredNamespace
+    entries: Sequence[Entry]
+    chunks: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the listing as plain values."""
+        listed = [_entry_document(entry) for entry in self.entries]
+        return {**_place(self.space), "chunks": self.chunks, "listed": listed}
+
+
+@dataclass(slots=True)
+class Explanation:
+    """What one namespace knows of a key."""
+
+    space: StoredNamespace
+    entry: Entry | None
+    less_recent: int = 0
+    left_at: int = 0
+    reason: str = ""
+    trail_begins_at: int = 0
+    damaged_at: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain values."""
+        document = {**_place(self.space), "there": self.entry is not None}
+        if self.entry:
+            return {
+                **document,
+                **_entry_document(self.entry),
+                "offset_nbytes": self.entry.slot * self.space.layout.slot_nbytes,
+                "chunks_used_less_recently": self.less_recent,
+            }
+        return {
+            **document,
+            "reason": self.reason or None,
+            "left_at": self.left_at or None,
+            "trail_begins_at": self.trail_begins_at or None,
+            "index_damaged_at": self.damaged_at or None,
+        }
+
+
+def show_reports(console: Console, reports: Sequence[Report]) -> None:
+    """Print what ``stat`` found."""
+    for number, report in enumerate(reports):
+        if number:
+            console.print()
+        _heading(console, report.space)
+        _pairs(console, _report_lines(report))
+
+
+def show_listings(console: Console, listings: Sequence[Listing]) -> None:
+    """Print what ``ls`` found."""
+    for number, listing in enumerate(listings):
+        if number:
+            console.print()
+        _heading(console, listing.space)
+        table = _columns("key", numbers=("slot", "hits", "stored (UTC)", "last use (UTC)"))
+        for entry in listing.entries:
+            table.add_row(
+                short(entry.key),
+                f"{entry.slot:,}",
+                f"{entry.hits:,}",
+                _time(entry.stored_at),
+                _time(entry.used_at),
+            )
+        console.print(table)
+        console.print(f"{len(listing.entries):,} of {_count(listing.chunks)}")
+
+
+def show_verifications(
+    console: Console, checks: Sequence[tuple[StoredNamespace, Verification]], limit: int
+) -> None:
+    """Print what ``verify`` found, at most ``limit`` bad chunks of each namespace; 0 is all."""
+    for number, (space, found) in enumerate(checks):
+        if number:
+            console.print()
+        _heading(console, space)
+        _pairs(console, _verification_lines(found))
+        if found.bad:
+            table = _columns("bad chunk", "problem", numbers=("slot",))
+            for bad in found.bad[: limit or None]:
+                problem = "unreadable" if bad.unreadable else "not the bytes stored"
+                table.add_row(short(bad.entry.key), problem, f"{bad.entry.slot:,}")
+            console.print(table)
+            hidden = len(found.bad) - len(found.bad[: limit or None])
+            if hidden:
+                console.print(f"and {hidden:,} more; --limit 0 lists all")
+
+
+def verification_document(
+    space: StoredNamespace, found: Verification, limit: int
+) -> dict[str, Any]:
+    """Return what ``verify`` found as plain values."""
+    return {
+        **_place(space),
+        "verified": found.verified,
+        "chunks": found.chunks,
+        "good": _good(found),
+        "changed": found.changed,
+        "bad": len(found.bad),
+        "bad_chunks": [
+            {
+                "key": bad.entry.key.hex(),
+                "slot": bad.entry.slot,
+                "problem": "unreadable" if bad.unreadable else "corrupt",
+            }
+            for bad in found.bad[: limit or None]
+        ],
+        "nbytes": found.nbytes,
+        "seconds": round(found.seconds, 6),
+        "bytes_per_s": round(_rate(found)),
+    }
+
+
+def show_explanations(console: Console, key: str, answers: Sequence[Explanation]) -> None:
+    """Print what is known of ``key``."""
+    for number, answer in enumerate(answers):
+        if number:
+            console.print()
+        shown = answer.entry.key.hex() if answer.entry else key
+        console.print(Text(shown, style="bold"), soft_wrap=True)
+        store = {"store": f"{answer.space.name}  {_model(answer.space)}"}
+        if answer.entry:
+            _pairs(console, store | _entry_lines(answer, answer.entry))
+        else:
+            _pairs(console, store | _absence_lines(answer))
+
+
+def removal_words(chosen: _Chosen) -> str:
+    """Return what is to be removed, in words."""
+    chunks = sum(len(entries) for _, entries in chosen)
+    nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
+    return f"{_count(chunks)} ({approximate_size(nbytes)})"
+
+
+def show_removal(console: Console, chosen: _Chosen, *, removed: bool) -> None:
+    """Print what was, or would be, removed."""
+    for space, entries in chosen:
+        if entries:
+            console.print(Text(f"{space.name}: {removal_words([(space, entries)])}"))
+    verb = "removed" if removed else "would remove"
+    console.print(Text(f"{verb} {removal_words(chosen)}"))
+
+
+def removal_document(chosen: _Chosen, *, removed: bool) -> dict[str, Any]:
+    """Return what was, or would be, removed as plain values."""
+    return {
+        "removed": removed,
+        "namespaces": [
+            {
+                **_place(space),
+                "chunks": len(entries),
+                "nbytes": len(entries) * space.layout.slot_nbytes,
+                "keys": [entry.key.hex() for entry in entries],
+            }
+            for space, entries in chosen
+        ],
+    }
+
+
+def show_compactions(
+    console: Console, done: Sequence[tuple[StoredNamespace, CompactedIndex]]
+) -> None:
+    """Print the sizes of indexes before and after."""
+    table = _columns("namespace", "model", numbers=("before", "after"))
+    for space, sizes in done:
+        before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
+        table.add_row(space.name, _model(space), before, after)
+    console.print(table)
+
+
+def compaction_document(space: StoredNamespace, sizes: CompactedIndex) -> dict[str, Any]:
+    """Return the sizes of an index as plain values."""
+    return {
+        **_place(space),
+        "before_nbytes": sizes.before_nbytes,
+        "after_nbytes": sizes.after_nbytes,
+    }
+
+
+def _report_lines(report: Report) -> dict[str, str]:
+    slot_nbytes = report.space.layout.slot_nbytes
+    lines = {
+        "in use by": report.holder or "nobody",
+        "capacity": f"{approximate_size(report.slots * slot_nbytes)}, {report.slots:,} slots "
+        f"of {approximate_size(slot_nbytes)}",
+    }
+    totals = report.totals
+    if totals is not None:
+        share = f" ({totals.chunks / report.slots:.0%})" if report.slots else ""
+        used = f"{approximate_size(totals.chunks * slot_nbytes)}, {_count(totals.chunks)}"
+        lines["used"] = used + share
+    index = approximate_size(report.index_nbytes)
+    lines["on disk"] = f"{approximate_size(report.disk_nbytes)}, of which the index {index}"
+    if totals is not None:
+        if totals.newest_at:
+            lines["stored"] = f"{_time(totals.oldest_at)} to {_time(totals.newest_at)} UTC"
+        lines["hits"] = f"{totals.hits:,} by the chunks there now"
+        lines["left lately"] = _counts(totals.departures) or "nothing"
+    if report.problem:
+        lines["problem"] = report.problem
+    lines["layout"] = _fields(report.space.layout.fingerprint.fields)
+    return lines
+
+
+def _verification_lines(found: Verification) -> dict[str, str]:
+    rate = f"{_rate(found) / 1e9:.2f} GB/s"
+    lines = {
+        "read": f"{approximate_size(found.nbytes)} in {approximate_duration(found.seconds)}, "
+        f"{rate}",
+        "good": _count(_good(found)),
+        "bad": _count(len(found.bad)),
+    }
+    if found.changed:
+        lines["changed"] = f"{_count(found.changed)} meanwhile, by the engine"
+    if not found.verified:
+        lines["note"] = "stored with checksum: off, so nothing but readability was checked"
+    return lines
+
+
+def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
+    offset = f"{entry.slot * answer.space.layout.slot_nbytes:,}"
+    used = f"{entry.hits:,} times" if entry.hits != 1 else "once"
+    if entry.hits:
+        used += f", last at {_time(entry.used_at)} UTC"
+    return {
+        "group": str(group_of(entry.key)),
+        "where": f"slot {entry.slot:,}, byte {offset} of {answer.space.directory}/slots.bin",
+        "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
+        "loaded": used if entry.hits else "never",
+        "in line": f"{_count(answer.less_recent)} were used less recently",
+    }
+
+
+def _absence_lines(answer: Explanation) -> dict[str, str]:
+    if answer.reason:
+        return {
+            "gone": _REASONS.get(answer.reason, answer.reason),
+            "since": f"{_time(answer.left_at)} UTC",
+        }
+    lines = {"gone": "never seen, or so long ago that the trail has forgotten"}
+    if answer.trail_begins_at:
+        lines["trail"] = f"begins at {_time(answer.trail_begins_at)} UTC"
+    if answer.damaged_at:
+        lines["note"] = (
+            f"at {_time(answer.damaged_at)} UTC an index that could not be read was set aside; "
+            "what it held is not known"
+        )
+    lines["hint"] = "the trail knows whole keys only; was this all of it?"
+    return lines
+
+
+def _entry_document(entry: Entry) -> dict[str, Any]:
+    return {
+        "key": entry.key.hex(),
+        "group": group_of(entry.key),
+        "slot": entry.slot,
+        "hits": entry.hits,
+        "stored_at": entry.stored_at or None,
+        "used_at": entry.used_at or None,
+        "last_use": entry.last_use,
+    }
+
+
+def _place(space: StoredNamespace) -> dict[str, str]:
+    return {
+        "namespace": space.name,
+        "directory": str(space.directory),
+        "model": _model(space),
+    }
+
+
+def _model(space: StoredNamespace) -> str:
+    return str(space.layout.fingerprint.fields.get("model", "unknown"))
+
+
+def _good(found: Verification) -> int:
+    return found.chunks - found.changed - len(found.bad)
+
+
+def _rate(found: Verification) -> float:
+    return found.nbytes / found.seconds if found.seconds else 0.0
+
+
+def _count(chunks: int) -> str:
+    return "1 chunk" if chunks == 1 else f"{chunks:,} chunks"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+
+
+def _fields(fields: Mapping[str, str | int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(fields.items()))
+
+
+def _time(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else "unknown"
+
+
+def _heading(console: Console, space: StoredNamespace) -> None:
+    console.print(Text(f"{space.name}  {_model(space)}", style="bold"), soft_wrap=True)
+
+
+def _pairs(console: Console, lines: Mapping[str, str]) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def _columns(*words: str, numbers: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for word in words:
+        table.add_column(word, overflow="fold")
+    for number in numbers:
+        table.add_column(number, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,225 @@
+"""The whole examination: every probe, every check, and nothing that one of them can break."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvtier.config import KvtierConfig, NvmeTierConfig, check_environment
+from kvtier.doctor import _devices, _gds, _memory, _mounts, _store
+from kvtier.doctor._finding import Finding, Verdict
+from kvtier.doctor._machine import Machine
+from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
+from kvtier.doctor._scratch import direct_io_refusal
+from kvtier.errors import ConfigError
+from kvtier.units import approximate_size
+
+__all__ = ["Examination", "examine"]
+
+
+@dataclass(slots=True)
+class Examination:
+    """What the doctor found.
+
+    Attributes:
+        findings: In the order in which a person reads them.
+        rates: Measured rates by the tier's name.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    rates: dict[str, MeasuredRates] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all findings."""
+        return max(
+            (finding.verdict for finding in self.findings),
+            key=lambda verdict: verdict.severity,
+            default=Verdict.OK,
+        )
+
+
+def examine(
+    config: KvtierConfig, *, seconds: float | None = 2.0, machine: Machine | None = None
+) -> Examination:
+    """Look at everything that ``config`` needs of this machine; blocks.
+
+    Files that it makes have no name and are gone when it returns.
+
+    Args:
+        config: The configuration.
+        seconds: How long to measure reading, and writing, of each disk; None for not at all.
+        machine: Where to look; this machine by default.
+    """
+    machine = machine or Machine()
+    examination = Examination()
+    stores = [
+        (number, tier)
+        for number, tier in enumerate(config.tiers)
+        if isinstance(tier, NvmeTierConfig)
+    ]
+    for number, tier in stores:
+        _examine_store(config, number, tier, seconds, machine, examination)
+    engine_runs = any(finding.check.endswith(": in use") for finding in examination.findings)
+    ram_bytes = config.tiers[0].capacity_bytes
+    for check, look in _host_checks(machine, ram_bytes, engine_runs=engine_runs):
+        _collect(check, look, examination)
+    start: list[Finding] = []
+    _collect(
+        "configuration", partial(_check_start, config, examination.findings), examination, start
+    )
+    examination.findings[:0] = start
+    return examination
+
+
+def _check_start(config: KvtierConfig, known: Sequence[Finding]) -> Iterator[Finding]:
+    """Say what ``kvtier check`` says, without what ``known`` says already in more words."""
+    tiers = ", ".join(
+        f"{tier.name} of {approximate_size(tier.capacity_bytes)}" for tier in config.tiers
+    )
+    yield Finding("configuration", Verdict.OK, tiers)
+    try:
+        verdict, lines = Verdict.WARNING, check_environment(config)
+    except ConfigError as error:
+        verdict, lines = Verdict.PROBLEM, str(error).splitlines()
+    problem = Verdict.PROBLEM
+    known_keys = {finding.key for finding in known if finding.verdict is problem}
+    for line in lines:
+        match = re.search(r"tiers\[\d+\]\.\w+", line)
+        key = match[0] if match else ""
+        if verdict is not problem or key not in known_keys:
+            found, _, remedy = line.partition("; ")
+            yield Finding("configuration", verdict, found, remedy or "change it", key)
+
+
+def _examine_store(
+    config: KvtierConfig,
+    number: int,
+    tier: NvmeTierConfig,
+    seconds: float | None,
+    machine: Machine,
+    examination: Examination,
+) -> None:
+    place = tier.path if tier.path.exists() else tier.path.parent
+    if not place.is_dir():
+        return  # kvtier check says so, and there is nothing to look at
+    for check, look in _store_checks(config, number, tier, place, machine):
+        _collect(f"{tier.name}: {check}", look, examination)
+    if seconds is not None:
+        look = partial(_measure, config, tier, place, seconds, examination)
+        _collect(f"{tier.name}: rates", look, examination)
+
+
+Look = Callable[[], Iterable[Finding]]
+
+
+def _store_checks(
+    config: KvtierConfig, number: int, tier: NvmeTierConfig, place: Path, machine: Machine
+) -> Iterator[tuple[str, Look]]:
+    """Yield what to look at for one tier, and how it is called."""
+    key = f"tiers[{number}]"
+
+    def mount() -> Iterator[Finding]:
+        found = _mounts.find_mount(machine, place)
+        exempt = _mounts.is_exempt_from_cow(place)
+        yield from _mounts.check_mount(tier.name, found, exempt_from_cow=exempt)
+
+    def directory() -> Iterator[Finding]:
+        status = tier.path.stat() if tier.path.exists() else None
+        uid = os.geteuid()
+        yield _store.check_directory(tier.name, tier.path, status, uid, f"{key}.path")
+
+    def room() -> Iterator[Finding]:
+        found = _store.find_room(tier.path, place)
+        yield from _store.check_room(tier.name, found, tier.capacity_bytes, f"{key}.capacity")
+
+    def direct_io() -> Iterator[Finding]:
+        refusal = direct_io_refusal(place)
+        yield _store.check_direct_io(tier.name, refusal, tier.direct_io, f"{key}.direct_io")
+
+    def device() -> Iterator[Finding]:
+        queues = _devices.find_queues(machine, _mounts.find_mount(machine, place))
+        yield from _devices.check_queues(
+            tier.name,
+            queues,
+            piece_nbytes=config.transfer.piece_bytes,
+            threads=_at_once(config),
+        )
+
+    yield "file system", mount
+    yield "directory", directory
+    yield "in use", lambda: _store.check_use(tier.name, _store.find_holders(tier.path))
+    yield "free space", room
+    yield "O_DIRECT", direct_io
+    yield "device", device
+
+
+def _measure(
+    config: KvtierConfig,
+    tier: NvmeTierConfig,
+    place: Path,
+    seconds: float,
+    examination: Examination,
+) -> Iterator[Finding]:
+    rates = measure_tier_rates(
+        place,
+        piece_bytes=config.transfer.piece_bytes,
+        threads=_at_once(config),
+        seconds=seconds,
+        direct_io="off" if tier.direct_io == "off" else "auto",
+    )
+    examination.rates[tier.name] = rates
+    yield from check_rates(tier.name, rates, _store.stored_chunk_nbytes(tier.path))
+
+
+def _host_checks(
+    machine: Machine, ram_bytes: int, *, engine_runs: bool
+) -> Iterator[tuple[str, Look]]:
+    """Yield what to look at for the RAM tier and the process, and how it is called."""
+
+    def memory() -> Iterator[Finding]:
+        limits = _memory.memory_limits(machine)
+        yield _memory.check_memory(ram_bytes, limits, engine_runs=engine_runs)
+
+    def pinning() -> Iterator[Finding]:
+        locked_bytes = _memory.process_limits().locked_bytes
+        gpus = len(_memory.find_gpus(machine))
+        yield _memory.check_pinning(ram_bytes, locked_bytes, gpus=gpus)
+
+    yield "memory", memory
+    yield "memlock", pinning
+    yield "huge pages", lambda: [_memory.check_pages(ram_bytes, _memory.shmem_pages(machine))]
+    yield (
+        "open files",
+        lambda: [_memory.check_open_files(_memory.process_limits().open_files)],
+    )
+    yield (
+        "/dev/shm",
+        lambda: [_memory.check_shared_memory(_memory.shared_memory_nbytes(machine))],
+    )
+    yield "GPUDirect", lambda: [_gds.check_gds(_gds.find_gds_parts(machine))]
+
+
+def _at_once(config: KvtierConfig) -> int:
+    """Return how many pieces of one tier and direction may be under way."""
+    transfer = config.transfer
+    return min(transfer.io_threads, max(1, transfer.queue_limit_bytes // transfer.piece_bytes))
+
+
+def _collect(
+    check: str, look: Look, examination: Examination, into: list[Finding] | None = None
+) -> None:
+    """Add the findings of ``look``; if it fails, that is one."""
+    findings = examination.findings if into is None else into
+    try:
+        findings.extend(look())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other checks go on
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = "run it as the user that runs the engine; what cannot be seen is not judged"
+        findings.append(
+            Finding(check, Verdict.WARNING, f"could not be looked at: {words}", remedy)
+        )

@@ -1,0 +1,235 @@
+"""Memory for the RAM tier, and the limits of a process that pins and maps it."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.doctor._finding import Finding, Verdict
+from kvtier.doctor._machine import Machine, words_of
+from kvtier.units import approximate_size
+
+__all__ = [
+    "MemoryLimit",
+    "ProcessLimits",
+    "check_memory",
+    "check_open_files",
+    "check_pages",
+    "check_pinning",
+    "check_shared_memory",
+    "find_gpus",
+    "memory_limits",
+    "process_limits",
+    "shared_memory_nbytes",
+    "shmem_pages",
+]
+
+_NO_LIMIT: Final = 1 << 60
+"""Control groups of version 1 say "unlimited" with a number near 2**63."""
+_ENGINE_NBYTES: Final = 1 << 30
+_SHM_NBYTES: Final = 512 << 20
+_OPEN_FILES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit on memory.
+
+    Attributes:
+        name: What limits.
+        free_bytes: What it leaves.
+    """
+
+    name: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """Limits of this process; None is none.
+
+    Attributes:
+        locked_bytes: Memory it may lock (``ulimit -l``).
+        open_files: Descriptors it may have open (``ulimit -n``).
+    """
+
+    locked_bytes: int | None
+    open_files: int | None
+
+
+def memory_limits(machine: Machine) -> list[MemoryLimit]:
+    """Return the limits that are in force on memory, the control groups' included."""
+    return [*_available(machine), *_group_limits(machine)]
+
+
+def process_limits() -> ProcessLimits:
+    """Return the limits of this process."""
+    return ProcessLimits(
+        _soft_limit(resource.RLIMIT_MEMLOCK), _soft_limit(resource.RLIMIT_NOFILE)
+    )
+
+
+def find_gpus(machine: Machine) -> list[str]:
+    """Return the CUDA devices that the driver shows, without loading CUDA."""
+    return sorted(
+        path.name
+        for path in machine.dev.glob("nvidia*")
+        if re.fullmatch(r"nvidia\d+", path.name)
+    )
+
+
+def shared_memory_nbytes(machine: Machine) -> int:
+    """Return the size of ``/dev/shm``."""
+    status = os.statvfs(machine.dev / "shm")
+    return status.f_blocks * status.f_frsize
+
+
+def shmem_pages(machine: Machine) -> str:
+    """Return when shared memory gets huge pages: always, within_size, advise, never, ..."""
+    text = words_of(machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = re.search(r"\[(\S+)\]", text)
+    return chosen[1] if chosen else ""
+
+
+def check_memory(ram_bytes: int, limits: list[MemoryLimit], *, engine_runs: bool) -> Finding:
+    """Say whether the RAM tier fits what memory is left, with something left for the engine.
+
+    Args:
+        ram_bytes: Capacity of the RAM tier.
+        limits: The limits in force.
+        engine_runs: Whether an engine has one of the stores open, so that its RAM tier is
+            probably gone from the memory that is left.
+    """
+    check, key = "memory", "tiers[0].capacity"
+    if not limits:
+        found = "nothing says how much memory is left"
+        return Finding(check, Verdict.NOTE, found, "mount /proc", key)
+    tightest = min(limits, key=lambda limit: limit.free_bytes)
+    found = (
+        f"{tightest.name} leaves {approximate_size(tightest.free_bytes)}, the RAM tier takes "
+        f"{approximate_size(ram_bytes)}"
+    )
+    remedy = "lower tiers[0].capacity, or raise the limit"
+    left_bytes = tightest.free_bytes - ram_bytes
+    if left_bytes >= _ENGINE_NBYTES:
+        return Finding(check, Verdict.OK, found, key=key)
+    if engine_runs:
+        found = f"{found}; an engine runs here, and its RAM tier may be in use already"
+        remedy = "ask again when it is stopped"
+        return Finding(check, Verdict.NOTE, found, remedy, key)
+    verdict = Verdict.WARNING if left_bytes >= 0 else Verdict.PROBLEM
+    if verdict is Verdict.WARNING:
+        found = f"{found}: little is left for the engine"
+    return Finding(check, verdict, found, remedy, key)
+
+
+def check_pinning(ram_bytes: int, locked_bytes: int | None, *, gpus: int) -> Finding:
+    """Say whether the RAM tier may be pinned.
+
+    Args:
+        ram_bytes: Capacity of the RAM tier.
+        locked_bytes: What the process may lock; None for no limit.
+        gpus: CUDA devices here.
+    """
+    check = "memlock"
+    limit = "unlimited" if locked_bytes is None else approximate_size(locked_bytes)
+    if not gpus:
+        return Finding(check, Verdict.OK, f"{limit}; no GPU here, so nothing is pinned")
+    if locked_bytes is None or locked_bytes >= ram_bytes:
+        return Finding(check, Verdict.OK, limit)
+    found = (
+        f"{limit}, less than the RAM tier's {approximate_size(ram_bytes)}: where the driver "
+        "counts pinned memory, the start fails"
+    )
+    remedy = "ulimit -l unlimited; in Docker --ulimit memlock=-1; in systemd LimitMEMLOCK="
+    return Finding(check, Verdict.WARNING, found, f"{remedy}infinity")
+
+
+def check_open_files(open_files: int | None) -> Finding:
+    """Say whether the process may open enough files and sockets."""
+    if open_files is None or open_files >= _OPEN_FILES:
+        found = "unlimited" if open_files is None else f"{open_files:,}"
+        return Finding("open files", Verdict.OK, found)
+    found = f"{open_files:,}: kvtier needs a few dozen, the engine one per connection"
+    return Finding("open files", Verdict.WARNING, found, "ulimit -n 65536")
+
+
+def check_pages(ram_bytes: int, pages: str) -> Finding:
+    """Say in which pages the RAM tier comes.
+
+    Args:
+        ram_bytes: Capacity of the RAM tier.
+        pages: The kernel's setting for shared memory; empty if it has none.
+    """
+    check = "huge pages"
+    if pages in {"always", "within_size", "force"}:
+        return Finding(check, Verdict.OK, f"shared memory gets them: {pages}")
+    found = (
+        f"shared memory gets none ({pages or 'not supported'}): the RAM tier is "
+        f"{ram_bytes // 4096:,} pages of 4 KiB, to be allocated and pinned one by one"
+    )
+    file = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    remedy = f"if starting takes long, as root: echo within_size > {file}"
+    return Finding(check, Verdict.NOTE, found, remedy)
+
+
+def check_shared_memory(size_bytes: int) -> Finding:
+    """Say whether ``/dev/shm`` is large enough; only the engine's own processes use it."""
+    check = "/dev/shm"
+    size = approximate_size(size_bytes)
+    if size_bytes >= _SHM_NBYTES:
+        found = f"{size}; for vLLM's own processes, the RAM tier is not in it"
+        return Finding(check, Verdict.OK, found)
+    found = f"{size}: enough for kvtier, which does not use it, but vLLM's processes talk in it"
+    remedy = "with several GPUs: docker run --shm-size=4g, or an emptyDir of medium Memory"
+    return Finding(check, Verdict.WARNING, found, remedy)
+
+
+def _available(machine: Machine) -> Iterator[MemoryLimit]:
+    for line in words_of(machine.proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            yield MemoryLimit("available memory", int(line.split()[1]) * 1024)
+
+
+def _group_limits(machine: Machine) -> Iterator[MemoryLimit]:
+    """Yield the limits of this process's control groups and of those around them.
+
+    Inside a container the path that the kernel names is often the host's, and what is mounted
+    is the container's own group: paths that are not there are skipped, the root is not.
+    Pages of files count as used in version 2, as they do when the RAM tier is made, though
+    the kernel would drop them.
+    """
+    mounted = machine.sys / "fs/cgroup"
+    for line in words_of(machine.proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _limits(mounted, path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _limits(mounted / "memory", path, *names)
+
+
+def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
+    inner = Path(path.lstrip("/"))
+    for group in dict.fromkeys((inner, *inner.parents)):
+        most, used = words_of(root / group / limit), words_of(root / group / usage)
+        if most.isdecimal() and used.isdecimal() and int(most) < _NO_LIMIT:
+            name = f"the control group's {limit}"
+            free = int(most) - int(used) + _droppable_nbytes(root / group / "memory.stat")
+            yield MemoryLimit(name, max(free, 0))
+
+
+def _droppable_nbytes(statistics: Path) -> int:
+    """Return the pages of files in a control group of version 1."""
+    words = dict(line.split() for line in words_of(statistics).splitlines())
+    return sum(int(words.get(f"total_{kind}_file", 0)) for kind in ("active", "inactive"))
+
+
+def _soft_limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft

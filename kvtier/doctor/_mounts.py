@@ -1,0 +1,181 @@
+"""Which file system a directory is on, and whether it suits a store."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.doctor._finding import Finding, Verdict
+from kvtier.doctor._machine import Machine
+
+__all__ = ["Mount", "check_mount", "find_mount", "is_exempt_from_cow", "parse_mounts"]
+
+_TESTED: Final = frozenset({"ext4", "xfs"})
+_MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_LAYERED: Final = frozenset({"overlay", "aufs"})
+_NETWORK: Final = re.compile(
+    r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|glusterfs|afs|9p|virtiofs|fuse(blk)?(\..*)?"
+)
+_COPY_ON_WRITE: Final = frozenset({"btrfs", "zfs", "bcachefs"})
+
+_FS_IOC_GETFLAGS: Final = 0x80086601
+_FS_NOCOW_FL: Final = 0x00800000
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A line of ``/proc/self/mountinfo``.
+
+    Attributes:
+        major: Major device number; 0 for a file system without a device of its own.
+        minor: Minor device number.
+        point: Where it is mounted.
+        kind: File system type, such as ``ext4``.
+        source: What is mounted, such as ``/dev/nvme0n1p1``.
+        options: Options of the mount and of the file system.
+    """
+
+    major: int
+    minor: int
+    point: Path
+    kind: str
+    source: str
+    options: frozenset[str]
+
+
+def parse_mounts(text: str) -> Iterator[Mount]:
+    """Yield the mounts that ``text``, a mountinfo file, names; see proc_pid_mountinfo(5).
+
+    >>> line = "27 1 254:0 / /data rw,relatime shared:1 - ext4 /dev/vda rw,discard"
+    >>> mount = next(parse_mounts(line))
+    >>> mount.kind, mount.point, sorted(mount.options)
+    ('ext4', PosixPath('/data'), ['discard', 'relatime', 'rw'])
+    """
+    for line in text.splitlines():
+        mine, _, theirs = line.partition(" - ")
+        fields, tail = mine.split(), theirs.split()
+        if len(fields) < 6 or len(tail) < 2:
+            continue
+        major, _, minor = fields[2].partition(":")
+        options = {*fields[5].split(","), *(tail[2].split(",") if len(tail) > 2 else ())}
+        point = Path(_unescape(fields[4]))
+        yield Mount(
+            int(major), int(minor), point, tail[0], _unescape(tail[1]), frozenset(options)
+        )
+
+
+def find_mount(machine: Machine, place: Path) -> Mount:
+    """Return the mount that the existing directory ``place`` is on.
+
+    Raises:
+        OSError: There is no procfs.
+        LookupError: No mount contains ``place``.
+    """
+    resolved = place.resolve()
+    found: Mount | None = None
+    text = (machine.proc / "self/mountinfo").read_text("utf-8", "surrogateescape")
+    for mount in parse_mounts(text):
+        # Of equal mount points the later covers the earlier.
+        if resolved.is_relative_to(mount.point) and (
+            found is None or len(mount.point.parts) >= len(found.point.parts)
+        ):
+            found = mount
+    if found is None:
+        raise LookupError(f"no mount contains {place}")
+    return found
+
+
+def is_exempt_from_cow(place: Path) -> bool:
+    """Return whether new files in ``place`` are overwritten in place (``chattr +C``)."""
+    flags = array.array("l", [0])
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
+    except OSError:  # a file system without attributes
+        return False
+    finally:
+        os.close(fd)
+    return bool(flags[0] & _FS_NOCOW_FL)
+
+
+def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Iterator[Finding]:
+    """Say whether the file system suits a store: once for its kind, once per odd option.
+
+    Args:
+        tier: Name of the tier.
+        mount: Where its directory is.
+        exempt_from_cow: Whether files there are overwritten in place although the file system
+            copies on write.
+    """
+    check = f"{tier}: file system"
+    exempt = exempt_from_cow or "nodatacow" in mount.options
+    verdict, what, remedy = _judge_kind(mount.kind, exempt_from_cow=exempt)
+    found = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
+    yield Finding(check, verdict, f"{found}: {what}" if what else found, remedy)
+    for option, (what, remedy) in _ODD_OPTIONS.items():
+        if option in mount.options:
+            yield Finding(check, Verdict.WARNING, f"mounted with {option}: {what}", remedy)
+    quota = sorted(mount.options & _QUOTAS)
+    if quota:
+        what = f"mounted with {quota[0]}: free space does not show what your quota leaves"
+        remedy = "compare quota -s with the capacity, as the user that runs the engine"
+        yield Finding(check, Verdict.NOTE, what, remedy)
+
+
+_ODD_OPTIONS: Final = {
+    "data=journal": (
+        "every byte is written twice, and not directly",
+        "mount it with data=ordered, the default",
+    ),
+    "sync": ("every write waits for the disk", "mount it without sync"),
+}
+_QUOTAS: Final = frozenset(
+    {"quota", "usrquota", "grpquota", "prjquota", "uquota", "gquota", "pquota"}
+)
+
+
+def _judge_kind(kind: str, *, exempt_from_cow: bool) -> tuple[Verdict, str, str]:
+    if kind in _TESTED:
+        return Verdict.OK, "", ""
+    if kind in _COPY_ON_WRITE and exempt_from_cow:
+        return Verdict.OK, "overwrites in place", ""
+    for kinds, what, remedy in _UNSUITED:
+        if kind in kinds:
+            return Verdict.WARNING, what, remedy
+    if _NETWORK.fullmatch(kind):
+        return Verdict.WARNING, *_OVER_A_NETWORK
+    return Verdict.NOTE, "not one that kvtier is tested on", "prefer a local ext4 or xfs"
+
+
+_UNSUITED: Final = (
+    (
+        _MEMORY,
+        "memory, not a disk: it takes from the engine what it should relieve",
+        "name a directory on a local disk, or drop the tier and raise tiers[0].capacity",
+    ),
+    (
+        _LAYERED,
+        "a container's own layer: slow, and gone with the container",
+        "mount a volume of a local disk into the container and name it as path",
+    ),
+    (
+        _COPY_ON_WRITE,
+        "copies on write: slots scatter, and a full disk fails writes, reserved or not",
+        "use ext4 or xfs; on btrfs, chattr +C the empty directory before the first start",
+    ),
+)
+_OVER_A_NETWORK: Final = (
+    "not a local disk: locks may not keep a second engine out, its pauses become the tier's",
+    "name a directory on a local ext4 or xfs",
+)
+
+
+def _unescape(text: str) -> str:
+    """Undo the octal escapes of white space and backslashes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,78 @@
+"""How soon an evicted chunk is asked for again: what says that a tier is too small.
+
+A hit ratio cannot tell a tier that is too small from traffic that does not repeat. The time
+from evicting a chunk to the next request for it can: many gaps of a minute mean that a tier
+which held a minute more would have hit. Only the keys of what left lately are kept. In a large
+tier that is a sample, chosen by the key, so that a chunk is in it always or never (spatially
+hashed sampling: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015); the
+distribution is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvtier.keys import ChunkKey
+
+__all__ = ["ReuseGaps"]
+
+_KEPT: Final = 1 << 14
+_SAMPLING_BYTE: Final = 0  # a hash has no byte that is less random than another
+
+
+class ReuseGaps:
+    """The gaps of one tier. Time is passed in, once per step.
+
+    Args:
+        capacity: Slots of the tier.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        shift = min((capacity // _KEPT).bit_length(), 8)
+        self._mask = (1 << shift) - 1
+        self._left: list[ChunkKey] = []
+        self._asked: list[float] = []
+        self._gaps: list[float] = []
+        # Two generations, because dropping the older one at once is cheaper than the oldest key
+        # each time.
+        self._recent: dict[ChunkKey, float] = {}
+        self._older: dict[ChunkKey, float] = {}
+
+    def evicted(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that ``keys`` left the tier to make room in this step."""
+        mask = self._mask
+        self._left += [key for key in keys if not key[_SAMPLING_BYTE] & mask]
+
+    def asked(self, key: ChunkKey) -> None:
+        """Note that ``key`` was asked for in this step and is not in the tier."""
+        left_s = self._recent.pop(key, None)
+        if left_s is None:
+            left_s = self._older.pop(key, None)
+        if left_s is not None:
+            self._asked.append(left_s)
+
+    def end_step(self, now: float) -> None:
+        """Close a step that ends ``now``, in seconds on the clock of the steps before."""
+        if self._asked:
+            self._gaps += [now - left_s for left_s in self._asked]
+            self._asked.clear()
+            del self._gaps[2 * _KEPT :]  # nobody takes them
+        if not self._left:
+            return
+        self._recent.update(dict.fromkeys(self._left, now))
+        self._left.clear()
+        if len(self._recent) > _KEPT:
+            self._older, self._recent = self._recent, {}
+
+    def clear(self) -> None:
+        """Forget what left: after a reset nothing could have been kept."""
+        self._left.clear()
+        self._asked.clear()
+        self._recent.clear()
+        self._older.clear()
+
+    def take(self) -> list[float]:
+        """Return the gaps since the last call, in seconds."""
+        gaps, self._gaps = self._gaps, []
+        return gaps

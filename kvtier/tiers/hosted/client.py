@@ -1,0 +1,288 @@
+"""The engine's end of a hosted tier."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from typing import ClassVar, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from kvtier.config import TierConfig
+from kvtier.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    KvtierError,
+    TierUnavailableError,
+)
+from kvtier.keys import ChunkKey
+from kvtier.tiers.base import (
+    SlotOutcomes,
+    StorageTier,
+    StoredChunk,
+    TierContext,
+    TierStatistics,
+)
+from kvtier.tiers.hosted.connection import Connection
+from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes, unpack_keys
+from kvtier.tiers.hosted.process import HostProcess
+from kvtier.types import Outcome, SharedMemory, Why
+
+__all__ = ["HostedTier"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S: Final = 30.0
+_NOTHING_COUNTED: Final = TierStatistics(0, 0, 0, 0, 0)
+
+
+class HostedTier(StorageTier):
+    """A storage tier that runs in a process of its own.
+
+    Buffers given to :meth:`read` and :meth:`write` must lie in the context's shared memory.
+
+    Args:
+        options: Options of the tier that is hosted.
+        context: Its context, with ``memory``.
+        host: The process; owned by this object from now on.
+        opened: What it said when the tier was open.
+    """
+
+    Options: ClassVar[type[TierConfig]] = TierConfig
+
+    def __init__(
+        self, options: TierConfig, context: TierContext, host: HostProcess, opened: Frame
+    ) -> None:
+        self.name = options.name
+        self.slot_nbytes = context.slot_nbytes
+        self.capacity_slots = opened.header["capacity_slots"]
+        self._options = options
+        self._context = context
+        self._memory = _require_memory(options, context)
+        self._recovered: Frame | None = opened
+        self._host: HostProcess | None = host
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._counted_before = _NOTHING_COUNTED
+        self._closed = False
+        self._notes: list[Frame] = []
+        self._notes_lock = threading.Lock()
+
+    @classmethod
+    @override
+    def open(cls, options: TierConfig, context: TierContext) -> Self:
+        """Start a host that opens the tier ``options.kind`` names; blocks.
+
+        Raises:
+            ConfigError: There is no shared memory, or the tier's options cannot work here.
+            StoreLockedError: Another process has the store open.
+            StoreDamagedError: The store's files are not what they should be.
+            TierUnavailableError: The host could not be started, or the medium fails.
+        """
+        return cls(options, context, *_start(options, context))
+
+    @property
+    def host_pid(self) -> int | None:
+        """Process id of the host, None while there is none."""
+        return None if self._host is None else self._host.process.pid
+
+    @override
+    def recovered(self) -> Iterator[StoredChunk]:
+        found, self._recovered = self._recovered, None
+        if found is None:
+            return iter(())
+        count = found.header["count"]
+        slots = np.frombuffer(found.arrays, dtype=np.int64, count=count)
+        keys = unpack_keys(found.header["widths"], count, found.arrays[slots.nbytes :])
+        return map(StoredChunk, keys, slots.tolist())
+
+    @override
+    async def write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        return await self._move("write", self._batch(keys, slots, sources), why)
+
+    @override
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        return await self._move("read", self._batch(keys, slots, into), why)
+
+    @override
+    def forget(self, slots: Sequence[int]) -> None:
+        self._note("forget", slots)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._send_notes)
+
+    @override
+    def touch(self, slots: Sequence[int]) -> None:
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent along with the next call."""
+        self._note("touch", slots)
+
+    @override
+    async def reset(self) -> None:
+        """See :meth:`kvtier.tiers.base.StorageTier.reset`.
+
+        Raises:
+            ClosedError: The tier was closed.
+            TierUnavailableError: A restart may bring back what was there.
+        """
+        self._require_open()
+        self._recovered = None
+        connection = await self._connect()
+        self._send_notes()
+        await connection.call("reset")
+
+    @override
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        connection = self._connection
+        if connection is None and self._host is not None:
+            connection = await self._connect()
+        if connection is None:
+            return
+        self._send_notes()
+        try:
+            await asyncio.wait_for(connection.close_tier(), _CLOSE_TIMEOUT_S)
+        except (TimeoutError, TierUnavailableError) as error:
+            problem = str(error) or f"no answer within {_CLOSE_TIMEOUT_S:.0f} s"
+            logger.warning("tier %s: not closed cleanly: %s", self.name, problem)
+        await connection.aclose()
+
+    @override
+    def statistics(self) -> TierStatistics:
+        if self._connection is None:
+            return self._counted_before
+        return _sum(self._counted_before, self._connection.statistics)
+
+    async def _move(self, op: str, batch: Batch, why: Why) -> SlotOutcomes:
+        try:
+            connection = await self._connect()
+            self._send_notes()
+            answer = await connection.call(
+                op, lambda header: batch.frame({**header, "why": int(why)})
+            )
+        except TierUnavailableError as error:
+            return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
+        outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, len(batch.keys))
+        return SlotOutcomes(outcomes, answer.header["words"])
+
+    async def _connect(self) -> Connection:
+        """Return a usable connection, starting a host again if the last one is gone.
+
+        Raises:
+            TierUnavailableError: There is none and none can be started.
+        """
+        if self._connection is not None and self._connection.usable:
+            return self._connection
+        async with self._connecting:
+            if self._connection is not None and self._connection.usable:
+                return self._connection
+            if self._connection is not None:
+                self._counted_before = self.statistics()
+                self._connection = self._host = None
+            if self._host is None:
+                self._host = await self._start_again()
+            connection = Connection(self.name, self._host, self._context.pool)
+            await connection.open()
+            self._loop = asyncio.get_running_loop()
+            self._connection = connection
+        return connection
+
+    async def _start_again(self) -> HostProcess:
+        """Start a host in place of one that died; what it recovers is known already."""
+        logger.warning("tier %s: starting its I/O process again", self.name)
+        try:
+            host, _ = await self._context.pool.run(
+                lambda: _start(self._options, self._context), priority=int(Why.LOAD)
+            )
+        except (KvtierError, OSError) as error:
+            raise TierUnavailableError(
+                self.name, f"its I/O process could not be started again: {error}"
+            ) from error
+        return host
+
+    def _note(self, op: str, slots: Sequence[int]) -> None:
+        """Keep a frame that nobody waits for until something else is sent."""
+        frame = Frame({"op": op}, np.asarray(slots, dtype=np.int64).tobytes())
+        with self._notes_lock:
+            self._notes.append(frame)
+
+    def _send_notes(self) -> None:
+        if self._connection is None:
+            return
+        with self._notes_lock:
+            notes, self._notes = self._notes, []
+        for frame in notes:
+            self._connection.send(frame)
+
+    def _batch(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
+    ) -> Batch:
+        self._require_open()
+        if not len(keys) == len(slots) == len(views):
+            raise CapacityError(
+                f"tier {self.name}: {len(keys)} keys, {len(slots)} slots, {len(views)} buffers"
+            )
+        return Batch(keys, np.asarray(slots, dtype=np.int64), self._offsets(views))
+
+    def _offsets(self, views: Sequence[memoryview]) -> npt.NDArray[np.int64]:
+        """Return where ``views`` are in the shared memory."""
+        for view in views:
+            if view.nbytes != self.slot_nbytes:
+                raise CapacityError(
+                    f"tier {self.name}: a buffer of {view.nbytes} bytes for a slot of "
+                    f"{self.slot_nbytes}"
+                )
+        first = ctypes.c_char.from_buffer
+        addresses = [ctypes.addressof(first(view)) for view in views]
+        offsets = np.array(addresses, dtype=np.int64) - self._memory.address
+        last = self._memory.nbytes - self.slot_nbytes
+        if offsets.size and not 0 <= offsets.min() <= offsets.max() <= last:
+            raise CapacityError(f"tier {self.name}: a buffer is not in the shared memory")
+        return offsets
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self.name} is closed")
+
+
+def _require_memory(options: TierConfig, context: TierContext) -> SharedMemory:
+    if context.memory is None:
+        raise ConfigError(f"tier {options.name}: a process of its own needs shared memory")
+    return context.memory
+
+
+def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Frame]:
+    opening = {
+        "options": options.model_dump(mode="json"),
+        "slot_nbytes": context.slot_nbytes,
+        "fingerprint": dict(context.fingerprint.fields),
+        "piece_nbytes": context.piece_nbytes,
+        "threads": context.pool.threads,
+    }
+    return HostProcess.start(options.name, opening, _require_memory(options, context))
+
+
+def _sum(first: TierStatistics, second: TierStatistics) -> TierStatistics:
+    return TierStatistics(*map(sum, zip(astuple(first), astuple(second), strict=True)))

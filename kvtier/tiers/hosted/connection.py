@@ -1,0 +1,146 @@
+"""Calls to a host and their answers, on the loop that uses the tier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.errors import TierUnavailableError
+from kvtier.iopool import IoPool
+from kvtier.tiers.base import TierStatistics
+from kvtier.tiers.hosted.frames import Frame, decode_error, read_frame
+from kvtier.tiers.hosted.process import HostProcess, end, relog
+from kvtier.types import Why
+
+__all__ = ["Connection"]
+
+logger = logging.getLogger(__name__)
+
+
+class Connection:
+    """An open connection to a running host.
+
+    Attributes:
+        statistics: The tier's counters as of the last answer.
+    """
+
+    def __init__(self, tier: str, host: HostProcess, pool: IoPool) -> None:
+        self.statistics = TierStatistics(0, 0, 0, 0, 0)
+        self._tier = tier
+        self._host = host
+        self._pool = pool
+        self._writer: asyncio.StreamWriter
+        self._listening: asyncio.Task[None]
+        self._waiting: dict[int, asyncio.Future[Frame]] = {}
+        self._calls = itertools.count()
+        self._gone = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls can be made."""
+        return not self._gone
+
+    async def open(self) -> None:
+        """Begin to listen for answers on the running loop."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._host.connection)
+        self._listening = asyncio.create_task(self._listen(reader))
+
+    def send(self, frame: Frame) -> None:
+        """Send ``frame``, to which there is no answer."""
+        if not self._gone:
+            self._writer.write(frame.encode())
+
+    async def call(self, op: str, make: Callable[[dict[str, Any]], Frame] = Frame) -> Frame:
+        """Send a frame and wait for its answer.
+
+        Args:
+            op: The operation.
+            make: Completes the frame that begins with this header.
+
+        Raises:
+            KvtierError: What the tier raised, or TierUnavailableError when the host is gone.
+
+        Cancellation:
+            Deferred until the answer is there: the host may be using the caller's memory.
+        """
+        if self._gone:
+            raise TierUnavailableError(self._tier, "its I/O process is gone")
+        number = next(self._calls)
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self.send(make({"op": op, "call": number}))
+        cancelled: asyncio.CancelledError | None = None
+        while not answer.done():
+            try:
+                await asyncio.wait([answer])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            answer.exception()  # retrieved, so asyncio does not report it as lost
+            raise cancelled
+        return answer.result()
+
+    async def close_tier(self) -> None:
+        """Close the tier in the host, which then ends.
+
+        Raises:
+            TierUnavailableError: The host ended without saying that all is committed.
+
+        Cancellation:
+            At once; nothing of the caller's is in use.
+        """
+        if self._gone:
+            raise TierUnavailableError(self._tier, "its I/O process is gone")
+        number = next(self._calls)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.send(Frame({"op": "close", "call": number}))
+        await answer
+
+    async def aclose(self) -> None:
+        """Close the socket and wait until the host has ended, one way or the other."""
+        if not self._gone:
+            self._writer.close()
+        await self._listening
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Take answers until the host is gone, then fail the calls that wait for one."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                frame = await read_frame(reader)
+                if frame.header["op"] == "log":
+                    relog(frame)
+                else:
+                    self._take(frame)
+        self._gone = True
+        self._writer.close()
+        # Until the process has ended, its threads may still be writing into a caller's memory.
+        process = self._host.process
+        while not await self._pool.run(lambda: end(process), priority=int(Why.LOAD)):
+            logger.error(
+                "tier %s: its I/O process %d is stuck in the operating system",
+                self._tier,
+                process.pid,
+            )
+        for answer in self._waiting.values():
+            if answer.cancelled():
+                continue
+            answer.set_exception(
+                TierUnavailableError(
+                    self._tier, f"its I/O process ended with exit code {process.returncode}"
+                )
+            )
+        self._waiting.clear()
+
+    def _take(self, frame: Frame) -> None:
+        self.statistics = TierStatistics(*frame.header["statistics"])
+        answer = self._waiting.pop(frame.header["call"])
+        if answer.cancelled():
+            return
+        if "error" in frame.header:
+            answer.set_exception(decode_error(frame.header["error"]))
+        else:
+            answer.set_result(frame)

@@ -1,0 +1,210 @@
+"""The process that runs a hosted tier; started by :class:`~kvtier.tiers.hosted.HostedTier`.
+
+It inherits two descriptors, the socket to the engine and the shared memory, and is told the
+engine's process id. It ends when the engine asks it to, closes the socket or dies; a signal
+that a terminal or a supervisor sends to the whole group does not end it, because the engine
+still has chunks to bring down then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import astuple
+from typing import Any, Final
+
+import numpy as np
+from typing_extensions import override
+
+from kvtier.config import options_of
+from kvtier.iopool import IoPool
+from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.hosted.frames import (
+    Batch,
+    Frame,
+    encode_error,
+    encode_outcomes,
+    pack_keys,
+    read_frame,
+)
+from kvtier.tiers.registry import open_tier
+from kvtier.types import LayoutFingerprint, Why
+
+__all__ = ["main"]
+
+_CLOSE_TIMEOUT_S: Final = 30.0
+
+Send = Callable[[Frame], None]
+
+
+class _LogToEngine(logging.Handler):
+    """Hands log records to the engine, whose log is the one somebody reads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
+        super().__init__()
+        self._loop = loop
+        self._send = send
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        header = {"op": "log", "level": record.levelno, "logger": record.name}
+        frame = Frame({**header, "text": self.format(record)})
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._send, frame)
+
+
+class _Server:
+    """Answers frames about one open tier."""
+
+    def __init__(self, tier: StorageTier, memory: memoryview, send: Send) -> None:
+        self._tier = tier
+        self._memory = memory
+        self._send = send
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def take(self, frame: Frame) -> None:
+        """Act on ``frame``; what takes time goes on in a task of its own."""
+        match frame.header["op"]:
+            case "forget":
+                self._tier.forget(np.frombuffer(frame.arrays, dtype=np.int64).tolist())
+            case "touch":
+                self._tier.touch(np.frombuffer(frame.arrays, dtype=np.int64).tolist())
+            case "write":
+                self._start(frame, functools.partial(self._move, frame, self._tier.write))
+            case "read":
+                self._start(frame, functools.partial(self._move, frame, self._tier.read))
+            case "reset":
+                self._start(frame, self._reset)
+            case unknown:
+                raise ValueError(f"no such operation: {unknown}")
+
+    async def drain(self) -> None:
+        """Wait until every call that was started is over."""
+        while self._calls:
+            await asyncio.wait(self._calls)
+
+    def _start(self, frame: Frame, call: Callable[[], Awaitable[Frame]]) -> None:
+        task = asyncio.create_task(self._answer(frame, call))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, frame: Frame, call: Callable[[], Awaitable[Frame]]) -> None:
+        try:
+            answer = await call()
+        except Exception as error:  # noqa: BLE001 - raised again in the engine's process
+            answer = Frame({"error": encode_error(error)})
+        header: dict[str, Any] = {
+            "op": "answer",
+            "call": frame.header["call"],
+            "statistics": astuple(self._tier.statistics()),
+        }
+        self._send(Frame({**header, **answer.header}, answer.arrays))
+
+    async def _move(self, frame: Frame, move: Callable[..., Awaitable[Any]]) -> Frame:
+        batch = Batch.of(frame)
+        nbytes = self._tier.slot_nbytes
+        views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
+        why = Why(frame.header["why"])
+        moved = await move(batch.keys, batch.slots.tolist(), views, why=why)
+        word, codes = encode_outcomes(moved.outcomes)
+        return Frame({"outcomes": word, "words": moved.error}, codes)
+
+    async def _reset(self) -> Frame:
+        await self._tier.reset()
+        return Frame({})
+
+
+async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    loop = asyncio.get_running_loop()
+
+    def send(frame: Frame) -> None:
+        if not writer.is_closing():
+            writer.write(frame.encode())
+
+    log = logging.getLogger("kvtier")
+    log.addHandler(_LogToEngine(loop, send))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    engine = os.pidfd_open(engine_pid)
+    loop.add_reader(engine, reader.feed_eof)
+    opening = await read_frame(reader)
+    pool = IoPool(opening.header["threads"], name="kvtier-io")
+    try:
+        tier = await pool.run(functools.partial(_open, opening, pool, engine_pid), priority=0)
+    except Exception as error:  # noqa: BLE001 - raised again in the engine's process
+        send(Frame({"op": "refused", "error": encode_error(error)}))
+        await writer.drain()
+        return
+    send(_opened(tier))
+    call = await _until_closed(reader, _Server(tier, memory, send))
+    await tier.aclose()
+    pool.close(timeout_s=_CLOSE_TIMEOUT_S)
+    if call is not None:
+        send(Frame({"op": "answer", "call": call, "statistics": astuple(tier.statistics())}))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+
+
+def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
+    header = opening.header
+    context = TierContext(
+        slot_nbytes=header["slot_nbytes"],
+        fingerprint=LayoutFingerprint(header["fingerprint"]),
+        pool=pool,
+        piece_nbytes=header["piece_nbytes"],
+        owner_pid=engine_pid,
+    )
+    options = options_of(header["options"]["kind"]).model_validate(header["options"])
+    return open_tier(options, context)
+
+
+def _opened(tier: StorageTier) -> Frame:
+    recovered = list(tier.recovered())
+    keys = [chunk.key for chunk in recovered]
+    slots = np.fromiter((chunk.slot for chunk in recovered), dtype=np.int64, count=len(keys))
+    widths, packed = pack_keys(keys)
+    header = {"op": "opened", "capacity_slots": tier.capacity_slots}
+    return Frame(
+        {**header, "count": len(keys), "widths": widths}, b"".join((slots.tobytes(), packed))
+    )
+
+
+async def _until_closed(reader: asyncio.StreamReader, server: _Server) -> int | None:
+    """Serve until the engine closes the tier; returns the number of that call, None if gone."""
+    try:
+        while True:
+            frame = await read_frame(reader)
+            if frame.header["op"] == "close":
+                return int(frame.header["call"])
+            server.take(frame)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    finally:
+        await server.drain()
+
+
+def main() -> None:
+    """Serve the engine that started this process until it is gone."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
+    memory = memoryview(mmap.mmap(memory_descriptor, 0))
+    os.close(memory_descriptor)
+    connection = socket.socket(fileno=descriptor)
+    try:
+        asyncio.run(_serve(connection, memory, engine_pid))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return  # the engine went away while the tier was being opened
+
+
+if __name__ == "__main__":
+    main()

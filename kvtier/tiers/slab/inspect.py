@@ -1,0 +1,369 @@
+"""Looking into a store from outside, whether or not an engine has it open.
+
+Nothing here writes into the store, and an engine notices nothing. How the index is opened
+depends on who is there, because SQLite's readers are not all harmless:
+
+* **An engine is running**: read-only. It has made the log's side files, and a reader beside it
+  is what they are for.
+* **Nobody is, and the log is empty**: as immutable. A plain reader would make side files, which
+  changes the directory and is impossible on a read-only file system.
+* **Nobody is, and a crash left a log**: a private copy. Reading it in place would rebuild the
+  side file that a later recovery starts from.
+
+An engine may start at any time, so who is there is asked again before every query.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+from urllib.parse import quote
+
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.lock import LOCK
+from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, read_layout
+from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
+
+__all__ = [
+    "Departure",
+    "Entry",
+    "IndexReader",
+    "StoredNamespace",
+    "Totals",
+    "find_namespaces",
+    "holder_of",
+    "index_nbytes",
+]
+
+_NAMESPACE: Final = re.compile("[0-9a-f]{16}")
+_WAL: Final = f"{INDEX}-wal"
+
+
+def _cast(*columns: str) -> str:
+    return ", ".join(f"CAST({column} AS INTEGER) AS {column}" for column in columns)
+
+
+_INTEGERS: Final = ("checksum", "generation", "last_use", "stored_at", "used_at", "hits")
+# A value of another type reads as the number or bytes it resembles, as the engine reads it.
+_COLUMNS: Final = {
+    2: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}",
+    1: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
+    "0 AS stored_at, 0 AS used_at, 0 AS hits",
+}
+_TRAIL: Final = """(
+    SELECT end, CAST(at AS INTEGER) AS at, CAST(reason AS TEXT) AS reason,
+           CAST(key_hashes AS BLOB) AS key_hashes
+    FROM departures WHERE length(key_hashes) % 8 = 0
+)"""
+_ORDERS: Final = {
+    "last-use": "last_use DESC",
+    "stored": "generation DESC",
+    "hits": "hits DESC, last_use DESC",
+}
+
+Order = Literal["last-use", "stored", "hits"]
+_Parameters = Sequence[int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNamespace:
+    """One model's part of a store.
+
+    Attributes:
+        directory: Where its files are.
+        layout: What its bytes mean.
+    """
+
+    directory: Path
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """What the directory is called."""
+        return self.directory.name
+
+    @property
+    def index_path(self) -> Path:
+        """The index."""
+        return self.directory / INDEX
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the index: what it says, which is a claim until the bytes are verified.
+
+    Attributes:
+        slot: Where the chunk is.
+        key: Its key.
+        checksum: Its checksum, unsigned.
+        generation: Logical time of the store; never the same twice.
+        last_use: Logical time of the last use.
+        stored_at: Seconds since the epoch, 0 if unknown.
+        used_at: Seconds since the epoch, 0 if unknown.
+        hits: How often it was loaded from this tier.
+    """
+
+    slot: int
+    key: ChunkKey
+    checksum: int
+    generation: int
+    last_use: int
+    stored_at: int
+    used_at: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """One row of the trail.
+
+    Attributes:
+        at: Seconds since the epoch.
+        reason: A value of :class:`kvtier.tiers.slab.trail.Reason`, or one of a later version.
+        key_hashes: Little-endian 64-bit hashes of the keys; empty if they are not known.
+    """
+
+    at: int
+    reason: str
+    key_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """An index summed up; times are seconds since the epoch, 0 where unknown."""
+
+    chunks: int
+    hits: int
+    oldest_at: int
+    newest_at: int
+    departures: dict[str, int]
+
+
+def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
+    """Return the namespaces of the store at ``path``, or the one that ``path`` is.
+
+    Args:
+        path: A store or a namespace in it.
+        name: Only this one.
+
+    Raises:
+        ConfigError: There is no such thing; the message says what to give instead.
+    """
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {what}; give the path of an nvme tier")
+    io = BlockIo()
+    path = path.resolve()  # its parent is asked for, which "." has not
+    try:
+        candidates = (
+            [path]
+            if (path / LAYOUT).exists()
+            else sorted(child for child in path.iterdir() if _NAMESPACE.fullmatch(child.name))
+        )
+    except PermissionError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; run this as the user that runs the engine"
+        ) from error
+    found = [
+        StoredNamespace(directory, layout)
+        for directory in candidates
+        if (layout := read_layout(directory, io)) is not None
+    ]
+    if not found:
+        raise ConfigError(f"{path} holds no kvtier store; give the path of an nvme tier")
+    chosen = [space for space in found if name in {None, space.name}]
+    if not chosen:
+        names = ", ".join(space.name for space in found)
+        raise ConfigError(f"{path} has no namespace {name}; it has {names}")
+    return chosen
+
+
+def holder_of(directory: Path) -> str | None:
+    """Return what the lock file of a namespace says of the process that has it open.
+
+    The lock is tried for a moment, and only while the lock of the whole store keeps engines
+    from opening anything: an engine that starts meanwhile waits instead of being refused.
+
+    Returns:
+        None if nobody has it open.
+
+    Raises:
+        OSError: The files cannot be read.
+    """
+    with _shared(directory.parent / ROOT_LOCK, wait=True), _shared(directory / LOCK) as free:
+        if free:
+            return None
+        text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
+        return "".join(filter(str.isprintable, text)) or "another process"
+
+
+def index_nbytes(space: StoredNamespace) -> int:
+    """Return the bytes of the index and its log."""
+    return _nbytes(space.index_path) + _nbytes(space.directory / _WAL)
+
+
+class IndexReader:
+    """Reads the index of one namespace; a context manager. Not thread-safe.
+
+    Its methods raise :class:`IndexDamagedError` for an index nobody can use,
+    :class:`sqlite3.Error` and :class:`OSError` when the machine fails.
+    """
+
+    def __init__(self, space: StoredNamespace) -> None:
+        self._directory = space.directory
+        self._path = space.index_path
+        self._resources = contextlib.ExitStack()
+        self._connection: sqlite3.Connection | None = None
+        self._beside_engine = False
+        self._version = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._resources.close()
+
+    @property
+    def live(self) -> bool:
+        """Whether an engine had the store open at the last query."""
+        return self._beside_engine
+
+    def checksum(self) -> str:
+        """Return how payloads are checksummed: ``xxh3`` or ``off``."""
+        rows = self._query("SELECT value FROM meta WHERE name = 'checksum'")
+        return str(rows[0][0]) if rows else "xxh3"
+
+    def totals(self) -> Totals:
+        """Sum up the index."""
+        ((chunks, hits, oldest, newest),) = self._query(
+            "SELECT count(*), CAST(total(hits) AS INTEGER),"
+            " CAST(min(nullif(stored_at, 0)) AS INTEGER), CAST(max(stored_at) AS INTEGER)"
+            " FROM (SELECT {columns} FROM chunks)"
+        )
+        departures = self._departures("reason, sum(length(key_hashes) / 8)", "GROUP BY reason")
+        return Totals(chunks, hits, oldest or 0, newest or 0, dict(departures))
+
+    def departures(self) -> Iterator[Departure]:
+        """Yield the trail, newest first."""
+        rows = self._departures("at, reason, key_hashes", "ORDER BY end DESC")
+        for at, reason, key_hashes in rows:
+            yield Departure(at, reason, key_hashes)
+
+    def entries(self, order: Order, limit: int) -> list[Entry]:
+        """Return the first ``limit`` rows in ``order``, all of them if it is negative."""
+        return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
+
+    def less_recent(self, entry: Entry) -> int:
+        """Return how many chunks were used less recently than ``entry``."""
+        rows = self._query("SELECT count(*) FROM chunks WHERE last_use < ?", (entry.last_use,))
+        return int(rows[0][0])
+
+    def entries_of_slots(self, first: int, end: int) -> list[Entry]:
+        """Return the rows of slots ``first`` to ``end - 1``, in their order."""
+        return self._entries("slot >= ? AND slot < ? ORDER BY slot", (first, end))
+
+    def entries_of_prefix(self, digits: str) -> list[Entry]:
+        """Return the rows whose key begins with ``digits``, in hex."""
+        return self._entries("substr(hex(key), 1, ?) = ?", (len(digits), digits.upper()))
+
+    def entries_unused_since(self, at: int) -> list[Entry]:
+        """Return the rows of known age that were neither stored nor used from ``at`` on."""
+        return self._entries("stored_at > 0 AND max(stored_at, used_at) < ?", (at,))
+
+    def _entries(self, where: str, parameters: _Parameters) -> list[Entry]:
+        sql = f"SELECT * FROM (SELECT {{columns}} FROM chunks) WHERE {where}"
+        return [_entry(row) for row in self._query(sql, parameters)]
+
+    def _departures(self, columns: str, tail: str) -> list[tuple[Any, ...]]:
+        self._connect()
+        if self._version == 1:
+            return []
+        return self._query(f"SELECT {columns} FROM {_TRAIL} {tail}")
+
+    def _query(self, sql: str, parameters: _Parameters = ()) -> list[tuple[Any, ...]]:
+        connection = self._connect()
+        with blame():
+            sql = sql.replace("{columns}", _COLUMNS[self._version])
+            return connection.execute(sql, parameters).fetchall()
+
+    def _connect(self) -> sqlite3.Connection:
+        occupied = holder_of(self._directory) is not None
+        if self._connection is None or (occupied and not self._beside_engine):
+            self._resources.close()
+            self._beside_engine = occupied
+            self._connection = self._open()
+        return self._connection
+
+    def _open(self) -> sqlite3.Connection:
+        if not self._path.exists():
+            raise IndexDamagedError("it is missing")
+        if self._beside_engine:
+            uri = _uri(self._path, "mode=ro")
+        elif _nbytes(self._directory / _WAL):
+            uri = _uri(self._copy(), "mode=rw")
+        else:
+            uri = _uri(self._path, "mode=ro&immutable=1")
+        connection = sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)
+        self._resources.callback(connection.close)
+        with blame():
+            self._version = check_identity(connection)
+        return connection
+
+    def _copy(self) -> Path:
+        directory = self._resources.enter_context(tempfile.TemporaryDirectory())
+        for name in (INDEX, _WAL):
+            shutil.copyfile(self._directory / name, Path(directory) / name)
+        return Path(directory) / INDEX
+
+
+@contextlib.contextmanager
+def _shared(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold the lock of ``path`` together with other readers; yields whether it was free."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True  # a copy, which no engine has ever opened
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        free = False
+    else:
+        free = True
+    try:
+        yield free
+    finally:
+        os.close(fd)
+
+
+def _uri(path: Path, options: str) -> str:
+    return f"file:{quote(str(path.absolute()))}?{options}"
+
+
+def _nbytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _entry(row: tuple[Any, ...]) -> Entry:
+    slot, key, checksum, *others = row
+    return Entry(slot, key, checksum & 0xFFFF_FFFF_FFFF_FFFF, *others)

@@ -1,0 +1,92 @@
+"""Changing a store that no engine has open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes, hash_keys
+from kvtier.tiers.slab.inspect import Entry, StoredNamespace, holder_of, index_nbytes
+from kvtier.tiers.slab.lock import LOCK, name_holder, try_acquire
+from kvtier.tiers.slab.trail import Reason
+
+__all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompactedIndex:
+    """Bytes of an index and its log, before and after."""
+
+    before_nbytes: int
+    after_nbytes: int
+
+
+@contextlib.contextmanager
+def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
+    """Keep engines out of ``space``, as one that has it open would.
+
+    Args:
+        space: What to lock.
+        remedy: What to do if an engine has it, for the message.
+
+    Raises:
+        ConfigError: It is in use.
+        OSError: The file system failed.
+    """
+    io = BlockIo()
+    path = space.directory / LOCK
+    try:
+        fd = try_acquire(path, io)
+    except BlockingIOError:
+        holder = holder_of(space.directory) or "another process"
+        raise ConfigError(f"{space.directory} is in use by {holder}; {remedy}") from None
+    try:
+        opened = os.fstat(fd)
+        name_holder(fd, os.getpid(), io)
+        # The time of the file tells when an engine last had it, which decides who gives way.
+        os.utime(fd, ns=(opened.st_atime_ns, opened.st_mtime_ns))
+        yield
+    finally:
+        io.close(fd)
+
+
+def drop_chunks(space: StoredNamespace, entries: Sequence[Entry]) -> None:
+    """Remove ``entries`` from the index of ``space``, which is held; durable.
+
+    Raises:
+        IndexDamagedError: The index cannot be used.
+        OSError: The file system failed.
+        sqlite3.Error: The index cannot be written.
+    """
+    notes = Notes()
+    notes.depart(Reason.DROPPED, hash_keys([entry.key for entry in entries]))
+    with _index(space) as database:
+        database.apply(Change(rows=dict.fromkeys(entry.slot for entry in entries), notes=notes))
+
+
+def compact_index(space: StoredNamespace) -> CompactedIndex:
+    """Write the index of ``space``, which is held, anew without gaps.
+
+    Raises:
+        IndexDamagedError: The index cannot be used.
+        OSError: The file system failed.
+        sqlite3.Error: The index cannot be written, for lack of room for example.
+    """
+    before_nbytes = index_nbytes(space)
+    with _index(space) as database:
+        database.compact()
+    return CompactedIndex(before_nbytes, index_nbytes(space))
+
+
+@contextlib.contextmanager
+def _index(space: StoredNamespace) -> Iterator[IndexDatabase]:
+    spec = IndexSpec(space.index_path, checksum="xxh3", durability="power")
+    database = IndexDatabase.open(spec, BlockIo())
+    try:
+        yield database
+    finally:
+        database.close()

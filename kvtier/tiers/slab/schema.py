@@ -1,0 +1,114 @@
+"""The index's tables from version to version, and whether a file or the machine is damaged.
+
+Version 2 added times, hits and the trail; an index of version 1 is brought up in place when it
+is opened for writing. A version this kvtier does not know is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from typing import Final
+
+from kvtier.tiers.slab.trail import TRAIL_SCHEMA
+
+__all__ = ["IndexDamagedError", "blame", "bring_up", "check_identity"]
+
+_APPLICATION_ID: Final = 0x6B767469  # "kvti"
+_VERSION: Final = 2
+_SCHEMA_1: Final = """
+CREATE TABLE chunks(
+    slot INTEGER PRIMARY KEY,
+    key BLOB NOT NULL,
+    checksum INTEGER NOT NULL,
+    generation INTEGER NOT NULL,
+    last_use INTEGER NOT NULL
+);
+CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+_FROM_1_TO_2: Final = f"""
+ALTER TABLE chunks ADD COLUMN stored_at INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE chunks ADD COLUMN used_at INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE chunks ADD COLUMN hits INTEGER NOT NULL DEFAULT 0;
+{TRAIL_SCHEMA}
+"""
+_CHUNKS_1: Final = ["slot", "key", "checksum", "generation", "last_use"]
+_TABLES: Final = {
+    1: {"chunks": _CHUNKS_1, "meta": ["name", "value"]},
+    2: {
+        "chunks": [*_CHUNKS_1, "stored_at", "used_at", "hits"],
+        "meta": ["name", "value"],
+        "departures": ["end", "at", "reason", "key_hashes"],
+    },
+}
+_BLAMELESS: Final = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+"""Errors that say something about the machine and nothing about the file."""
+
+
+class IndexDamagedError(Exception):
+    """The file is not an index this version wrote, or no longer."""
+
+
+def bring_up(connection: sqlite3.Connection) -> None:
+    """Make the tables in an empty file, and bring those of an older version up to this one.
+
+    Raises:
+        IndexDamagedError: See :func:`check_identity`.
+    """
+    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        _build(connection, _SCHEMA_1 + _FROM_1_TO_2)
+    elif check_identity(connection) == 1:
+        _build(connection, _FROM_1_TO_2)
+    check_identity(connection)
+
+
+def check_identity(connection: sqlite3.Connection) -> int:
+    """Return the version of the index that ``connection`` has open.
+
+    Raises:
+        IndexDamagedError: It is not an index, or of a version that this one does not know.
+    """
+    run = connection.execute
+    mark, version = (
+        run(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
+    if mark != _APPLICATION_ID or version not in _TABLES:
+        raise IndexDamagedError(f"it is not an index of version {_VERSION} or older")
+    for table, columns in _TABLES[version].items():
+        if [row[1] for row in run(f"PRAGMA table_info({table})")] != columns:
+            raise IndexDamagedError(f"table {table} has other columns")
+    return int(version)
+
+
+@contextlib.contextmanager
+def blame() -> Iterator[None]:
+    """Tell damage to the file from trouble with the machine."""
+    try:
+        yield
+    except (sqlite3.NotSupportedError, IndexDamagedError):
+        raise
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BLAMELESS:
+            raise
+        raise IndexDamagedError(str(error)) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise IndexDamagedError(f"it holds values of other types: {error}") from error
+
+
+def _build(connection: sqlite3.Connection, statements: str) -> None:
+    """Bring the file to this version, all of it or nothing."""
+    connection.executescript(
+        f"BEGIN IMMEDIATE; {statements} PRAGMA application_id={_APPLICATION_ID};"
+        f"PRAGMA user_version={_VERSION}; COMMIT"
+    )

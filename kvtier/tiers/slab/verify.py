@@ -1,0 +1,219 @@
+"""Reading a whole store and comparing every chunk with its checksum, beside an engine or not.
+
+A running engine overwrites slots meanwhile, and between its payload and its row the two do not
+fit; nothing on the disk tells that from damage. So a chunk that does not verify is only
+suspected. It is bad if, a moment later, its row is still the same and its bytes still wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Final
+
+import numpy as np
+
+from kvtier.tiers.slab.checksum import Digest, hash_key, select_digest
+from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
+from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
+from kvtier.tiers.slab.moving import PieceBuffers, read_piece
+from kvtier.tiers.slab.namespace import SLOTS
+from kvtier.tiers.slab.pieces import plan_pieces
+from kvtier.tiers.slab.slots import SlotFile
+from kvtier.types import Outcome
+
+__all__ = ["BadChunk", "Verification", "verify"]
+
+_THREADS: Final = 4
+_PIECE_NBYTES: Final = 8 << 20
+_WINDOW_NBYTES: Final = 256 << 20  # rows are read for so many bytes at once: they age meanwhile
+_SETTLE_S: Final = 2.0  # an engine commits the row of what it writes long before
+
+
+@dataclass(frozen=True, slots=True)
+class BadChunk:
+    """A chunk that an engine could not use.
+
+    Attributes:
+        entry: Its row.
+        unreadable: Whether the medium failed; otherwise the bytes are not those stored.
+    """
+
+    entry: Entry
+    unreadable: bool
+
+
+@dataclass(slots=True)
+class Verification:
+    """What a check of one namespace found.
+
+    Attributes:
+        verified: Whether there are checksums; without, chunks are only read.
+        chunks: How many were checked.
+        nbytes: How many payload bytes were read.
+        seconds: How long that took, without waiting for an engine.
+        changed: Chunks that an engine replaced or removed during the check.
+        bad: Chunks that are no good.
+    """
+
+    verified: bool
+    chunks: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    changed: int = 0
+    bad: list[BadChunk] = field(default_factory=list)
+
+
+def verify(
+    space: StoredNamespace,
+    reader: IndexReader,
+    *,
+    on_progress: Callable[[int], None] = lambda _: None,
+    pause: Callable[[float], None] = time.sleep,
+) -> Verification:
+    """Read every chunk of ``space`` and compare it with its checksum; blocks.
+
+    Args:
+        space: What to check.
+        reader: Its open index.
+        on_progress: Called with the number of slots passed since the last call.
+        pause: Waits for so many seconds.
+
+    Raises:
+        IndexDamagedError: The index cannot be used.
+        OSError: The files cannot be opened.
+        sqlite3.Error: The index cannot be read now.
+    """
+    checksum = reader.checksum()
+    found = Verification(verified=checksum != "off")
+    digest = select_digest("xxh3" if found.verified else "off")
+    slot_nbytes = space.layout.slot_nbytes
+    file = SlotFile.open_to_read(space.directory / SLOTS, slot_nbytes, BlockIo())
+    try:
+        checker = _Checker(file, slot_nbytes, digest)
+        began_s = time.monotonic()
+        suspects: list[BadChunk] = []
+        for window, bad in _in_flight(_windows(reader, file, checker, slot_nbytes)):
+            suspects += bad
+            found.chunks += window.chunks
+            on_progress(window.slots)
+        found.nbytes = found.chunks * slot_nbytes
+        found.seconds = time.monotonic() - began_s
+        _settle(suspects, found, reader, checker, pause)
+    finally:
+        file.close()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A piece, and how far the check is when it is done."""
+
+    chunks: int
+    slots: int
+
+
+_Call = Callable[[], tuple[_Share, list[BadChunk]]]
+
+
+class _Checker:
+    """Reads and verifies; callable from several threads."""
+
+    def __init__(self, file: SlotFile, slot_nbytes: int, digest: Digest) -> None:
+        self._file = file
+        self._slot_nbytes = slot_nbytes
+        self._digest = digest
+        self.slots_per_piece = min(IOV_MAX, max(1, _PIECE_NBYTES // slot_nbytes))
+        self._buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(_THREADS):
+            self._buffers.put(aligned_buffer(self.slots_per_piece * slot_nbytes))
+
+    def check(self, entries: Sequence[Entry]) -> list[BadChunk]:
+        """Return those of ``entries``, which are neighbours, that are no good."""
+        buffer = self._buffers.get()
+        try:
+            step = self._slot_nbytes
+            piece = PieceBuffers(
+                entries[0].slot,
+                [buffer[at * step : (at + 1) * step] for at in range(len(entries))],
+                [hash_key(entry.key) for entry in entries],
+            )
+            stored = [entry.checksum for entry in entries]
+            moved = read_piece(self._file, piece, stored, self._digest)
+        finally:
+            self._buffers.put(buffer)
+        return [
+            BadChunk(entry, unreadable=outcome is Outcome.FAILED)
+            for entry, outcome in zip(entries, moved.outcomes, strict=True)
+            if outcome is not Outcome.DONE
+        ]
+
+
+def _windows(
+    reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
+) -> Iterator[_Call]:
+    """Yield the pieces of the file, a window's rows being read when its turn comes."""
+    end = max(file.found_nbytes // slot_nbytes, 1)
+    step = max(_WINDOW_NBYTES // slot_nbytes, 1)
+    for first in range(0, end, step):
+        entries = reader.entries_of_slots(first, min(first + step, end))
+        slots = np.array([entry.slot for entry in entries], dtype=np.int64)
+        pieces = plan_pieces(
+            slots, np.arange(len(slots)), slots_per_piece=checker.slots_per_piece
+        )
+        for piece in pieces:
+            members = [entries[chunk] for chunk in piece.chunks]
+            yield _call(checker, members, _Share(len(members), 0))
+        yield _call(checker, [], _Share(0, min(step, end - first)))
+    beyond = reader.entries_of_slots(end, 1 << 62)
+    yield lambda: (_Share(len(beyond), 0), [BadChunk(e, unreadable=False) for e in beyond])
+
+
+def _call(checker: _Checker, entries: Sequence[Entry], share: _Share) -> _Call:
+    return lambda: (share, checker.check(entries) if entries else [])
+
+
+def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Share, list[BadChunk]]]:
+    """Run ``calls`` on threads, a few ahead of whoever takes the results."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-verify") as executor:
+        waiting: deque[Future[tuple[_Share, list[BadChunk]]]] = deque()
+        for call in calls:
+            waiting.append(executor.submit(call))
+            if len(waiting) > 2 * _THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _settle(
+    suspects: Sequence[BadChunk],
+    found: Verification,
+    reader: IndexReader,
+    checker: _Checker,
+    pause: Callable[[float], None],
+) -> None:
+    """Sort suspects into bad ones and those that only changed while they were read."""
+    left = _unchanged(suspects, found, reader, checker)
+    if left and reader.live:
+        pause(_SETTLE_S)
+        left = _unchanged(left, found, reader, checker)
+    found.bad += left
+
+
+def _unchanged(
+    suspects: Sequence[BadChunk], found: Verification, reader: IndexReader, checker: _Checker
+) -> list[BadChunk]:
+    """Read ``suspects`` again; return those that are still in the index and still bad."""
+    left: list[BadChunk] = []
+    for suspect in suspects:
+        slot = suspect.entry.slot
+        rows = reader.entries_of_slots(slot, slot + 1)
+        if not rows or rows[0].generation != suspect.entry.generation:
+            found.changed += 1
+        else:
+            left += checker.check(rows)
+    return left

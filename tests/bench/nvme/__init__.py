@@ -1,0 +1,1 @@
+"""``python -m tests.bench.nvme``: the NVMe tier beside fio and vLLM's own tiering."""

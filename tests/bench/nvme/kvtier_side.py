@@ -1,0 +1,120 @@
+"""kvtier as vLLM runs it: its manager, storage engine, store and threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
+from kvtier.keys import ChunkKey
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.types import LayoutFingerprint
+from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.storage import Storage, open_storage
+from tests.bench.nvme.engine_loop import Moved, WrongBytesError
+
+__all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier"]
+
+FINGERPRINT = LayoutFingerprint({"model": "bench"})
+FILL_NBYTES = 16 << 20
+
+
+def make_config(
+    path: Path,
+    *,
+    ram_nbytes: int,
+    nvme_nbytes: int,
+    checksum: Literal["xxh3", "off"] = "xxh3",
+) -> KvtierConfig:
+    """Return a configuration with every default but the sizes and the backlog.
+
+    The benchmark stores faster than any disk takes it; dropping what the disk is behind with
+    would make it look faster than it is.
+    """
+    ram = RamTierConfig(capacity_bytes=ram_nbytes)
+    nvme = NvmeTierConfig(path=path, capacity_bytes=nvme_nbytes, checksum=checksum)
+    return KvtierConfig(tiers=(ram, nvme), placement=PlacementConfig(backlog_limit=1.0))
+
+
+def make_region(config: KvtierConfig, chunk_nbytes: int) -> HostRegion:
+    """Return the RAM tier, every page in place."""
+    slots = config.tiers[0].capacity_bytes // chunk_nbytes
+    geometry = RegionGeometry(slots, chunk_nbytes, chunk_nbytes, 1)
+    return HostRegion.create(f"bench-{os.getpid()}", geometry, attachers=0, timeout_s=1)
+
+
+def open_kvtier(
+    path: Path,
+    *,
+    chunk_nbytes: int,
+    ram_nbytes: int,
+    nvme_nbytes: int,
+    checksum: Literal["xxh3", "off"] = "xxh3",
+) -> KvtierSide:
+    """Open the tiers below ``path``, recovering what is there."""
+    config = make_config(
+        path, ram_nbytes=ram_nbytes, nvme_nbytes=nvme_nbytes, checksum=checksum
+    )
+    region = make_region(config, chunk_nbytes)
+    fill(region.payload)
+    storage = open_storage(config, region, FINGERPRINT, record_events=False)
+    return KvtierSide(storage, config)
+
+
+def fill(memory: memoryview) -> None:
+    """Fill ``memory`` with bytes that no disk can compress away."""
+    piece = os.urandom(FILL_NBYTES)
+    for start in range(0, len(memory), FILL_NBYTES):
+        rest = memory[start : start + FILL_NBYTES]
+        rest[:] = piece[: len(rest)]
+
+
+class KvtierSide:
+    """A :class:`~tests.bench.nvme.engine_loop.Side`; rank 0 of one is played by the caller."""
+
+    def __init__(self, storage: Storage, config: KvtierConfig) -> None:
+        self.manager: Any = KVTierManager(
+            storage,
+            tokens_per_chunk=1,
+            report_metrics=True,
+            close_timeout_s=config.transfer.close_timeout_s,
+        )
+        self.ram_share_for_waiting = config.placement.pin_budget
+        self._storage = storage
+        self._region = storage.region
+
+    def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
+        """Mark each slot with its key, then stamp and acknowledge."""
+        if not keys:
+            return
+        for slot, key in zip(spec.slots, keys, strict=True):
+            self._region.slot(slot)[: len(key)] = key
+        control = self._region.control
+        control.stamp(0, spec.slots, spec.generations[0])
+        control.acknowledge(0, spec.slots)
+
+    def collect(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
+        """Check each slot's stamp and mark, then acknowledge."""
+        if not keys:
+            return
+        control = self._region.control
+        if not control.bears(0, spec.slots, spec.generations):
+            raise WrongBytesError("a slot does not bear the stamp it was promised with")
+        for slot, key in zip(spec.slots, keys, strict=True):
+            if self._region.slot(slot)[: len(key)] != key:
+                raise WrongBytesError(f"slot {slot} does not hold {key.hex()}")
+        control.acknowledge(0, spec.slots)
+
+    def moved(self, stats: Any) -> Moved:
+        """See :meth:`Side.moved`; the engine counts for itself."""
+        channels = self._storage.engine.statistics()
+        return Moved(
+            down=sum(channel.nbytes for pair, channel in channels.items() if pair[0] == "ram"),
+            up=sum(channel.nbytes for pair, channel in channels.items() if pair[1] == "ram"),
+        )
+
+    def close(self) -> None:
+        """Bring down what is dirty and close the store."""
+        self.manager.shutdown()

@@ -1,0 +1,116 @@
+"""``kvtier cache evict`` and ``compact-index``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvtier.keys import short
+from tests.unit.cache_shell import ROOT, Shell, flat
+from tests.unit.stores import KEYS, SLOTS, Store
+
+
+class TestEvict:
+    def test_keys_leave_and_nothing_else(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        gone = [KEYS[2].hex(), short(KEYS[5])]
+        ran = shell("evict", *gone, "--yes", store.root)
+        assert (ran.code, ran.err) == (0, "")
+        assert ran.out.splitlines()[-1] == "removed 2 chunks (16.0 KiB)"
+        assert store.start() == [KEYS[slot] for slot in range(SLOTS) if slot not in {2, 5}]
+
+    def test_what_was_not_used_for_long_leaves(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.sql("UPDATE chunks SET stored_at = stored_at - 86400, used_at = used_at - 86400")
+        store.sql("UPDATE chunks SET used_at = used_at + 80000 WHERE slot = 3")
+        store.sql("UPDATE chunks SET stored_at = 0, used_at = 0 WHERE slot = 4")
+        document = shell.json("evict", "--older-than", "12h", "--yes", store.root)
+        (left,) = document["namespaces"]
+        assert (document["removed"], left["chunks"]) == (True, 14)
+        assert store.start() == [KEYS[3], KEYS[4]]
+
+    def test_a_dry_run_removes_nothing_even_beside_an_engine(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.start()
+        store.fill()
+        ran = shell("evict", "--all", "--dry-run", store.root)
+        assert (ran.code, ran.out.splitlines()[-1]) == (0, "would remove 16 chunks (128 KiB)")
+        store.stop()
+        assert len(store.start()) == SLOTS
+
+    @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 1, SLOTS)])
+    def test_it_asks_first(
+        self,
+        store: Store,
+        answer: str,
+        code: int,
+        left: int,
+    ) -> None:
+        store.filled()
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli", "cache", "evict", "--all", str(store.root)],
+            input=answer,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        assert ran.returncode == code
+        assert "Remove 16 chunks (128 KiB)? [y/N]" in ran.stderr
+        assert len(store.start()) == left
+
+    @pytest.mark.parametrize(
+        "arguments", [[], ["--all", "--older-than", "1d"], ["ab" * 8, "--all"]]
+    )
+    def test_one_way_to_choose_is_needed(
+        self, shell: Shell, store: Store, arguments: list[str]
+    ) -> None:
+        ran = shell("evict", *arguments, store.filled().root)
+        assert (ran.code, ran.err) == (
+            2,
+            "error: give KEYs, or --older-than, or --all: one of them\n",
+        )
+
+    def test_a_key_that_is_not_there_stops_everything(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        ran = shell("evict", KEYS[0].hex(), KEYS[30].hex(), "--yes", store.root)
+        assert ran.code == 2
+        assert f"{KEYS[30].hex()} is not there; nothing was removed" in ran.err
+        assert len(store.start()) == SLOTS
+
+    def test_an_age_without_a_unit_is_refused(self, shell: Shell, store: Store) -> None:
+        ran = shell("evict", "--older-than", "7", store.filled().root)
+        assert ran.code == 2
+        assert ran.err.startswith("error: --older-than 7: 7 has no unit; write 7s")
+
+    def test_when_an_engine_last_used_the_store_is_not_forgotten(
+        self, shell: Shell, store: Store
+    ) -> None:
+        lock = store.filled().directory / "lock"
+        os.utime(lock, ns=(1_000, 2_000))
+        assert shell("evict", "--all", "--yes", store.root).code == 0
+        assert lock.stat().st_mtime_ns == 2_000
+
+
+class TestCompactIndex:
+    def test_it_gives_room_back_and_keeps_every_chunk(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.sql("CREATE TABLE ballast AS SELECT randomblob(1000000)")
+        store.sql("DROP TABLE ballast")
+        (sizes,) = shell.json("compact-index", store.root)
+        assert sizes["before_nbytes"] > 1_000_000
+        assert sizes["after_nbytes"] == store.index.stat().st_size < 100_000
+        text = flat(shell("compact-index", store.root).out)
+        assert f"{store.directory.name} some/model" in text
+        assert store.start() == KEYS[:SLOTS]
+
+    def test_a_damaged_index_is_left_as_it_is(self, shell: Shell, store: Store) -> None:
+        store.filled().index.write_bytes(b"no database" * 1000)
+        ran = shell("compact-index", store.root)
+        assert ran.code == 2
+        assert "cannot be used" in ran.err
+        assert store.index.read_bytes() == b"no database" * 1000

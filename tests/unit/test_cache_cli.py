@@ -1,0 +1,266 @@
+"""``kvtier cache``: what a store holds, asked without disturbing anybody."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.keys import short
+from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat
+from tests.unit.stores import KEYS, SLOT, SLOTS, Store
+
+
+class TestStat:
+    def test_it_says_whose_the_store_is_and_what_is_in_it(
+        self, shell: Shell, store: Store
+    ) -> None:
+        before = int(time.time())  # noqa: TID251 - the index keeps wall-clock times
+        store.start()
+        store.fill(12)
+        store.tier.touch([0, 0, 3])
+        store.put([KEYS[20]], [5])
+        store.stop()
+        ran = shell("stat", store.root)
+        assert (ran.code, ran.err) == (0, "")
+        text = flat(ran.out)
+        assert f"{store.directory.name} some/model" in text
+        assert "in use by nobody" in text
+        assert "capacity 128 KiB, 16 slots of 8.00 KiB" in text
+        assert "used 96.0 KiB, 12 chunks (75%)" in text
+        assert "hits 3 by" in text
+        assert "left lately 1 evicted" in text
+        assert "model=some/model, tp_size=2" in text
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert report["chunks"] == 12
+        assert report["capacity_nbytes"] == 16 * SLOT
+        assert before <= report["oldest_at"] <= report["newest_at"] <= before + 60
+        assert report["index_nbytes"] == store.index.stat().st_size
+        assert report["disk_nbytes"] >= 16 * SLOT
+        assert (report["in_use_by"], report["problem"]) == (None, None)
+
+    def test_a_namespace_may_be_given_instead_of_the_store(
+        self, shell: Shell, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.filled()
+        monkeypatch.chdir(store.directory)
+        for place in (store.root, store.directory, "."):
+            (report,) = shell.json("stat", place)["namespaces"]
+            assert report["namespace"] == store.directory.name
+
+    def test_each_model_has_its_part_and_one_can_be_chosen(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.start()
+        other = Store(store.root, store._pool)
+        other.start(model="another/model")
+        other.stop()
+        parts = {part["model"]: part for part in shell.json("stat", store.root)["namespaces"]}
+        assert parts.keys() == {"some/model", "another/model"}
+        chosen = parts["another/model"]["namespace"]
+        (only,) = shell.json("stat", store.root, "-n", chosen)["namespaces"]
+        assert only["model"] == "another/model"
+
+    def test_a_damaged_index_is_reported_and_not_fatal(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.filled().index.write_bytes(b"no database" * 1000)
+        ran = shell("stat", store.root)
+        assert ran.code == 0
+        assert "problem" in ran.out
+        assert "index.sqlite cannot be used" in flat(ran.out).replace(" ", " ")
+        for command in READING[1:]:
+            ran = shell(*command, store.root)
+            assert ran.code == 2
+            assert ran.err.startswith(f"error: {store.index} cannot be used: file is not a")
+
+
+class TestDisturbingNobody:
+    @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+    def test_nothing_changes_when_no_engine_runs(
+        self, shell: Shell, store: Store, command: list[str]
+    ) -> None:
+        seen = store.filled().seen()
+        assert shell(*command, store.root).code == 0
+        assert store.seen() == seen
+
+    @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+    def test_what_a_killed_engine_left_is_read_and_left_as_it_is(
+        self,
+        shell: Shell,
+        store: Store,
+        other_engine: subprocess.Popen[bytes],
+        command: list[str],
+    ) -> None:
+        other_engine.kill()
+        other_engine.wait()
+        assert (store.directory / "index.sqlite-wal").stat().st_size > 0
+        seen = store.seen()
+        ran = shell(*command, store.root)
+        assert ran.code == 0
+        assert store.seen() == seen
+        assert shell.json("stat", store.root)["namespaces"][0]["chunks"] == SLOTS
+        assert len(store.start()) == SLOTS
+
+    @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+    def test_a_running_engine_is_named_and_works_on(
+        self, shell: Shell, store: Store, command: list[str]
+    ) -> None:
+        store.start()
+        store.fill()
+        assert shell(*command, store.root).code == 0
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert report["in_use_by"].startswith(f"pid {os.getpid()} on host ")
+        assert report["chunks"] == SLOTS
+        store.put([KEYS[20]], [0])
+        store.stop()
+        assert KEYS[20] in store.start()
+
+    @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+    def test_an_engine_in_another_process_is_named(
+        self,
+        shell: Shell,
+        store: Store,
+        other_engine: subprocess.Popen[bytes],
+        command: list[str],
+    ) -> None:
+        assert shell(*command, store.root).code == 0
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert report["in_use_by"].startswith(f"pid {other_engine.pid} on host ")
+        other_engine.send_signal(signal.SIGTERM)
+
+    @pytest.mark.parametrize("command", [*READING, *CHANGING], ids=lambda command: command[0])
+    def test_a_read_only_file_system_can_be_read_and_not_changed(
+        self, store: Store, command: list[str], tmp_path: Path
+    ) -> None:
+        store.filled()
+        place = str(store.root)
+        mounted = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+        inside = ["unshare", "--mount", "sh", "-c", mounted + ' && exec "$@"', place]
+        if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("this user may not mount")
+        run = [sys.executable, "-m", "kvtier.cli", "cache", *command, place]
+        ran = subprocess.run(
+            [*inside, *run], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        if command in READING:
+            assert (ran.returncode, ran.stderr) == (0, "")
+        else:
+            assert ran.returncode == 2
+            assert "Read-only file system" in ran.stderr
+            assert len(ran.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize("command", CHANGING, ids=lambda command: command[0])
+    def test_a_store_in_use_is_not_changed(
+        self, shell: Shell, store: Store, command: list[str]
+    ) -> None:
+        store.start()
+        store.fill()
+        ran = shell(*command, store.root)
+        assert (ran.code, ran.out) == (2, "")
+        assert f"is in use by pid {os.getpid()} on host" in ran.err
+        assert "; stop that engine first" in ran.err
+        store.stop()
+        assert len(store.start()) == SLOTS
+
+    def test_an_index_of_version_1_is_read_and_not_upgraded(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.filled().become_version_1()
+        seen = store.seen()
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert (report["chunks"], report["oldest_at"], report["departures"]) == (16, None, {})
+        assert "unknown" in shell("ls", store.root).out
+        assert "stored unknown" in flat(shell("explain", KEYS[2].hex(), store.root).out)
+        assert shell("verify", store.root).code == 0
+        assert store.seen() == seen
+
+
+class TestLs:
+    def test_chunks_are_in_the_order_asked_for(self, shell: Shell, store: Store) -> None:
+        store.start()
+        store.fill(4)
+        store.tier.touch([1, 1, 0])
+        store.tier.touch([3])
+        store.stop()
+
+        def order(*options: object) -> list[int]:
+            (listing,) = shell.json("ls", *options, store.root)
+            assert listing["chunks"] == 4
+            return [row["slot"] for row in listing["listed"]]
+
+        assert order() == order("--sort", "last-use") == [3, 0, 1, 2]
+        assert order("--sort", "stored") == [3, 2, 1, 0]
+        assert order("--sort", "hits") == [1, 3, 0, 2]
+        assert order("--limit", 2) == [3, 0]
+        assert order("--limit", 0) == [3, 0, 1, 2]
+
+    def test_the_table_fits_a_terminal_and_its_keys_can_be_asked_for(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.filled()
+        ran = shell("ls", store.root, "--limit", 3)
+        assert max(map(len, ran.out.splitlines())) <= 80
+        assert ran.out.splitlines()[-1] == "3 of 16 chunks"
+        assert short(KEYS[15]) in ran.out
+        assert shell("explain", short(KEYS[15]), store.root).code == 0
+
+
+class TestWrongDirectory:
+    @pytest.mark.parametrize("command", [*READING, *CHANGING], ids=lambda command: command[0])
+    def test_it_is_named_with_a_remedy(
+        self, shell: Shell, tmp_path: Path, command: list[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        for place, problem in (
+            (tmp_path / "nowhere", "does not exist"),
+            (tmp_path / "file", "is not a directory"),
+            (tmp_path, "holds no kvtier store"),
+        ):
+            ran = shell(*command, place)
+            expected = f"error: {place} {problem}; give the path of an nvme tier\n"
+            assert ran == Ran(2, "", expected)
+
+    def test_a_namespace_that_is_not_there_is_answered_with_those_that_are(
+        self, shell: Shell, store: Store
+    ) -> None:
+        ran = shell("stat", store.filled().root, "--namespace", "abc")
+        assert ran.code == 2
+        assert f"has no namespace abc; it has {store.directory.name}" in ran.err
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+def test_everything_fits_the_terminal(
+    shell: Shell, store: Store, command: list[str], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    ran = shell(*command, store.filled().root)
+    assert max(map(len, ran.out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    "command", ["stat", "ls", "verify", "explain", "evict", "compact-index"]
+)
+def test_every_command_has_help_that_fits_a_terminal(shell: Shell, command: str) -> None:
+    ran = shell(command, "--help")
+    assert ran.code == 0
+    usage = ran.out.splitlines()[0]
+    assert usage.startswith(f"Usage: kvtier cache {command} ")
+    assert usage.split()[-1].strip("{}") == "DIR"
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_it_runs_as_a_program(store: Store) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "cache", "stat", "--json"]
+    ran = subprocess.run(
+        [*command, str(store.filled().root)], capture_output=True, check=False, cwd=ROOT
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert json.loads(ran.stdout)["namespaces"][0]["chunks"] == SLOTS

@@ -1,0 +1,138 @@
+"""``kvtier cache explain``: where a chunk is, and every reason why it may be gone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.unit.cache_shell import Shell, flat
+from tests.unit.stores import KEYS, Store
+
+
+class TestExplain:
+    def test_it_says_where_a_chunk_is_and_how_it_was_used(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.start()
+        store.fill()
+        store.tier.touch([3, 3])
+        store.stop()
+        text = flat(shell("explain", KEYS[3].hex(), store.root).out)
+        assert text.startswith(KEYS[3].hex())
+        assert "slot 3, byte 24,576 of" in text
+        assert "loaded 2 times, last at 20" in text
+        assert "15 chunks were used less recently" in text
+        (answer,) = shell.json("explain", KEYS[3].hex(), store.root)["answers"]
+        assert (answer["slot"], answer["hits"], answer["offset_nbytes"]) == (3, 2, 24576)
+
+    @pytest.mark.parametrize("digits", [8, 9, 64, 72])
+    def test_a_beginning_of_eight_digits_is_enough(
+        self, shell: Shell, store: Store, digits: int
+    ) -> None:
+        store.filled()
+        ran = shell("explain", KEYS[3].hex()[:digits].upper(), store.root)
+        assert (ran.code, ran.out.split()[0]) == (0, KEYS[3].hex())
+        assert shell("explain", f"{KEYS[3].hex()[:8]}/1", store.root).code == 1
+
+    def test_a_beginning_of_two_keys_is_refused(self, shell: Shell, store: Store) -> None:
+        twin = KEYS[0][:-4] + b"\0\0\0\1"
+        store.start()
+        store.put([KEYS[0], twin], [0, 1])
+        store.stop()
+        ran = shell("explain", KEYS[0].hex()[:16], store.root)
+        assert ran.code == 2
+        assert "2 keys begin with" in ran.err
+        ran = shell("explain", f"{KEYS[0].hex()[:16]}/1", store.root)
+        assert (ran.code, ran.out.split()[0]) == (0, twin.hex())
+
+    @pytest.mark.parametrize("key", ["abcdef", "nothex00", "abcdef00/x", ""])
+    def test_what_is_no_key_is_refused(self, shell: Shell, store: Store, key: str) -> None:
+        ran = shell("explain", key, store.filled().root)
+        assert ran.code == 2
+        assert "is not a key; write 8 or more hex digits" in ran.err
+
+    def why(self, shell: Shell, store: Store, slot: int) -> str:
+        key = KEYS[slot]
+        (answer,) = shell.json("explain", key.hex(), store.root, code=1)["answers"]
+        (same,) = shell.json("explain", f"{key[:-4].hex()}/0", store.root, code=1)["answers"]
+        assert same["reason"] == answer["reason"]
+        assert answer["left_at"] > 1_700_000_000
+        return str(answer["reason"])
+
+    def test_evicted(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.start()
+        store.put([KEYS[20]], [7])
+        store.stop()
+        assert self.why(shell, store, 7) == "evicted"
+        out = shell("explain", KEYS[7].hex(), store.root).out
+        assert "another chunk was written into its slot" in out
+
+    def test_dropped_by_the_engine(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.start()
+        store.tier.forget([7])
+        store.stop()
+        assert self.why(shell, store, 7) == "corrupt"
+
+    def test_made_smaller(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.start(slots=8)
+        store.stop()
+        assert self.why(shell, store, 8) == "beyond"
+        assert shell("explain", KEYS[7].hex(), store.root).code == 0
+
+    def test_reset(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.start()
+        store.reset()
+        store.fill(1)
+        store.stop()
+        assert self.why(shell, store, 7) == "reset"
+        assert shell("explain", KEYS[0].hex(), store.root).code == 0
+
+    def test_distrusted(self, shell: Shell, store: Store) -> None:
+        store.filled(checksum="off")
+        store.start(checksum="xxh3")
+        store.stop()
+        assert self.why(shell, store, 7) == "doubted"
+
+    def test_removed_by_an_operator(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        assert shell("evict", KEYS[7].hex(), "--yes", store.root).code == 0
+        assert self.why(shell, store, 7) == "dropped"
+
+    def test_lost_with_an_index(self, shell: Shell, store: Store) -> None:
+        store.filled().index.write_bytes(b"no database" * 1000)
+        store.start()
+        store.stop()
+        ran = shell("explain", KEYS[7].hex(), store.root)
+        assert ran.code == 1
+        assert "what it held is not known" in flat(ran.out)
+
+    def test_never_seen(self, shell: Shell, store: Store) -> None:
+        ran = shell("explain", KEYS[30].hex(), store.filled().root)
+        assert ran.code == 1
+        assert "never seen, or so long ago that the trail has forgotten" in ran.out
+
+    def test_the_last_reason_counts(self, shell: Shell, store: Store) -> None:
+        store.filled()
+        store.start()
+        store.tier.forget([7])
+        store.stop()
+        store.start()
+        store.put([KEYS[7]], [7])
+        store.put([KEYS[20]], [7])
+        store.stop()
+        assert self.why(shell, store, 7) == "evicted"
+
+    def test_beside_an_engine_it_is_told_within_moments(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.start()
+        store.fill()
+        store.put([KEYS[20]], [7])
+        deadline = time.monotonic() + 20
+        while "evicted" not in shell("explain", KEYS[7].hex(), store.root).out:
+            assert time.monotonic() < deadline

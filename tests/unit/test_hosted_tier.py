@@ -1,0 +1,261 @@
+"""A tier in a process of its own: what happens when either process dies, hangs or lies.
+
+That it is a storage tier like any other is in tests/contract/test_tiers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import (
+    CapacityError,
+    ConfigError,
+    StoreDamagedError,
+    StoreLockedError,
+    TierUnavailableError,
+)
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import Arena, make_buffers, make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier
+from kvtier.tiers.slab import SlabTier
+from kvtier.types import LayoutFingerprint, Outcome, Why
+
+SLOT = 8192
+CAPACITY = 16
+DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+
+
+@pytest.fixture
+def pool() -> Iterator[IoPool]:
+    pool = IoPool(2, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=10)
+
+
+@pytest.fixture
+def context(pool: IoPool) -> Iterator[TierContext]:
+    arena = Arena()
+    yield TierContext(
+        SLOT, LayoutFingerprint({"model": "m"}), pool, piece_nbytes=SLOT, memory=arena.shared
+    )
+    arena.close()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> NvmeTierConfig:
+    return NvmeTierConfig(
+        path=tmp_path / "store", capacity_bytes=CAPACITY * SLOT, direct_io="off"
+    )
+
+
+@pytest.fixture
+async def shelf(options: NvmeTierConfig, pool: IoPool) -> AsyncIterator[Shelf[HostedTier]]:
+    arena = Arena()
+    context = TierContext(
+        SLOT, LayoutFingerprint({"model": "m"}), pool, piece_nbytes=SLOT, memory=arena.shared
+    )
+    shelf = Shelf(lambda: HostedTier.open(options, context), pool, arena)
+    await shelf.open()
+    yield shelf
+    await shelf.tier.aclose()
+    arena.close()
+
+
+async def opened(options: NvmeTierConfig, context: TierContext) -> HostedTier:
+    return await context.pool.run(lambda: HostedTier.open(options, context), priority=0)
+
+
+def kill(tier: HostedTier, number: signal.Signals) -> None:
+    assert tier.host_pid is not None
+    os.kill(tier.host_pid, number)
+
+
+async def test_the_work_is_done_in_another_process(shelf: Shelf[HostedTier]) -> None:
+    assert shelf.tier.host_pid not in {None, os.getpid()}
+    assert await shelf.put(make_keys([1]), [0]) == [DONE]
+
+
+async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
+    shelf: Shelf[HostedTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = make_keys(range(4))
+    assert await shelf.put(keys, range(4)) == [DONE] * 4
+    first = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)  # so that the next call is certainly under way
+    reading = asyncio.ensure_future(shelf.get(keys, range(4)))
+    await asyncio.sleep(0)
+    kill(shelf.tier, signal.SIGKILL)
+    assert await reading == [FAILED] * 4
+    assert "exit code -9" in shelf.error
+    assert await shelf.get(keys, range(4)) == [DONE] * 4
+    assert shelf.tier.host_pid != first
+    assert "starting its I/O process again" in caplog.text
+    counted = shelf.tier.statistics()
+    assert counted.written_bytes == counted.read_bytes == 4 * SLOT
+
+
+async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(
+    shelf: Shelf[HostedTier], options: NvmeTierConfig
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    options.path.rename(options.path.with_name("moved"))
+    options.path.write_text("not a directory")
+    while await shelf.get(keys, [0]) == [FAILED]:
+        if "could not be started again" in shelf.error:
+            break
+    assert str(options.path) in shelf.error
+
+
+async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
+    shelf: Shelf[HostedTier],
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    pid = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)
+    reading = asyncio.ensure_future(shelf.get(keys, [0]))
+    await asyncio.sleep(0)
+    kill(shelf.tier, signal.SIGKILL)
+    await reading
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
+    shelf: Shelf[HostedTier],
+) -> None:
+    keys = make_keys(range(3))
+    await shelf.put(keys, range(3))
+    shelf.tier.touch([0])
+    shelf.tier.forget([1])
+    assert await shelf.reopen() == [(keys[2], 2), (keys[0], 0)]
+
+
+async def test_a_reset_reaches_a_store_whose_host_has_died(shelf: Shelf[HostedTier]) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    with contextlib.suppress(TierUnavailableError):  # the death may not be known yet
+        await shelf.tier.reset()
+    await shelf.tier.reset()
+    assert await shelf.reopen() == []
+
+
+async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
+    shelf: Shelf[HostedTier],
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        kill(shelf.tier, number)
+    keys = make_keys([1])
+    assert await shelf.put(keys, [0]) == [DONE]
+    assert await shelf.get(keys, [0]) == [DONE]
+
+
+async def test_a_buffer_outside_the_shared_memory_is_refused(
+    shelf: Shelf[HostedTier],
+) -> None:
+    with pytest.raises(CapacityError, match="not in the shared memory"):
+        await shelf.tier.write(make_keys([1]), [0], make_buffers(1, SLOT), why=Why.STORE)
+
+
+async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
+    shelf: Shelf[HostedTier],
+) -> None:
+    with pytest.raises(CapacityError, match="slots 99 to 99"):
+        await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), why=Why.STORE)
+
+
+async def test_the_host_logs_through_the_engine(
+    options: NvmeTierConfig, context: TierContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        tier = await opened(options, context)
+    assert "slots of 8.00 KiB recovered" in caplog.text
+    await tier.aclose()
+
+
+def test_without_shared_memory_there_is_no_process(
+    options: NvmeTierConfig, pool: IoPool
+) -> None:
+    with pytest.raises(ConfigError, match="needs shared memory"):
+        HostedTier.open(options, TierContext(SLOT, LayoutFingerprint({}), pool))
+
+
+async def test_errors_of_opening_cross_over_as_they_are(
+    options: NvmeTierConfig, context: TierContext, pool: IoPool
+) -> None:
+    holder = await pool.run(lambda: SlabTier.open(options, context), priority=0)
+    with pytest.raises(StoreLockedError, match=f"in use by pid {os.getpid()}") as locked:
+        await opened(options, context)
+    assert locked.value.holder.startswith(f"pid {os.getpid()}")
+    assert locked.value.tier == "nvme"
+    await holder.aclose()
+    [layout] = options.path.glob("*/layout.json")
+    layout.write_text("{")
+    with pytest.raises(StoreDamagedError, match=r"layout\.json"):
+        await opened(options, context)
+
+
+ENGINE = """
+import os, sys, asyncio, signal
+from pathlib import Path
+from kvtier.config import NvmeTierConfig
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import Arena, make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier
+from kvtier.types import LayoutFingerprint
+
+async def main():
+    slot, capacity = 8192, 16
+    arena, pool = Arena(), IoPool(2, name="engine")
+    context = TierContext(
+        slot, LayoutFingerprint({"model": "m"}), pool, piece_nbytes=slot, memory=arena.shared
+    )
+    options = NvmeTierConfig(
+        path=Path(sys.argv[1]), capacity_bytes=capacity * slot, direct_io="off"
+    )
+    shelf = Shelf(lambda: HostedTier.open(options, context), pool, arena)
+    await shelf.open()
+    await shelf.put(make_keys(range(4)), range(4))
+    asyncio.ensure_future(shelf.put(make_keys(range(4, 12)), range(4, 12)))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_when_the_engine_is_killed_its_host_finishes_and_makes_way(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    command = [sys.executable, "-c", ENGINE, str(options.path)]
+    engine = await context.pool.run(
+        lambda: subprocess.run(command, check=False, timeout=60),
+        priority=0,
+    )
+    assert engine.returncode == -signal.SIGKILL
+    began_s = time.monotonic()
+    tier = await opened(options, context)  # waits for the lock that the old host holds
+    found = {chunk.key for chunk in tier.recovered()}
+    assert time.monotonic() - began_s < 9
+    assert found >= set(make_keys(range(4)))
+    await tier.aclose()

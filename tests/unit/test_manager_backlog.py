@@ -1,0 +1,49 @@
+"""What happens to new chunks while the disk does not keep up."""
+
+from __future__ import annotations
+
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.testing.workbench import Workbench, prefix
+
+
+def slow_disk(*, backlog: int) -> Workbench:
+    return Workbench(
+        16, 64, limits=ManagerLimits(pin_budget=16, reserve=0.0, queue=2, backlog=backlog)
+    )
+
+
+def test_beyond_the_backlog_the_newest_chunks_stay_in_ram_only() -> None:
+    bench = slow_disk(backlog=4)
+    keys = prefix(6)
+    bench.store(keys)
+    assert bench.look(keys) == [Lookup.HIT] * 6
+    bench.settle()
+    assert bench.resident(1) == set(keys[:4])
+    assert bench.manager.dropped == [0, 2]
+    assert bench.manager.snapshot().tiers[0].counters.lost == 2
+
+
+def test_what_was_dropped_is_an_ordinary_victim() -> None:
+    bench = slow_disk(backlog=4)
+    bench.store(prefix(6))
+    assert bench.manager.snapshot().tiers[0].dirty == 4
+    plan = bench.store(prefix(12, of=1))
+    assert plan is not None
+    assert set(plan.evicted) == set(prefix(6)[4:])
+
+
+def test_once_the_disk_has_caught_up_new_chunks_go_down_again() -> None:
+    bench = slow_disk(backlog=4)
+    bench.store(prefix(6))
+    bench.settle()
+    bench.store(prefix(3, of=1))
+    bench.settle()
+    assert bench.resident(1) >= set(prefix(3, of=1))
+
+
+def test_without_a_bound_nothing_is_dropped() -> None:
+    bench = Workbench(16, 64)
+    bench.store(prefix(16))
+    bench.settle()
+    assert bench.manager.dropped == [0, 0]
+    assert len(bench.resident(1)) == 16

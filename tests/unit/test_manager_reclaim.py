@@ -1,0 +1,73 @@
+"""Making room ahead of need while the tier below is short of it for a moment."""
+
+from __future__ import annotations
+
+from kvtier.keys import ChunkKey
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Why
+from tests.unit.test_manager_progress import Exclusive
+
+
+def evicting(*capacities: int, reserve: float, queue: int = 64) -> Workbench:
+    limits = ManagerLimits(pin_budget=8, reserve=reserve, queue=queue)
+    return Workbench(*capacities, write="evict", limits=limits)
+
+
+def test_victims_wait_while_every_slot_below_is_being_written() -> None:
+    bench = evicting(4, 1, reserve=0.5)
+    bench.store(prefix(4))
+    (first,) = bench.step()
+    assert first.keys == prefix(1)
+    assert bench.step() == [], "the one slot below is being written"
+    assert (bench.ram.counters.lost, bench.ram.counters.evicted) == (0, 0)
+    assert bench.resident() == {*prefix(4)}
+    bench.finish(first)
+    (second,) = bench.step()
+    assert second.keys == prefix(2)[1:]
+    bench.finish(second)
+    assert bench.resident(1) == {prefix(2)[1]}
+    assert bench.ram.counters.lost == 0
+
+
+def test_a_victim_that_had_to_wait_is_still_the_next_to_go() -> None:
+    bench = evicting(4, 8, reserve=0.75, queue=1)
+    bench.store(prefix(4))
+    sent: list[ChunkKey] = []
+    for _ in range(3):
+        (job,) = bench.step()
+        for _ in range(3):
+            assert bench.step() == [], "the queue is full; nobody is picked and put back"
+        sent += job.keys
+        bench.finish(job)
+    assert sent == prefix(3), "the oldest first, however often it had to wait"
+
+
+def test_nothing_below_is_evicted_for_a_slot_that_a_promotion_is_about_to_free() -> None:
+    bench = Workbench(
+        2,
+        2,
+        placement=Exclusive(tiers=2, write="evict"),
+        limits=ManagerLimits(pin_budget=2, reserve=0.5, queue=64),
+    )
+    below = prefix(1, of=1) + prefix(1, of=2)
+    bench.manager.recover(1, zip(below, (0, 1), strict=True))
+    bench.manager.begin_request("reader")
+    assert bench.look(below[:1]) == [Lookup.RETRY]
+    (promotion,) = bench.step()
+    assert promotion.why is Why.PROMOTE
+    bench.store(prefix(1))
+    assert bench.step() == [], "its victim waits for the slot of the chunk on its way up"
+    assert below[1] in bench.resident(1)
+    assert bench.ram.counters.lost == 0
+    bench.finish(promotion)
+    (demotion,) = bench.step()
+    assert demotion.keys == prefix(1)
+
+
+def test_below_a_tier_without_slots_nothing_is_waited_for() -> None:
+    bench = evicting(2, 0, reserve=0.5)
+    bench.store(prefix(2))
+    assert bench.step() == []
+    assert bench.ram.counters.lost == 1
+    assert bench.ram.slots.free == 1

@@ -1,0 +1,332 @@
+"""What may have happened to a store's files while nobody looked, and to the machine's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import ConfigError, TierUnavailableError
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_keys
+from kvtier.testing.faulty_io import FaultyIo
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.types import LayoutFingerprint, Outcome
+from tests.unit.ram_directory import ram_directory
+
+SLOT = 4096
+CAPACITY = 8
+KEYS = make_keys(range(CAPACITY))
+FINGERPRINT = LayoutFingerprint({"model": "m"})
+DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
+NOBODY = 65534
+
+
+class Store:
+    """A store that is opened, looked at and closed; each call leaves it closed."""
+
+    def __init__(self, root: Path, pool: IoPool, runner: asyncio.Runner) -> None:
+        self.root = root
+        self.own = root / FINGERPRINT.namespace()
+        self.io = FaultyIo()
+        self._pool = pool
+        self._runner = runner
+
+    def shelf(self, model: str = "m", **options: Any) -> Shelf[SlabTier]:
+        config = NvmeTierConfig(
+            path=self.root, capacity_bytes=CAPACITY * SLOT, direct_io="off", **options
+        )
+        context = TierContext(SLOT, LayoutFingerprint({"model": model}), self._pool)
+        return Shelf(lambda: SlabTier.open(config, context, io=self.io), self._pool)
+
+    def fill(self, **options: Any) -> None:
+        async def fill() -> None:
+            shelf = self.shelf(**options)
+            await shelf.open()
+            try:
+                assert set(await shelf.put(KEYS, range(CAPACITY))) == {DONE}
+            finally:
+                await shelf.tier.aclose()
+
+        self._runner.run(fill())
+
+    def served(self, **options: Any) -> set[int]:
+        """Open the store; return the slots whose chunks are served, with the right bytes."""
+
+        async def look() -> set[int]:
+            shelf = self.shelf(**options)
+            found = await shelf.open()
+            try:
+                outcomes = await shelf.get([key for key, _ in found], [at for _, at in found])
+            finally:
+                await shelf.tier.aclose()
+            assert set(outcomes) <= {DONE, CORRUPT}
+            return {at for (_, at), what in zip(found, outcomes, strict=True) if what is DONE}
+
+        return self._runner.run(look())
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    pool = IoPool(1, name="kvtier-test")
+    with ram_directory() as directory, asyncio.Runner() as runner:
+        yield Store(directory / "store", pool, runner)
+    assert pool.close(timeout_s=10)
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def flip_bits_of_the_index(store: Store, *, flips: int, seed: int) -> None:
+    store.fill()
+    healthy = (store.own / "index.sqlite").read_bytes()
+    chance = random.Random(seed)
+    kept = 0
+    for _ in range(flips):
+        bit = chance.randrange(8 * len(healthy))
+        (store.own / "index.sqlite").write_bytes(healthy)
+        flip(store.own / "index.sqlite", bit)
+        try:
+            kept += len(store.served())
+        except TierUnavailableError as error:
+            # SQLite takes a flipped header for a file of another kind that it may not write.
+            assert "remove index.sqlite to start with an empty cache" in str(error)  # noqa: PT017
+            assert bit < 8 * 100, bit
+        except BaseException as error:
+            error.add_note(f"bit {bit} of the index, seed {seed}")
+            raise
+    assert kept, "every flip emptied the cache: the test proves nothing"
+
+
+def test_a_flipped_bit_anywhere_in_the_index_costs_chunks_and_serves_no_wrong_one(
+    store: Store,
+) -> None:
+    flip_bits_of_the_index(store, flips=150, seed=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_flipped_bits_in_the_index(store: Store, seed: int) -> None:
+    flip_bits_of_the_index(store, flips=5000, seed=seed)
+
+
+def test_a_flipped_bit_anywhere_in_a_payload_is_a_miss(store: Store) -> None:
+    store.fill()
+    chance = random.Random(20)
+    for _ in range(40):
+        bit = chance.randrange(8 * SLOT * CAPACITY)
+        flip(store.own / "slots.bin", bit)
+        assert store.served() == {*range(CAPACITY)} - {bit // 8 // SLOT}, f"bit {bit}"
+        flip(store.own / "slots.bin", bit)
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "slots.bin"])
+def test_a_file_that_was_deleted_costs_the_cache_and_not_the_start(
+    store: Store, name: str
+) -> None:
+    store.fill()
+    (store.own / name).unlink()
+    assert store.served() == set()
+    store.fill()
+    assert store.served() == {*range(CAPACITY)}
+
+
+def test_a_slot_file_cut_short_costs_what_was_cut_off(store: Store) -> None:
+    store.fill()
+    os.truncate(store.own / "slots.bin", 2 * SLOT + 100)
+    assert store.served() == {0, 1}
+    assert (store.own / "slots.bin").stat().st_size == CAPACITY * SLOT
+    store.fill()
+    assert store.served() == {*range(CAPACITY)}
+
+
+def set_version(path: Path, version: int) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as index:
+        index.execute(f"PRAGMA user_version={version}")
+
+
+def test_an_index_of_an_unknown_older_format_costs_at_most_the_cache(store: Store) -> None:
+    store.fill()
+    set_version(store.own / "index.sqlite", 0)
+    assert store.served() in (set(), {*range(CAPACITY)})
+    store.fill()
+    assert store.served() == {*range(CAPACITY)}
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["open", "make_directory"])
+def test_a_disk_one_may_not_write_is_a_configuration_error(
+    store: Store, code: int, call: str
+) -> None:
+    store.io.fail(call, code)
+    with pytest.raises(ConfigError, match="give the tier a directory of a local disk") as error:
+        store.served()
+    assert str(store.root) in str(error.value)
+    store.io.heal()
+    store.fill()
+
+
+def test_a_directory_of_another_user_is_a_configuration_error(store: Store) -> None:
+    store.fill()
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    else:
+        store.own.chmod(0)
+    try:
+        with pytest.raises(ConfigError, match="that this user may write"):
+            store.served()
+    finally:
+        if root:
+            os.seteuid(0)
+        else:
+            store.own.chmod(0o700)
+    assert store.served() == {*range(CAPACITY)}
+
+
+def remember_a_boot(path: Path, boot: str) -> None:
+    """Leave what an engine leaves that is killed, or whose machine goes down."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as index:
+        index.execute("INSERT OR REPLACE INTO meta VALUES ('boot', ?)", (boot,))
+
+
+def remembered_boot(path: Path) -> str:
+    with contextlib.closing(sqlite3.connect(path)) as index:
+        [(boot,)] = index.execute("SELECT value FROM meta WHERE name = 'boot'")
+        return str(boot)
+
+
+def this_boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
+def test_what_a_killed_engine_did_not_sync_is_synced_before_it_counts_as_proven(
+    store: Store,
+) -> None:
+    """Or a power cut while the next engine runs would leave rows without their payloads."""
+    store.fill(checksum="off")
+    remember_a_boot(store.own / "index.sqlite", this_boot())
+    store.io.fail("sync_data", errno.EIO)
+    with pytest.raises(TierUnavailableError, match="check the disk"):
+        store.served(checksum="off", durability="power")
+    store.io.heal()
+    assert remembered_boot(store.own / "index.sqlite") == this_boot(), "still unproven"
+    assert store.served(checksum="off", durability="power") == {*range(CAPACITY)}
+    assert remembered_boot(store.own / "index.sqlite") == ""
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_after_a_reboot_nothing_unproven_is_served_whatever_the_durability_now(
+    store: Store, durability: str
+) -> None:
+    store.fill(checksum="off")
+    remember_a_boot(store.own / "index.sqlite", "an earlier one")
+    assert store.served(checksum="off", durability=durability) == set()
+
+
+def test_what_was_synced_before_its_row_is_served_after_a_reboot(store: Store) -> None:
+    store.fill(checksum="off", durability="power")
+    assert store.served(checksum="off", durability="process") == {*range(CAPACITY)}
+
+
+def test_an_index_that_is_set_aside_stays_there_after_a_power_cut(store: Store) -> None:
+    async def reset_with_a_full_index() -> list[str]:
+        shelf = store.shelf()
+        await shelf.open()
+        try:
+            await shelf.put(KEYS[:1], [0])
+            store.io.fill_index()
+            store.io.calls.clear()
+            await shelf.tier.reset()
+            return list(store.io.calls)
+        finally:
+            store.io.heal()
+            await shelf.tier.aclose()
+
+    calls = store._runner.run(reset_with_a_full_index())
+    last_rename = len(calls) - 1 - calls[::-1].index("rename")
+    assert "sync" in calls[last_rename:]
+
+
+class Clock:
+    """Wall-clock time that runs backwards, a day per call."""
+
+    def __init__(self) -> None:
+        self._now_s = 2e9
+
+    def time(self) -> float:
+        self._now_s -= 86400
+        return self._now_s
+
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
+
+def test_a_wall_clock_that_runs_backwards_changes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock.time)
+    monkeypatch.setattr(time, "time_ns", clock.time_ns)
+
+    async def live() -> list[int]:
+        shelf = store.shelf()
+        await shelf.open()
+        for slot in (3, 1, 2):
+            assert await shelf.put([KEYS[slot]], [slot]) == [DONE]
+        shelf.tier.touch([3])
+        found = await shelf.reopen()
+        await shelf.tier.aclose()
+        return [slot for _, slot in found]
+
+    assert store._runner.run(live()) == [1, 2, 3], "least recently used first"
+    assert store.served() == {1, 2, 3}
+
+
+@pytest.mark.parametrize("opened_s", [0, 2**33], ids=["long-ago", "in-the-future"])
+def test_files_from_another_time_are_used_and_stay_within_the_cap(
+    store: Store, opened_s: int
+) -> None:
+    store.fill(model="older")
+    store.fill()
+    for path in store.root.rglob("*"):
+        os.utime(path, (opened_s, opened_s))
+    assert store.served() == {*range(CAPACITY)}
+    assert sum(path.stat().st_size for path in store.root.rglob("slots.bin")) <= CAPACITY * SLOT
+    store.fill(model="newer")
+    assert sum(path.stat().st_size for path in store.root.rglob("slots.bin")) <= CAPACITY * SLOT
+
+
+def test_uses_from_the_future_order_before_those_that_follow(store: Store) -> None:
+    """The index counts time in ticks of its own; a jump ahead is kept up with."""
+    store.fill()
+    with contextlib.closing(sqlite3.connect(store.own / "index.sqlite")) as index:
+        index.execute(f"UPDATE chunks SET last_use = {2**61} WHERE slot = 5")
+        index.commit()
+
+    async def live() -> list[int]:
+        shelf = store.shelf()
+        await shelf.open()
+        shelf.tier.touch([2])
+        found = await shelf.reopen()
+        await shelf.tier.aclose()
+        return [slot for _, slot in found]
+
+    assert store._runner.run(live()) == [0, 1, 3, 4, 6, 7, 5, 2]
+    assert store.served() == {*range(CAPACITY)}

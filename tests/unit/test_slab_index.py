@@ -1,0 +1,192 @@
+"""The index: its versions, its times and hits, and its trail."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.tiers.slab import group_commit
+from kvtier.tiers.slab.change import Change
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.group_commit import GroupCommit
+from kvtier.tiers.slab.index import IndexDatabase, IndexSpec, hash_keys
+from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyHashes, Reason
+from tests.unit.stores import KEYS, SLOTS, Store
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[IndexDatabase]:
+    spec = IndexSpec(tmp_path / "index.sqlite", "xxh3", "process")
+    database = IndexDatabase.open(spec, BlockIo())
+    yield database
+    database.close()
+
+
+def trail_in(directory: Path) -> list[KeyHashes]:
+    """Return the hashes of each row of the trail, oldest first."""
+    connection = sqlite3.connect(directory / "index.sqlite")
+    rows = connection.execute("SELECT key_hashes FROM departures ORDER BY end").fetchall()
+    connection.close()
+    return [np.frombuffer(packed, dtype="<u8") for (packed,) in rows]
+
+
+async def stopped(group: GroupCommit) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, group.stop)
+
+
+class Recorder(IndexDatabase):
+    """Keeps what it is told to commit."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+
+    def apply(self, change: Change) -> None:
+        self.changes.append(change)
+
+
+class TestVersions:
+    def test_version_1_is_brought_up_in_place_and_keeps_all_chunks(self, store: Store) -> None:
+        store.filled().become_version_1()
+        inode = store.index.stat().st_ino
+        assert store.start() == KEYS[:SLOTS]
+        store.tier.touch([3])
+        store.put([KEYS[SLOTS]], [0])
+        store.stop()
+        assert store.index.stat().st_ino == inode
+        assert store.sql("PRAGMA user_version") == [(2,)]
+        rows = store.sql("SELECT stored_at > 0, used_at > 0, hits FROM chunks ORDER BY slot")
+        assert rows == [(1, 1, 0), (0, 0, 0), (0, 0, 0), (0, 1, 1), *[(0, 0, 0)] * 12]
+        assert store.start() == [KEYS[1], KEYS[2], *KEYS[4:SLOTS], KEYS[3], KEYS[SLOTS]]
+
+    def test_an_upgrade_cut_short_leaves_version_1(self, store: Store) -> None:
+        store.filled().become_version_1()
+        store.sql("CREATE TABLE departures(x)")  # the upgrade's last statement will fail
+        store.start()
+        store.stop()
+        aside = sqlite3.connect(store.directory / "index.sqlite.damaged")
+        columns = [row[1] for row in aside.execute("PRAGMA table_info(chunks)")]
+        version = aside.execute("PRAGMA user_version").fetchone()
+        aside.close()
+        assert (columns[-1], version) == ("last_use", (1,))
+
+    def test_a_version_nobody_knows_is_set_aside(self, store: Store) -> None:
+        store.filled().sql("PRAGMA user_version=3")
+        assert store.start() == []
+        store.stop()
+        assert (store.directory / "index.sqlite.damaged").exists()
+        assert store.sql("SELECT reason, key_hashes FROM departures") == [("damaged", b"")]
+
+    def test_a_trail_without_room_to_go_on_is_damage(self, store: Store) -> None:
+        store.filled().sql("INSERT INTO departures VALUES (?, 1, 'reset', x'')", 2**63 - 1)
+        assert store.start() == []
+        store.fill()
+
+
+class TestUses:
+    def test_every_touch_is_a_hit_and_a_new_chunk_starts_from_none(self, store: Store) -> None:
+        store.start()
+        store.fill()
+        for _ in range(3):
+            store.tier.touch([1, 2])
+        store.tier.touch([2])
+        store.put([KEYS[SLOTS]], [1])
+        store.tier.touch([1])
+        store.stop()
+        assert store.sql("SELECT hits FROM chunks WHERE slot IN (1, 2, 3)") == [
+            (1,),
+            (4,),
+            (0,),
+        ]
+
+    def test_hits_add_up_over_restarts(self, store: Store) -> None:
+        store.filled()
+        for _ in range(2):
+            store.start()
+            store.tier.touch([5])
+            store.stop()
+        assert store.sql("SELECT hits FROM chunks WHERE slot = 5") == [(2,)]
+
+
+class TestTrail:
+    def test_it_keeps_the_newest_and_stays_within_its_bytes(
+        self, database: IndexDatabase, tmp_path: Path
+    ) -> None:
+        batch = np.arange(100_000, dtype=np.uint64)
+        for number in range(15):
+            database.note_departures(Reason.EVICTED, batch + np.uint64(number * 100_000))
+        kept = np.concatenate(trail_in(tmp_path))
+        assert TRAIL_NBYTES < kept.nbytes <= TRAIL_NBYTES + batch.nbytes
+        assert kept[-1] == 1_499_999
+        assert (np.diff(kept) == 1).all()
+
+    def test_more_than_it_holds_at_once_is_cut(
+        self, database: IndexDatabase, tmp_path: Path
+    ) -> None:
+        database.note_departures(Reason.RESET, np.arange(2_000_000, dtype=np.uint64))
+        (kept,) = trail_in(tmp_path)
+        assert (kept.nbytes <= TRAIL_NBYTES, kept[-1]) == (True, 1_999_999)
+        database.note_departures(Reason.EVICTED, hash_keys(KEYS[:1]))
+        assert [len(row) for row in trail_in(tmp_path)] == [len(kept), 1]
+        database.note_departures(Reason.EVICTED, kept)
+        assert [len(row) for row in trail_in(tmp_path)] == [len(kept)]
+
+    def test_a_chunk_written_again_in_its_place_has_not_left(self, store: Store) -> None:
+        store.filled()
+        store.start()
+        store.fill()
+        store.stop()
+        assert store.sql("SELECT * FROM departures") == []
+
+    def test_one_commit_has_one_row_per_reason(self, store: Store) -> None:
+        store.start()
+        store.fill()
+        # The first note goes at once; what follows within the second goes together at the end.
+        store.put(KEYS[SLOTS : SLOTS + 4], range(4))
+        store.put(KEYS[SLOTS + 4 : SLOTS + 8], range(4, 8))
+        store.tier.forget([9, 10])
+        store.stop()
+        rows = store.sql("SELECT reason, length(key_hashes) / 8 FROM departures ORDER BY end")
+        left = {
+            reason: sum(n for what, n in rows if what == reason)
+            for reason in ("evicted", "corrupt")
+        }
+        assert left == {"evicted": 8, "corrupt": 2}
+        assert len(rows) <= 5
+
+
+class TestGroupCommit:
+    async def test_notes_wait_for_their_second_and_rows_do_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
+        database = Recorder()
+        group = GroupCommit(database, name="test", clock=1)
+        group.depart_nowait(Reason.EVICTED, hash_keys(KEYS[:1]))  # the first goes at once
+        await group.put([0], [KEYS[0]], [7])
+        group.use_nowait([0])
+        group.depart_nowait(Reason.EVICTED, hash_keys(KEYS[1:2]))
+        await group.put([1], [KEYS[1]], [7])
+        assert not database.changes[-1].notes
+        await stopped(group)
+        last = database.changes[-1].notes
+        assert (dict(last.hits), list(last.departures)) == ({0: 1}, [Reason.EVICTED])
+
+    async def test_a_use_of_a_chunk_that_left_is_dropped(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
+        database = Recorder()
+        group = GroupCommit(database, name="test", clock=1)
+        group.depart_nowait(Reason.EVICTED, hash_keys(KEYS[:1]))
+        await group.put([0, 1, 2], KEYS[:3], [7, 7, 7])
+        group.use_nowait([0, 1, 2])
+        await group.put([0], [KEYS[3]], [7])
+        group.delete_nowait([1])
+        group.use_nowait([0])
+        await stopped(group)
+        assert database.changes[-1].notes.hits == {0: 1, 2: 1}
