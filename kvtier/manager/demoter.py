@@ -3,9 +3,9 @@
 A chunk that must still reach a slower tier is *dirty* and is no victim. With write-through it
 is dirty from the moment it is stored until it arrived below; with write-on-evict it becomes
 so only by being new, and is sent down when the tier's reserve of free slots runs low: the
-best victims are taken out of the order, copied, and dropped when they arrived. Either way an
-eviction never waits for a disk, and a chunk that could not be copied is counted as lost,
-never silently forgotten.
+best victims are taken out of the order and leave, at once if a slower tier has them, else
+when they have been copied. Either way an eviction never waits for a disk, and a chunk that
+could not be copied is counted as lost, never silently forgotten.
 
 When a slower tier takes chunks more slowly than they are stored, its backlog grows. Beyond a
 bound the newest chunks are not queued at all: they are hits in RAM like any other, but will not
@@ -16,7 +16,7 @@ use, and costs a future miss where a longer backlog would take RAM from what is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
@@ -34,7 +34,11 @@ class Demoter:
         self._ladder = ladder
         self._queues: list[deque[ChunkCopy]] = [deque() for _ in ladder.tiers]
         self._in_flight = [0] * len(ladder.tiers)
-        self._adopted = False
+        self._evicting = [
+            tier
+            for tier in ladder.tiers
+            if ladder.placement.demotion_targets(tier.index, len(ladder.tiers))
+        ]
 
     @property
     def queued(self) -> int:
@@ -65,13 +69,11 @@ class Demoter:
         """Mark ``copy``, new in ``tier`` and in no slower one, dirty if it must not vanish."""
         if self._ladder.placement.demote(copy, tier.index, self._ladder.ctx) is not None:
             tier.mark_dirty(copy)
-            self._adopted = True
 
     def flush(self) -> None:
         """Plan jobs for what is queued and what should leave, within the queue limits."""
-        if self._adopted:
-            for tier in self._ladder.tiers[:-1]:
-                self._reclaim(tier)
+        for tier in self._evicting:
+            self._reclaim(tier)
         for index, queue in enumerate(self._queues):
             while queue:
                 room = self._ladder.limits.queue - self._in_flight[index]
@@ -108,7 +110,7 @@ class Demoter:
                 source_tier.counters.lost += 1
                 if outcome is Outcome.CORRUPT and record.source:
                     ladder.condemn(source_tier, source)
-            self._settle_source(source_tier, source)
+        self._settle_sources(source_tier, record.sources)
         ladder.publish(target, arrived)
         for copy in arrived:
             self.adopt(target, copy)
@@ -130,7 +132,6 @@ class Demoter:
         for queue in self._queues:
             queue.clear()
         self._in_flight = [0] * len(self._in_flight)
-        self._adopted = False
 
     def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
         """Return the chunks before ``copy`` that RAM holds without a gap, root to leaf."""
@@ -185,7 +186,7 @@ class Demoter:
                 batch.append(copy)
                 continue
             self._ladder.ram.unpin(copy)
-            self._settle_source(self._ladder.ram, copy)
+            self._settle_sources(self._ladder.ram, (copy,))
         return batch
 
     def _send(self, source: TierState, batch: Sequence[ChunkCopy], index: int) -> bool:
@@ -201,10 +202,9 @@ class Demoter:
             fits = target.slots.free
         if fits < len(batch):
             target.want(len(batch))
-        for copy in batch[fits:]:
-            target.counters.refused += 1
-            source.counters.lost += 1
-            self._settle_source(source, copy)
+            target.counters.refused += len(batch) - fits
+            source.counters.lost += len(batch) - fits
+            self._settle_sources(source, batch[fits:])
         if not fits:
             return False
         sources = batch[:fits]
@@ -218,63 +218,93 @@ class Demoter:
         ladder.ledger.open(record, names=ladder.names, timeout_s=ladder.limits.store_timeout_s)
         return fits == len(batch)
 
-    def _settle_source(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Note that ``copy`` need not be sent down; let it go if it was leaving."""
-        if copy.state != CopyState.RESIDENT:
-            return
-        if copy.dirty:
-            tier.mark_clean(copy)
-        if copy.dirty or copy not in tier.leaving:
-            return
-        if copy.pins:
-            tier.stay(copy, self._ladder.ctx)
-        else:
-            self._ladder.evict(tier, copy)
+    def _settle_sources(self, tier: TierState, copies: Iterable[ChunkCopy]) -> None:
+        """Note that ``copies`` need not be sent down; let go of those that were leaving."""
+        gone: list[ChunkCopy] = []
+        for copy in copies:
+            if copy.state != CopyState.RESIDENT:
+                continue
+            if copy.dirty:
+                tier.mark_clean(copy)
+            if copy.dirty or copy not in tier.leaving:
+                continue
+            if copy.pins:
+                tier.stay(copy, self._ladder.ctx)
+            else:
+                gone.append(copy)
+        self._ladder.evict(tier, gone)
 
     def _reclaim(self, tier: TierState) -> None:
-        """Send victims of ``tier`` down until its reserve is free or on its way to be."""
-        reserve = int(self._ladder.limits.reserve * tier.slots.capacity)
-        wanted = max(reserve, tier.wanted)
+        """Send victims of ``tier`` away until its reserve is free or on its way to be.
+
+        The reserve is free slots. Were clean copies counted too, they would be evicted for it
+        first, and those that just came up from below, the hot ones, are the clean ones.
+        """
+        ladder = self._ladder
+        reserve = int(ladder.limits.reserve * tier.slots.capacity)
+        # What passes through will be free in a moment; an unmet wish does not wait for it.
+        wanted = max(reserve - tier.passing, tier.wanted)
         tier.wanted = 0
-        if tier.room + len(tier.leaving) >= wanted:
+        short = wanted - tier.slots.free - len(tier.leaving)
+        if short <= 0:
             return
-        slower = self._ladder.tiers[tier.index + 1 :]
-        takes = {target.index: self._takes(target) for target in slower}
-        for index, batch in self._choose(tier, wanted, takes).items():
-            if len(batch) >= takes[index]:
-                self._ladder.tiers[index].want(wanted)
-            if batch:
+        targets = ladder.placement.demotion_targets(tier.index, len(ladder.tiers))
+        takes = {index: self._takes(ladder.tiers[index]) for index in targets}
+        # Whatever becomes of a victim it frees one slot, so no more are picked than all of the
+        # tiers below could take: one that was put back would count as just used.
+        while short > 0 and (most := min(short, *takes.values())) > 0:
+            victims = tier.pick_leaving(most, ladder.ctx)
+            if not victims:
+                return
+            short -= len(victims)
+            for index, batch in self._sort_out(tier, victims).items():
                 self._send(tier, batch, index)
+                takes[index] -= len(batch)
+        if short > 0:
+            for index, room in takes.items():
+                if room <= 0:
+                    ladder.tiers[index].want(wanted)
 
-    def _choose(
-        self, tier: TierState, wanted: int, takes: Mapping[int, int]
+    def _sort_out(
+        self, tier: TierState, victims: Sequence[ChunkCopy]
     ) -> dict[int, list[ChunkCopy]]:
-        """Take victims of ``tier`` out of the order until ``wanted`` slots are free or will be.
-
-        Args:
-            tier: The tier that lacks room.
-            wanted: Slots to be free when everything that is leaving has left.
-            takes: How many chunks each slower tier takes now.
+        """Let go of the victims that need not be copied.
 
         Returns:
-            The victims that must be copied, by the tier they go to.
+            The others, by the tier they go to.
         """
-        batches: dict[int, list[ChunkCopy]] = {index: [] for index in takes}
-        while tier.slots.free + len(tier.leaving) < wanted:
-            # Asked before the victim is picked, for a victim put back would count as just used.
-            if all(len(batch) >= takes[index] for index, batch in batches.items()):
-                break
-            leaver = self._leave(tier)
-            if leaver is None:
-                break
-            index, copy = leaver
-            if index < 0:
+        ladder = self._ladder
+        gone: list[ChunkCopy] = []
+        batches: dict[int, list[ChunkCopy]] = {}
+        for victim in victims:
+            below = ladder.slower_copy(victim.key, than=tier.index)
+            target = None
+            if below is not None:
+                # It was used up here, which the slower tier did not hear of.
+                below[0].touch((below[1],), ladder.ctx)
+            else:
+                target = self._target(tier, victim)
+            if target is None:
+                gone.append(victim)
                 continue
-            if len(batches[index]) >= takes[index]:
-                tier.stay(copy, self._ladder.ctx)
-                break
-            batches[index].append(copy)
+            if not victim.dirty:
+                tier.mark_dirty(victim)
+            batches.setdefault(target, []).append(victim)
+        ladder.evict(tier, gone)
         return batches
+
+    def _target(self, tier: TierState, victim: ChunkCopy) -> int | None:
+        """Return the tier that ``victim``, which is in no slower one, must reach, or None."""
+        ladder = self._ladder
+        if not victim.dirty and victim.depth + 1 < ladder.placement.min_chunks:
+            return None  # never was to go down, or it would be dirty
+        target = ladder.placement.demote(victim, tier.index, ladder.ctx)
+        if target is None:
+            return None
+        if ladder.placement.admit(victim, target, Why.DEMOTE, ladder.ctx):
+            return target
+        tier.counters.lost += 1
+        return None
 
     def _takes(self, target: TierState) -> int:
         """Return how many chunks may be sent to ``target`` now.
@@ -288,27 +318,3 @@ class Demoter:
             return queue
         moving = self._ladder.ledger.moving_out(target.index)
         return min(queue, target.slots.free if moving else target.room)
-
-    def _leave(self, tier: TierState) -> tuple[int, ChunkCopy] | None:
-        """Take one victim out of the order.
-
-        Returns:
-            The tier it must reach first and the victim; -1 when it left at once; None when
-            there is no victim.
-        """
-        ladder = self._ladder
-        victim = tier.pick_leaving(ladder.ctx)
-        if victim is None:
-            return None
-        target = None
-        if victim.dirty and ladder.slower_copy(victim.key, than=tier.index) is None:
-            target = ladder.placement.demote(victim, tier.index, ladder.ctx)
-            if target is not None and not ladder.placement.admit(
-                victim, target, Why.DEMOTE, ladder.ctx
-            ):
-                target = None
-                tier.counters.lost += 1
-        if target is None:
-            ladder.evict(tier, victim)
-            return -1, victim
-        return target, victim

@@ -79,18 +79,14 @@ class Ladder:
         tier.expect(newcomers, self.ctx)
         victims = tier.make_room(len(newcomers), self.ctx)
         if victims:
-            keys = [victim.key for victim in victims]
-            self.gaps[tier.index].evicted(keys)
-            self.announce(tier, keys, removed=True)
+            self._left(tier, victims)
         return victims
 
-    def evict(self, tier: TierState, victim: ChunkCopy) -> None:
-        """Let go of a victim that was picked before and is free to leave now."""
-        if victim.dirty:
-            tier.mark_clean(victim)
-        tier.counters.evicted += 1
-        self.gaps[tier.index].evicted((victim.key,))
-        self.drop(tier, victim)
+    def evict(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
+        """Let go of leaving copies that nothing keeps any more, and record it."""
+        if victims:
+            tier.let_go(victims)
+            self._left(tier, victims)
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` is wanted, in every tier that is passed before it is found."""
@@ -123,6 +119,12 @@ class Ladder:
         """Record a residency event, if anybody listens."""
         if self._record_events and keys:
             self._events.append(ResidencyEvent(tier.index, keys, removed))
+
+    def _left(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
+        """Record that ``victims`` left to make room."""
+        keys = [victim.key for victim in victims]
+        self.gaps[tier.index].evicted(keys)
+        self.announce(tier, keys, removed=True)
 
     def take_events(self) -> list[ResidencyEvent]:
         """Return the events since the last call, in order."""

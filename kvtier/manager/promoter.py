@@ -192,7 +192,9 @@ class Promoter:
         source_tier.touch(read, self._ladder.ctx)
         for copy in arrived:
             self.settle(copy, arrived=True)
-            if copy.transient and not copy.pins:
+            if not copy.transient:
+                source_tier.counters.promoted += 1
+            elif not copy.pins:
                 self._ladder.drop(ram, copy)  # whoever it was fetched for is gone
         return moved
 

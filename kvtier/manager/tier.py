@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
-from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 
 __all__ = ["TierCounters", "TierSnapshot", "TierState"]
 
@@ -39,6 +39,8 @@ class TierCounters:
     """Chunks that left, or stay, without reaching the slower tier they were meant for."""
     dropped: int = 0
     """Chunks meant for this tier that were not sent because it did not keep up."""
+    promoted: int = 0
+    """Chunks of this tier that came up to RAM to stay there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class TierState:
     could leave right now; every change of pins or dirt goes through this class to keep it true,
     which lets a store that cannot succeed be refused without a scan. ``leaving`` holds victims
     that were picked but must first reach a slower tier; they are hits until then, but no longer
-    in the eviction order. ``wanted`` is the most slots somebody asked for in vain in this step.
+    in the eviction order. ``passing`` counts the transient copies, which leave by themselves.
+    ``wanted`` is the most slots somebody asked for in vain in this step.
     """
 
     __slots__ = (
@@ -85,6 +88,7 @@ class TierState:
         "index",
         "leaving",
         "name",
+        "passing",
         "quarantined",
         "slots",
         "wanted",
@@ -101,6 +105,7 @@ class TierState:
         self.dirty = 0
         self.writing = 0
         self.leaving: set[ChunkCopy] = set()
+        self.passing = 0
         self.wanted = 0
         self.quarantined = 0
         self.counters = TierCounters()
@@ -116,6 +121,8 @@ class TierState:
         for copy in copies:
             copy.pins += 1
             members[copy.key] = copy
+            if copy.transient:
+                self.passing += 1
         self.writing += len(copies)
 
     def add_resident(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
@@ -195,6 +202,8 @@ class TierState:
         if copy.dirty:
             copy.dirty = 0
             self.dirty -= 1
+        if copy.transient:
+            self.passing -= 1
         del self.copies[copy.key]
         if not copy.pins:
             self.slots.release((copy.slot,))
@@ -208,23 +217,40 @@ class TierState:
         """Note that ``slots`` slots were asked for in vain, so that room is made ahead."""
         self.wanted = max(self.wanted, min(slots, self.slots.capacity))
 
-    def pick_leaving(self, ctx: PolicyContext) -> ChunkCopy | None:
-        """Take the best unpinned copy out of the order, clean or dirty; it is leaving now."""
-        leaf_only = self.eviction.leaf_only
-        victim = self.eviction.pick(_unpinned_leaf if leaf_only else _unpinned, ctx)
-        if victim is not None:
-            self.leaving.add(victim)
-            if leaf_only:
-                self._count_kid(victim, -1)
-        return victim
+    def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
+        """Take the best ``count`` unpinned copies out of the order, clean or dirty.
+
+        They are leaving from now on.
+
+        Returns:
+            The victims; fewer when there are no more.
+        """
+        if self.eviction.leaf_only:
+            victims = self._pick_leaves(count, _unpinned_leaf, ctx)
+        else:
+            victims = self.eviction.pick_many(count, _unpinned, ctx)
+        self.leaving.update(victims)
+        return victims
+
+    def let_go(self, victims: Sequence[ChunkCopy]) -> None:
+        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted."""
+        for victim in victims:
+            if victim.dirty:
+                victim.dirty = 0
+                self.dirty -= 1
+            else:
+                self.idle -= 1
+            victim.state = CopyState.GONE
+            del self.copies[victim.key]
+        self.leaving.difference_update(victims)
+        self.counters.evicted += len(victims)
+        self.slots.release([victim.slot for victim in victims])
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
         if copy in self.leaving:
             self.leaving.discard(copy)
-            if self.eviction.leaf_only:
-                self._count_kid(copy, 1)
-            self.eviction.on_insert(copy, ctx)
+            self._enter_order(copy, ctx)
 
     def expect(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> None:
         """Note that chunks that are not here are about to be let in."""
@@ -247,7 +273,8 @@ class TierState:
             return None
         victims = self._pick(shortage, ctx)
         if len(victims) < shortage:
-            self.eviction.on_insert_many(victims, ctx)
+            for victim in victims:
+                self._enter_order(victim, ctx)
             return None
         for victim in victims:
             victim.state = CopyState.GONE
@@ -283,20 +310,26 @@ class TierState:
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:
             return self.eviction.pick_many(count, _idle, ctx)
-        return self._pick_leaves(count, ctx)
+        return self._pick_leaves(count, _idle_leaf, ctx)
 
-    def _pick_leaves(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
+    def _pick_leaves(
+        self, count: int, evictable: Evictable, ctx: PolicyContext
+    ) -> list[ChunkCopy]:
         """Pick leaf by leaf: a parent becomes a candidate when its last child was picked."""
         victims: list[ChunkCopy] = []
         while len(victims) < count:
-            victim = self.eviction.pick(_idle_leaf, ctx)
+            victim = self.eviction.pick(evictable, ctx)
             if victim is None:
-                for picked in victims:
-                    self._count_kid(picked, 1)
                 break
             self._count_kid(victim, -1)
             victims.append(victim)
         return victims
+
+    def _enter_order(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        """Put a picked copy back into the order."""
+        if self.eviction.leaf_only:
+            self._count_kid(copy, 1)
+        self.eviction.on_insert(copy, ctx)
 
     def _leave_order(self, copy: ChunkCopy) -> None:
         if not copy.pins and not copy.dirty:

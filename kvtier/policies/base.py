@@ -286,6 +286,18 @@ class Placement(ABC):
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         """Return how to bring up ``copy``, found in tier ``source`` for a waiting request."""
 
+    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+        """Return the tiers that :meth:`demote` may name for victims of ``source``.
+
+        A tier whose victims go nowhere needs no reserve of free slots; one with several targets
+        sends nothing down while any of them is full.
+
+        Args:
+            source: Index of the tier.
+            tiers: Number of tiers.
+        """
+        return range(source + 1, tiers)
+
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         """Return the tier that a victim of ``source`` must reach before it goes, or None.

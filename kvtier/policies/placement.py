@@ -81,5 +81,9 @@ class LadderPlacement(Placement):
         return Promotion(stay=(copy.hits + 1) % self._promote_after == 0)
 
     @override
+    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+        return (source + 1,) if source < self._last else ()
+
+    @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         return source + 1 if source < self._last else None

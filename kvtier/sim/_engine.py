@@ -19,11 +19,11 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import TieredOffloadingManager, TierState
+from kvtier.manager import TieredOffloadingManager
 from kvtier.sim.timing import TimeModel, TransferModel
-from kvtier.types import Job, Outcome, TransferResult, Why
+from kvtier.types import Job, TransferResult, Why
 
-__all__ = ["JobDesk", "ModelEngine", "ModelRequest"]
+__all__ = ["ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
@@ -59,43 +59,11 @@ class ModelRequest:
         self.first_token_s = 0.0
 
 
-class JobDesk:
-    """Hands a manager the outcomes of its storage jobs and counts what came up.
-
-    Args:
-        manager: The manager.
-        tiers: Its tiers.
-
-    Attributes:
-        promoted: Chunks that came up to RAM to stay, by the tier they came from.
-    """
-
-    def __init__(self, manager: TieredOffloadingManager, tiers: Sequence[TierState]) -> None:
-        self._manager = manager
-        self._ram = tiers[0]
-        self._index_of = {tier.name: tier.index for tier in tiers}
-        self.promoted = [0] * len(tiers)
-
-    def apply(self, job: Job, result: TransferResult) -> None:
-        """Tell the manager what became of ``job``."""
-        self._manager.apply(result)
-        if job.why is not Why.PROMOTE:
-            return
-        members = self._ram.copies
-        stayed = 0
-        for key, outcome in zip(job.keys, result.outcomes, strict=True):
-            if outcome is Outcome.DONE:
-                copy = members.get(key)
-                stayed += copy is not None and not copy.transient
-        self.promoted[self._index_of[job.source]] += stayed
-
-
 class ModelEngine:
     """Serves requests through a manager.
 
     Args:
         manager: The manager.
-        desk: Where its jobs' outcomes go.
         model: What things take.
         transfers: When loads and storage jobs end.
         chunk_tokens: Tokens of a chunk.
@@ -104,14 +72,12 @@ class ModelEngine:
     def __init__(
         self,
         manager: TieredOffloadingManager,
-        desk: JobDesk,
         *,
         model: TimeModel,
         transfers: TransferModel,
         chunk_tokens: int,
     ) -> None:
         self._manager = manager
-        self._desk = desk
         self._model = model
         self._transfers = transfers
         self._chunk_tokens = chunk_tokens
@@ -243,7 +209,7 @@ class ModelEngine:
             self._at(time_s, partial(self._moved, job, result))
 
     def _moved(self, job: Job, result: TransferResult) -> None:
-        self._desk.apply(job, result)
+        self._manager.apply(result)
         if job.why is Why.PROMOTE:
             self._may_answer = True
 

@@ -23,7 +23,7 @@ from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup, TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.sim._engine import JobDesk, ModelEngine, ModelRequest
+from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim.single import Progress
 from kvtier.sim.timing import TimeModel, TransferModel, default_speed
@@ -181,10 +181,8 @@ def simulate_ladder(
     manager = build_manager(
         config, tiers, slot_nbytes=slot, truth=HonestTruth(), record_events=False
     )
-    desk = JobDesk(manager, tiers)
     engine = ModelEngine(
         manager,
-        desk,
         model=model,
         transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot),
         chunk_tokens=trace.chunk_tokens,
@@ -197,7 +195,7 @@ def simulate_ladder(
         if progress is not None and not done % 256:
             progress(done / trace.requests)
     seconds = time.perf_counter() - begun
-    results = _tier_results(config, tiers, desk, trace, slot)
+    results = _tier_results(config, tiers, trace, slot)
     slower = results[1:]
     return LadderResult(
         trace=trace.name,
@@ -219,31 +217,23 @@ def simulate_ladder(
     )
 
 
-def replay_references(
-    references: Iterable[ChunkKey], manager: TieredOffloadingManager, tiers: Sequence[TierState]
-) -> JobDesk:
+def replay_references(references: Iterable[ChunkKey], manager: TieredOffloadingManager) -> None:
     """Take every reference as a request of its own, whose storage jobs end at once.
 
     Args:
         references: Chunks, in the order they are asked for.
-        manager: A manager over ``tiers``.
-        tiers: Its tiers, whose counters say what happened.
-
-    Returns:
-        What counted the promotions.
+        manager: The manager; the counters of its tiers say what happened.
     """
-    desk = JobDesk(manager, tiers)
     for number, key in enumerate(references):
-        _reference(manager, desk, key, str(number), float(number))
-    return desk
+        _reference(manager, key, str(number), float(number))
 
 
 def _reference(
-    manager: TieredOffloadingManager, desk: JobDesk, key: ChunkKey, req_id: str, now_s: float
+    manager: TieredOffloadingManager, key: ChunkKey, req_id: str, now_s: float
 ) -> None:
     answer = manager.lookup(key, req_id)
     while answer is Lookup.RETRY:
-        _settle(manager, desk, (), now_s)
+        _settle(manager, (), now_s)
         answer = manager.lookup(key, req_id)
     if answer is Lookup.HIT:
         manager.prepare_load((key,), req_id)
@@ -253,17 +243,15 @@ def _reference(
         if plan is not None and plan.keys:
             manager.complete_store(plan.keys)
     manager.end_request(req_id)
-    _settle(manager, desk, (req_id,), now_s)
+    _settle(manager, (req_id,), now_s)
 
 
-def _settle(
-    manager: TieredOffloadingManager, desk: JobDesk, started: Sequence[str], now_s: float
-) -> None:
+def _settle(manager: TieredOffloadingManager, started: Sequence[str], now_s: float) -> None:
     """End the step, and run jobs at once until they lead to no more."""
     manager.end_step(started=started, now=now_s)
     while jobs := manager.take_jobs():
         for job in jobs:
-            desk.apply(job, TransferResult(job.job_id, [Outcome.DONE] * len(job.keys)))
+            manager.apply(TransferResult(job.job_id, [Outcome.DONE] * len(job.keys)))
         manager.end_step(now=now_s)
 
 
@@ -295,12 +283,11 @@ def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
 def _tier_results(
     config: KvtierConfig,
     tiers: Sequence[TierState],
-    desk: JobDesk,
     trace: Trace,
     slot: int,
 ) -> list[TierResult]:
     results = []
-    promoted = sum(desk.promoted)
+    promoted = sum(tier.counters.promoted for tier in tiers)
     for options, tier in zip(config.tiers, tiers, strict=True):
         counters = tier.counters
         written = counters.stored - (0 if tier.index else promoted)
@@ -316,7 +303,7 @@ def _tier_results(
                 hits=counters.hits,
                 hit_ratio=counters.hits / trace.refs,
                 chunks_written=written,
-                chunks_promoted=desk.promoted[tier.index],
+                chunks_promoted=counters.promoted,
                 evictions=counters.evicted,
                 bytes_written_per_day=per_day,
                 dwpd=None if per_day is None else per_day / options.capacity_bytes,

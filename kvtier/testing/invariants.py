@@ -119,9 +119,11 @@ def _check_counters(tier: TierState) -> None:
     resident = [copy for copy in copies if copy.state == CopyState.RESIDENT]
     idle = sum(not copy.pins and not copy.dirty for copy in resident)
     dirty = sum(bool(copy.dirty) for copy in copies)
+    passing = sum(copy.transient for copy in copies)
     for name, counted in (
         ("idle", idle),
         ("dirty", dirty),
+        ("passing", passing),
         ("writing", len(tier.copies) - len(resident)),
     ):
         noted = getattr(tier, name)

@@ -31,6 +31,7 @@ _COUNTERS: Mapping[str, str] = {
     ),
     "stored_chunks": "Chunks that became resident in the tier.",
     "evicted_chunks": "Chunks that left the tier to make room.",
+    "promoted_chunks": "Chunks that came up from the tier to RAM to stay.",
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
     "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
     "dropped_chunks": "Chunks meant for the tier and not sent because it did not keep up.",

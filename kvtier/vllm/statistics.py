@@ -23,6 +23,7 @@ class TierFigures:
             request for the first that was nowhere.
         stored_chunks: Chunks that became resident.
         evicted_chunks: Chunks that left to make room.
+        promoted_chunks: Chunks that came up from here to RAM to stay.
         refused_chunks: Chunks not taken for lack of room or by policy.
         lost_chunks: Chunks that did not reach the slower tier they were meant for.
         dropped_chunks: Chunks meant for the tier and not sent because it did not keep up.
@@ -49,6 +50,7 @@ class TierFigures:
     miss_chunks: int
     stored_chunks: int
     evicted_chunks: int
+    promoted_chunks: int
     refused_chunks: int
     lost_chunks: int
     dropped_chunks: int
@@ -129,6 +131,7 @@ def _tier_figures(
         miss_chunks=counters.misses,
         stored_chunks=counters.stored,
         evicted_chunks=counters.evicted,
+        promoted_chunks=counters.promoted,
         refused_chunks=counters.refused,
         lost_chunks=counters.lost,
         dropped_chunks=counters.dropped,

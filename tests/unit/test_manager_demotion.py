@@ -241,6 +241,96 @@ def test_a_clean_victim_goes_at_once_when_the_reserve_is_short() -> None:
     assert bench.resident() == {*prefix(2, of=1)}
 
 
+def test_a_chunk_that_just_came_up_outlives_colder_ones_that_must_be_copied() -> None:
+    bench = evicting(4, 8, reserve=0.25)
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.store(prefix(2, of=1))
+    bench.look(prefix(1))
+    (up,) = bench.step()
+    bench.finish(up)
+    bench.load(prefix(1))
+    bench.store(prefix(1, of=2))
+    (down,) = bench.step()
+    assert down.keys == prefix(1, of=1), "the coldest goes, though another needs no copying"
+    bench.finish(down)
+    assert bench.resident() == {prefix(2, of=1)[1], *prefix(1), *prefix(1, of=2)}
+
+
+def test_a_clean_victim_whose_lower_copy_is_gone_is_copied_again() -> None:
+    bench = evicting(2, 1, reserve=0.5)
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.store(prefix(1))
+    assert bench.ram.dirty == 0
+    lower = bench.tiers[1]
+    lower.drop(lower.copies[prefix(1)[0]])
+    bench.store(prefix(1, of=1))
+    (job,) = bench.step()
+    assert job.keys == prefix(1)
+    bench.finish(job)
+    assert (bench.resident(1), bench.ram.counters.lost) == ({*prefix(1)}, 0)
+
+
+def test_a_short_prefix_is_not_copied_when_its_room_is_needed() -> None:
+    bench = Workbench(
+        3,
+        8,
+        placement=LadderPlacement(tiers=2, write="evict", min_chunks=2),
+        limits=limits(reserve=0.67),
+    )
+    bench.store(prefix(1), "short")
+    bench.store(prefix(2, of=1), "long")
+    (job,) = bench.step()
+    assert job.keys == prefix(1, of=1)
+    assert bench.resident() == {*prefix(2, of=1)}
+    assert bench.ram.counters.lost == 0, "it was never to go down"
+
+
+def test_a_victim_counts_as_a_use_of_its_copy_below() -> None:
+    bench = evicting(2, 2, reserve=0.5)
+    bench.manager.recover(1, [(prefix(1)[0], 0), (prefix(1, of=1)[0], 1)])
+    bench.store(prefix(1))
+    bench.store(prefix(1, of=2))
+    assert bench.step() == [], "it left without being copied"
+    bench.store(prefix(1, of=3))
+    bench.settle()
+    assert bench.resident(1) == {*prefix(1), *prefix(1, of=2)}
+
+
+def test_no_victim_leaves_for_room_that_a_passing_chunk_will_give_back() -> None:
+    bench = Workbench(
+        3,
+        8,
+        placement=LadderPlacement(tiers=2, write="evict", promote_after=2),
+        limits=limits(reserve=0.34),
+    )
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.store(prefix(2, of=1))
+    bench.look(prefix(1))
+    (up,) = bench.step()
+    bench.finish(up)
+    assert bench.step() == []
+    bench.load(prefix(1))
+    assert bench.step() == []
+    assert bench.resident() == {*prefix(2, of=1)}
+    assert (bench.ram.slots.free, bench.ram.passing) == (1, 0)
+    assert bench.tiers[1].counters.promoted == 0
+
+
+def test_a_store_that_was_refused_does_not_wait_for_a_passing_chunk() -> None:
+    bench = Workbench(2, 8, placement=LadderPlacement(tiers=2, write="evict", promote_after=2))
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.store(prefix(1, of=1))
+    bench.look(prefix(1))
+    (up,) = bench.step()
+    bench.manager.begin_request("writer")
+    assert bench.store(prefix(1, of=2), "writer") is None
+    (down,) = bench.step()
+    assert (down.why, down.keys) == (Why.DEMOTE, prefix(1, of=1))
+    bench.finish(down)
+    assert bench.store(prefix(1, of=2), "writer") is not None
+    bench.finish(up)
+
+
 def test_a_victim_the_placement_refuses_is_lost() -> None:
     bench = Workbench(
         2, 8, placement=Choosy(tiers=2, write="evict"), limits=limits(reserve=1.0)

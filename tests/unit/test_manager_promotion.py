@@ -418,3 +418,13 @@ def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> 
     bench.step()
     assert bench.manager.snapshot().granted == 0
     assert bench.look(prefix(1)) == [RETRY], "it may ask afresh"
+
+
+@pytest.mark.parametrize("promote_after", [1, 2])
+def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> None:
+    bench = Workbench(4, 8, promote_after=promote_after)
+    bench.manager.recover(1, zip(prefix(2), (0, 1), strict=True))
+    bench.look(prefix(2))
+    (job,) = bench.step()
+    bench.finish(job, Outcome.DONE, Outcome.FAILED)
+    assert bench.tiers[1].counters.promoted == (promote_after == 1)
