@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvtier.keys import ChunkKey
 from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
+from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import ReuseGaps
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
@@ -25,6 +26,7 @@ class Ladder:
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         ledger: Jobs in flight.
+        retention: RAM copies kept until a deadline.
         ctx: What policies may know.
         epoch: Counts resets.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
@@ -47,6 +49,7 @@ class Ladder:
         self.limits = limits
         self.truth = truth
         self.ledger = JobLedger()
+        self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0
         self.corrupt: list[tuple[int, int]] = []

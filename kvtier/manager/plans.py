@@ -88,6 +88,7 @@ class ManagerLimits:
         pin_budget: RAM slots that chunks kept for waiting requests may hold.
         reserve: Share of a tier's slots that write-on-evict keeps free ahead of need.
         queue: Chunks that may be on their way to one slower tier at a time.
+        retained: RAM slots that chunks kept until a deadline may hold.
         backlog: Chunks that may wait for one slower tier or be on their way there; newer ones
             stay in RAM only.
         load_timeout_s: Deadline of a promotion.
@@ -102,6 +103,7 @@ class ManagerLimits:
     pin_budget: int
     reserve: float
     queue: int
+    retained: int = 0
     backlog: int = sys.maxsize
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
@@ -121,6 +123,7 @@ class ManagerSnapshot:
         requests: Requests that began and did not end.
         waiting: Requests that wait for promotions, or for their turn.
         granted: RAM slots kept for waiting requests.
+        retained: RAM slots of chunks kept until a deadline.
         jobs: Storage jobs in flight.
     """
 
@@ -128,6 +131,7 @@ class ManagerSnapshot:
     requests: int
     waiting: int
     granted: int
+    retained: int
     jobs: int
 
 

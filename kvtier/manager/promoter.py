@@ -275,9 +275,12 @@ class Promoter:
         """
         missing = [wish for wish in wishes if wish.copy is None]
         ram = self._ladder.ram
-        if whole and len(missing) > ram.room:
+        short = len(missing) - ram.room
+        if whole and short > 0:
             ram.want(len(missing))
             return False
+        if short > 0:
+            self._ladder.retention.give_way(short)
         return self._bring_up(request, missing[: ram.room]) or not whole
 
     def _settle_request(self, request: RequestState) -> None:

@@ -121,7 +121,8 @@ class Storer:
         patience = self._ladder.limits.patience_stores
         hopeless = chunks > self._ram.slots.capacity
         if request is None or hopeless or request.refusals >= patience:
-            return room
+            self._ladder.retention.give_way(chunks - room)
+            return min(chunks, self._ram.room)
         request.refusals += 1
         return None
 

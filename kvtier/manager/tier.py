@@ -41,6 +41,8 @@ class TierCounters:
     """Chunks meant for this tier that were not sent because it did not keep up."""
     promoted: int = 0
     """Chunks of this tier that came up to RAM to stay there."""
+    unretained: int = 0
+    """Chunks that somebody asked to keep and that were not kept, or not as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,12 @@ class TierState:
             self.dirty -= 1
             if not copy.pins and copy.state == _RESIDENT:
                 self.idle += 1
+
+    def stop_passing(self, copy: ChunkCopy) -> None:
+        """Let a copy stay that was to leave after its load; nothing for any other."""
+        if copy.transient:
+            copy.transient = False
+            self.passing -= 1
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""

@@ -198,6 +198,24 @@ class TieredOffloadingManager:
         """
         self._storer.complete(keys)
 
+    # -- keeping ----------------------------------------------------------------------------
+
+    def retain(self, keys: Iterable[ChunkKey], until: float) -> int:
+        """Keep those of ``keys`` that are whole in RAM there until a deadline.
+
+        They count against ``limits.retained``; a reset lets go of them. They are released
+        early only for a store or a promotion that waited its time and found no other room.
+
+        Args:
+            keys: Chunks, root to leaf; when the quota ends it is the tail that is refused.
+            until: Seconds on the clock of :meth:`end_step`.
+
+        Returns:
+            How many are kept at least until then.
+        """
+        found = map(self._resident.get, keys)
+        return self._ladder.retention.keep((copy for copy in found if copy is not None), until)
+
     # -- steps and storage jobs -------------------------------------------------------------
 
     def end_step(
@@ -222,6 +240,7 @@ class TieredOffloadingManager:
                 # Its chunks will be loaded, or offered, from the root again.
                 request.tails.clear()
         self._quarantine.release()
+        self._ladder.retention.expire(now)
         self._promoter.end_step()
         self._demoter.flush()
         for gaps in self._ladder.gaps:
@@ -320,6 +339,7 @@ class TieredOffloadingManager:
             request.pending = 0
             self._promoter.release(request)
         unsent = self.take_jobs()
+        self._ladder.retention.clear()
         self._quarantine.evacuate()
         self._demoter.clear()
         for gaps in self._ladder.gaps:
@@ -339,6 +359,7 @@ class TieredOffloadingManager:
                 for request in self._requests.values()
             ),
             granted=self._promoter.granted,
+            retained=len(self._ladder.retention),
             jobs=len(self._ladder.ledger),
         )
 

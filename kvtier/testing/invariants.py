@@ -58,6 +58,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
         _check_counters(tier)
         _check_order(tier)
     _check_grants(manager)
+    _check_retained(manager)
 
 
 def eviction_order(eviction: Eviction) -> list[ChunkCopy] | None:
@@ -159,6 +160,20 @@ def _check_order(tier: TierState) -> None:
     if len(order) != len(resident) or set(order) != resident:
         rule = "the eviction order holds what is resident and stays"
         raise InvariantError(rule, f"{tier.name}: {order} instead of {resident}")
+
+
+def _check_retained(manager: TieredOffloadingManager) -> None:
+    retention = manager._ladder.retention
+    for copy in retention._until:
+        if manager._ram.copies.get(copy.key) is not copy or copy.state != CopyState.RESIDENT:
+            raise InvariantError("what is retained is in RAM", repr(copy))
+        if copy.pins <= copy.grants:
+            raise InvariantError("what is retained is pinned", repr(copy))
+    if len(retention) > manager._ladder.limits.retained:
+        raise InvariantError("no more is retained than the quota", str(len(retention)))
+    times = {(copy, until) for until, _, copy in retention._heap}
+    if not times.issuperset(retention._until.items()):
+        raise InvariantError("every deadline comes", f"{retention._until}, {retention._heap}")
 
 
 def _check_grants(manager: TieredOffloadingManager) -> None:

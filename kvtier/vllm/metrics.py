@@ -34,6 +34,7 @@ _COUNTERS: Mapping[str, str] = {
     "promoted_chunks": "Chunks that came up from the tier to RAM to stay.",
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
     "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
+    "unretained_chunks": "Chunks asked to be kept that were not, or not as long.",
     "dropped_chunks": "Chunks meant for the tier and not sent because it did not keep up.",
     "corrupt_chunks": "Chunks dropped because their bytes were not the bytes stored.",
     "read_bytes": "Bytes read from the tier by transfers that completed.",
@@ -56,6 +57,7 @@ _PREFIX = "kvtier_"
 _ENGINE_GAUGES: Mapping[str, str] = {
     "waiting_requests": "Requests that wait for chunks on their way to RAM.",
     "granted_chunks": "RAM slots kept for waiting requests.",
+    "retained_chunks": "RAM slots of chunks kept until a deadline.",
 }
 _INTERNAL_ERRORS = "kvtier_internal_errors"
 _REUSE_GAP = "kvtier_evict_reuse_gap_seconds"

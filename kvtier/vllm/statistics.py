@@ -26,6 +26,7 @@ class TierFigures:
         promoted_chunks: Chunks that came up from here to RAM to stay.
         refused_chunks: Chunks not taken for lack of room or by policy.
         lost_chunks: Chunks that did not reach the slower tier they were meant for.
+        unretained_chunks: Chunks asked to be kept that were not, or not as long.
         dropped_chunks: Chunks meant for the tier and not sent because it did not keep up.
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
         failed_reads: Chunks whose transfer out failed or expired.
@@ -53,6 +54,7 @@ class TierFigures:
     promoted_chunks: int
     refused_chunks: int
     lost_chunks: int
+    unretained_chunks: int
     dropped_chunks: int
     corrupt_chunks: int
     failed_reads: int
@@ -79,12 +81,14 @@ class EngineStatistics:
         tiers: Fastest first.
         waiting_requests: Requests that wait for chunks on their way to RAM.
         granted_chunks: RAM slots kept for waiting requests.
+        retained_chunks: RAM slots of chunks kept until a deadline.
         internal_errors: Unexpected errors answered as misses.
     """
 
     tiers: Sequence[TierFigures]
     waiting_requests: int
     granted_chunks: int
+    retained_chunks: int
     internal_errors: int
 
 
@@ -110,6 +114,7 @@ def engine_statistics(
         ],
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,
+        retained_chunks=manager.retained,
         internal_errors=internal_errors,
     )
 
@@ -134,6 +139,7 @@ def _tier_figures(
         promoted_chunks=counters.promoted,
         refused_chunks=counters.refused,
         lost_chunks=counters.lost,
+        unretained_chunks=counters.unretained,
         dropped_chunks=counters.dropped,
         corrupt_chunks=counters.corrupt,
         failed_reads=counters.read_failed,

@@ -84,6 +84,7 @@ class ManagerMachine(RuleBasedStateMachine):
         budget=st.integers(0, 6),
         reserve=st.sampled_from([0.0, 0.34, 1.0]),
         queue=st.integers(1, 8),
+        retained=st.integers(0, 3),
         warm=st.lists(st.integers(0, 2), max_size=3, unique=True),
     )
     def start(
@@ -96,6 +97,7 @@ class ManagerMachine(RuleBasedStateMachine):
         budget: int,
         reserve: float,
         queue: int,
+        retained: int,
         warm: list[int],
     ) -> None:
         self.truth = RecordingTruth(driven=True)
@@ -114,6 +116,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 pin_budget=budget,
                 reserve=reserve,
                 queue=queue,
+                retained=retained,
                 patience_lookups=PATIENCE,
                 patience_stores=2,
             ),
@@ -124,6 +127,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.born = 0
         self.epoch = 0
+        self.now = 0.0
         self.orders: list[WorkerOp] = []
         self.acknowledged: list[WorkerOp] = []
         self.storage: list[StorageOp] = []
@@ -248,6 +252,13 @@ class ManagerMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         self.requests.remove(request)
         self.manager.end_request(request.req_id)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), seconds=st.integers(0, 4))
+    def retain(self, data: st.DataObject, seconds: int) -> None:
+        """Somebody knows that a prompt will be back."""
+        request = data.draw(st.sampled_from(self.requests))
+        self.manager.retain(self.keys(request, request.chunks), self.now + seconds)
 
     @rule()
     def reset(self) -> None:
@@ -404,9 +415,11 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert slot not in job.destination_slots, f"slot {slot} is being written"
 
     def end_step(self, started: list[Request], preempted: list[Request]) -> None:
+        self.now += 1.0
         self.manager.end_step(
             started=[each.req_id for each in started],
             preempted=[each.req_id for each in preempted],
+            now=self.now,
         )
         self.collect()
 
@@ -460,6 +473,7 @@ class ManagerMachine(RuleBasedStateMachine):
         note(f"after draining: {self.manager.snapshot()}")
         snapshot = self.manager.snapshot()
         assert (snapshot.requests, snapshot.granted, snapshot.jobs) == (0, 0, 0)
+        assert not snapshot.retained
         assert not self.manager.has_work()
         for tier in self.bench.tiers:
             assert not any(copy.pins for copy in tier.copies.values()), "a pin is left"
@@ -481,6 +495,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.end_request(request.req_id)
         self.requests = []
         self.finish_everything()
+        self.now += 100.0
         for _ in range(60):
             self.end_step([], [])
             self.finish_everything()

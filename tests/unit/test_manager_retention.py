@@ -1,0 +1,179 @@
+"""Keeping chunks in RAM until a deadline, within a quota."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.policies import LadderPlacement
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Outcome
+
+
+def keeping(
+    *capacities: int, quota: int, promote_after: int = 1, patience_stores: int = 16
+) -> Workbench:
+    limits = ManagerLimits(
+        pin_budget=8,
+        reserve=0.0,
+        queue=64,
+        retained=quota,
+        patience_lookups=1,
+        patience_stores=patience_stores,
+    )
+    placement = LadderPlacement(
+        tiers=len(capacities), write="through", promote_after=promote_after
+    )
+    return Workbench(*capacities, placement=placement, limits=limits)
+
+
+def end_step(bench: Workbench, now: float) -> None:
+    bench.manager.end_step(now=now)
+    bench.check()
+
+
+def test_a_retained_chunk_outlives_what_was_used_later() -> None:
+    bench = keeping(3, quota=1)
+    bench.store(prefix(1))
+    assert bench.manager.retain(prefix(1), 10.0) == 1
+    for prompt in range(1, 5):
+        bench.store(prefix(1, of=prompt))
+    assert prefix(1)[0] in bench.resident()
+    assert bench.manager.snapshot().retained == 1
+
+
+def test_its_time_over_it_is_a_victim_like_any_other() -> None:
+    bench = keeping(1, quota=1)
+    bench.store(prefix(1))
+    bench.manager.retain(prefix(1), 10.0)
+    end_step(bench, 9.9)
+    assert bench.ram.room == 0
+    end_step(bench, 10.0)
+    assert (bench.ram.room, bench.manager.snapshot().retained) == (1, 0)
+
+
+def test_a_deadline_is_put_off_and_never_brought_forward() -> None:
+    bench = keeping(1, quota=1)
+    bench.store(prefix(1))
+    for until in (10.0, 30.0, 20.0):
+        assert bench.manager.retain(prefix(1), until) == 1
+    end_step(bench, 29.0)
+    assert bench.ram.room == 0
+    end_step(bench, 30.0)
+    assert bench.ram.room == 1
+
+
+def test_beyond_the_quota_the_tail_is_refused_and_counted() -> None:
+    bench = keeping(4, quota=2)
+    bench.store(prefix(3))
+    assert bench.manager.retain(prefix(3), 10.0) == 2
+    assert bench.ram.counters.unretained == 1
+    assert bench.manager.retain(prefix(2), 20.0) == 2, "what is kept may be kept longer"
+    bench.store(prefix(2, of=1))
+    assert {*prefix(2)} <= bench.resident()
+
+
+def test_without_a_quota_nothing_is_retained() -> None:
+    bench = keeping(2, quota=0)
+    bench.store(prefix(1))
+    assert bench.manager.retain(prefix(1), 10.0) == 0
+    assert bench.ram.room == 2
+
+
+def test_what_is_not_whole_in_ram_is_not_retained() -> None:
+    bench = keeping(2, 4, quota=2)
+    bench.manager.recover(1, [(prefix(1)[0], 0)])
+    bench.manager.prepare_store(prefix(1, of=1), "writer")
+    assert bench.manager.retain([*prefix(1), *prefix(1, of=1), *prefix(1, of=2)], 9.0) == 0
+    assert bench.ram.counters.unretained == 0
+
+
+def test_a_store_waits_before_it_takes_what_is_retained_the_earliest_deadline_first() -> None:
+    bench = keeping(3, quota=3, patience_stores=1)
+    bench.store(prefix(3))
+    for key, until in zip(prefix(3), (30.0, 10.0, 20.0), strict=True):
+        bench.manager.retain([key], until)
+    bench.manager.begin_request("w")
+    assert bench.store(prefix(2, of=1), "w") is None
+    assert bench.manager.snapshot().retained == 3
+    assert bench.store(prefix(2, of=1), "w") is not None
+    assert bench.resident() == {prefix(1)[0], *prefix(2, of=1)}
+    assert bench.ram.counters.unretained == 2
+
+
+def test_a_promotion_that_waited_its_turn_takes_what_is_retained() -> None:
+    bench = keeping(1, 4, quota=1)
+    bench.store(prefix(1))
+    bench.settle()
+    bench.manager.retain(prefix(1), 1e9)
+    bench.manager.recover(1, [(prefix(1, of=1)[0], 3)])
+    bench.look(prefix(1, of=1))
+    bench.settle()
+    assert bench.look(prefix(1, of=1)) == [Lookup.HIT]
+    assert bench.ram.counters.unretained == 1
+
+
+def test_a_chunk_that_only_passes_through_stays_when_it_is_retained() -> None:
+    bench = keeping(4, 4, quota=1, promote_after=2)
+    bench.manager.recover(1, zip(prefix(2), (0, 1), strict=True))
+    bench.look(prefix(2))
+    (job,) = bench.step()
+    bench.finish(job, Outcome.DONE)
+    bench.manager.prepare_load(prefix(2), "reader")
+    bench.manager.retain(prefix(2), 10.0)
+    bench.manager.complete_load(prefix(2))
+    bench.check()
+    assert bench.resident() == {*prefix(1)}
+
+
+def test_a_reset_forgets_what_was_retained() -> None:
+    bench = keeping(2, quota=2)
+    bench.store(prefix(2))
+    bench.manager.retain(prefix(2), 1e9)
+    bench.manager.reset()
+    bench.step()
+    assert (bench.ram.slots.free, bench.manager.snapshot().retained) == (2, 0)
+
+
+@given(
+    quota=st.integers(0, 6),
+    actions=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 9)), max_size=60
+    ),
+)
+def test_no_pin_is_left_when_every_deadline_has_passed(
+    quota: int, actions: list[tuple[int, int, int]]
+) -> None:
+    bench = keeping(6, quota=quota, patience_stores=0)
+    now = 0.0
+    for prompt, chunks, seconds in actions:
+        bench.store(prefix(chunks, of=prompt))
+        bench.manager.retain(prefix(chunks, of=prompt), now + seconds)
+        bench.check()
+        now += seconds / 3
+        end_step(bench, now)
+        heap = bench.manager._ladder.retention._heap
+        assert len(heap) <= 3 * quota + 1
+    end_step(bench, now + 10)
+    assert bench.manager.snapshot().retained == 0
+    assert bench.ram.idle == len(bench.resident())
+
+
+@pytest.mark.parametrize("quota", [4, 64])
+def test_keeping_the_same_chunks_for_ever_longer_takes_no_more_memory(quota: int) -> None:
+    bench = keeping(4, quota=quota)
+    bench.store(prefix(4))
+    for until in range(1000):
+        bench.manager.retain(prefix(4), float(until))
+    assert len(bench.manager._ladder.retention._heap) <= 2 * 4 + quota + 4
+
+
+def test_what_could_not_leave_anyway_is_not_released_in_vain() -> None:
+    bench = keeping(2, quota=2, patience_stores=0)
+    bench.store(prefix(2))
+    bench.manager.retain(prefix(2), 10.0)
+    assert bench.store(prefix(3)) is not None
+    assert (bench.ram.counters.refused, bench.ram.counters.unretained) == (1, 0)
+    assert bench.manager.snapshot().retained == 2
