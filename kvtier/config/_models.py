@@ -130,9 +130,15 @@ class PlacementConfig(_Section):
     pin_budget: Fraction = 0.5
     """Share of RAM that chunks promoted for waiting requests may hold."""
     clean_reserve: Fraction = 0.1
-    """Share of RAM kept free or already copied down, ahead of need (`write: evict`)."""
+    """Share of RAM kept free, ahead of need (`write: evict`)."""
     backlog_limit: Fraction = 0.5
     """Share of RAM that may wait to be copied down; newer chunks then stay in RAM only."""
+    retain_quota: Fraction = 0.0
+    """Share of RAM that chunks kept until a deadline may hold; 0 is no keeping at all."""
+    retain_s: Duration | None = Field(
+        default=None, validation_alias="retain", serialization_alias="retain"
+    )
+    """How long a chunk is kept after its last use where its request does not say."""
 
     @model_validator(mode="after")
     def _words_agree(self) -> Self:
@@ -142,6 +148,10 @@ class PlacementConfig(_Section):
             _refuse("promote", "what moves up is then nowhere else", "add write: evict")
         if self.promote == "move" and self.promote_after > 1:
             _refuse("promote_after", "used with promote: copy only", "leave it out")
+        if self.retain_s is not None and not self.retain_quota:
+            _refuse("retain", "nothing may be kept without a quota", "add retain_quota: 25%")
+        if self.retain_quota + self.pin_budget > 1:
+            _refuse("retain_quota", "more than pin_budget leaves of RAM", "lower one of them")
         return self
 
 

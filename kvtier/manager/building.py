@@ -71,6 +71,7 @@ def build_manager(
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
             reserve=placement.clean_reserve,
             queue=max(transfer.queue_limit_bytes // slot_nbytes, 1),
+            retained=int(placement.retain_quota * tiers[0].slots.capacity),
             backlog=max(int(placement.backlog_limit * tiers[0].slots.capacity), 1),
             patience_s=_PATIENCE_S,
             load_timeout_s=transfer.load_timeout_s,

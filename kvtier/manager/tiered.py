@@ -14,6 +14,7 @@ keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
@@ -40,6 +41,7 @@ from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 
 __all__ = ["TieredOffloadingManager"]
 
+_depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
 _ASKING = Phase.ASKING
 _HIT = Lookup.HIT
@@ -207,14 +209,15 @@ class TieredOffloadingManager:
         early only for a store or a promotion that waited its time and found no other room.
 
         Args:
-            keys: Chunks, root to leaf; when the quota ends it is the tail that is refused.
+            keys: Chunks; when the quota ends it is the tails of prefixes that are refused.
             until: Seconds on the clock of :meth:`end_step`.
 
         Returns:
             How many are kept at least until then.
         """
-        found = map(self._resident.get, keys)
-        return self._ladder.retention.keep((copy for copy in found if copy is not None), until)
+        found = [copy for copy in map(self._resident.get, keys) if copy is not None]
+        found.sort(key=_depth_of)
+        return self._ladder.retention.keep(found, until)
 
     # -- steps and storage jobs -------------------------------------------------------------
 

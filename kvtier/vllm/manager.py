@@ -35,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.keys import make_key
 from kvtier.manager import Lookup
+from kvtier.vllm.hints import HintReader, RequestHints
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.pressure import PressureLog
@@ -93,6 +94,7 @@ class KVTierManager(OffloadingManager):
     Args:
         storage: The engine's tiers; closed with the manager.
         tokens_per_chunk: Tokens of a chunk of the first KV cache group, for hit counts.
+        retain_s: Seconds chunks are kept in RAM after a use whose request does not say.
         report_metrics: Whether :meth:`get_stats` returns anything.
         close_timeout_s: Longest :meth:`shutdown`.
     """
@@ -102,6 +104,7 @@ class KVTierManager(OffloadingManager):
         storage: Storage,
         *,
         tokens_per_chunk: int,
+        retain_s: float = 0.0,
         report_metrics: bool,
         close_timeout_s: float,
     ) -> None:
@@ -109,6 +112,8 @@ class KVTierManager(OffloadingManager):
         self._manager = storage.manager
         self._engine = storage.engine
         self._tokens_per_chunk = tokens_per_chunk
+        self._retain_s = retain_s
+        self._hints = HintReader()
         self._report_metrics = report_metrics
         self._close_timeout_s = close_timeout_s
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
@@ -135,6 +140,7 @@ class KVTierManager(OffloadingManager):
                     "vLLM seeds its block hashes at random, so nothing stored is found after a "
                     "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
                 )
+        req_context.set_state(self._hints.read(req_context.kv_transfer_params))
         self._manager.begin_request(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
@@ -176,6 +182,7 @@ class KVTierManager(OffloadingManager):
             KeyError: One was not; there is no answer but a wrong token.
         """
         plan = self._manager.prepare_load(list(keys), req_context.req_id)
+        self._retain(keys, req_context)
         first_group = compress(plan.origins, map(_is_of_first_group, keys))
         for origin, chunks in Counter(first_group).items():
             self._hit_tokens[origin] += chunks * self._tokens_per_chunk
@@ -203,6 +210,9 @@ class KVTierManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Give new chunks RAM slots; None when there is no room now."""
         self._take_results()
+        hints = req_context.get_state(RequestHints)
+        if hints is not None and hints.skip_store:
+            return PrepareStoreOutput([], SlotLoadStoreSpec((), ()), [])
         plan = self._manager.prepare_store(list(keys), req_context.req_id)
         if plan is None:
             return None
@@ -222,6 +232,7 @@ class KVTierManager(OffloadingManager):
     ) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
         self._manager.complete_store(keys)
+        self._retain(keys, req_context)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -312,6 +323,14 @@ class KVTierManager(OffloadingManager):
             )
 
     # -- internals -----------------------------------------------------------------------------
+
+    def _retain(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Keep chunks that were just used in RAM as long as their request, or YAML, says."""
+        hints = req_context.get_state(RequestHints)
+        asked = None if hints is None else hints.retain_s
+        retain_s = self._retain_s if asked is None else asked
+        if retain_s:
+            self._manager.retain(keys, time.monotonic() + retain_s)
 
     def _take_results(self) -> None:
         for result in self._engine.poll():

@@ -97,6 +97,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self._manager = KVTierManager(
                 storage,
                 tokens_per_chunk=self.tokens_per_block[0] * self.blocks_per_chunk,
+                retain_s=settings.placement.retain_s or 0.0,
                 report_metrics=settings.metrics.enabled,
                 close_timeout_s=settings.transfer.close_timeout_s,
             )

@@ -102,8 +102,9 @@ class Door:
         self.jobs = itertools.count()
         self.requests = itertools.count()
 
-    def request(self) -> ReqContext:
-        context = ReqContext(f"request-{next(self.requests)}")
+    def request(self, hints: dict[str, Any] | None = None) -> ReqContext:
+        params = None if hints is None else {"kvtier": hints}
+        context = ReqContext(f"request-{next(self.requests)}", params)
         self.manager.on_new_request(context)
         return context
 
@@ -123,9 +124,11 @@ class Door:
         assert result.job_id == job_id
         assert result.success
 
-    def store(self, keys: list[bytes], blocks: list[int]) -> int:
+    def store(
+        self, keys: list[bytes], blocks: list[int], hints: dict[str, Any] | None = None
+    ) -> int:
         """Store as the connector does; returns how many chunks were taken."""
-        context = self.request()
+        context = self.request(hints)
         plan = self.until(lambda: self.manager.prepare_store(keys, context))
         taken = len(plan.keys_to_store)
         if taken:
@@ -253,6 +256,19 @@ def test_a_chunk_comes_back_from_ram_and_from_nvme_bit_for_bit(
         assert door.holds(block, content)
     assert door.figures(1).hit_tokens == 2 * 32
     assert door.figures(0).hit_chunks == 4
+
+
+def test_a_request_says_what_of_its_chunks_to_keep_and_what_not_to_store(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=4, extra="placement:\n  retain_quota: 50%\n"))
+    assert door.store([key(1)], [0], {"retain_s": 600}) == 1
+    assert door.store([key(2)], [0], {"skip_store": True}) == 0
+    assert door.manager.statistics().retained_chunks == 1
+    for first in range(10, 30, 2):
+        fill_and_store(door, first, 2)
+    assert door.load([key(1)], [3]) == [CacheHitSource.HOST]
+    assert door.load([key(2)], [3]) == []
 
 
 def test_a_new_engine_on_the_store_loads_what_the_old_one_stored(
