@@ -13,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvtier.cli._sim_render import show_ladder, show_single, show_sweep
+from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
 from kvtier.cli._trace import FormatOption, TraceFile, choice, read
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.ladder import default_time_model, simulate_ladder
 from kvtier.sim.recommend import RecommendRequest, recommend
+from kvtier.sim.recorded import is_recording, replay_calls
 from kvtier.sim.report import write_page, write_plot
 from kvtier.sim.single import Progress as Told
 from kvtier.sim.single import TouchOrder, simulate_single
@@ -95,10 +96,15 @@ def run(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Replay TRACE against one policy, or against the ladder of a configuration.
 
-    With --config the manager of a live engine decides, in model time; no bytes move.
+    With --config the manager of a live engine decides, in model time; no bytes move. A
+    recording of a live engine's calls is replayed with its outcomes: every answer must be the
+    engine's.
     """
     if (policy is None) == (config is None):
         raise ConfigError("name either --policy or --config")
+    if config is not None and is_recording(trace):
+        show_replay(replay_calls(trace, load_config(config)), as_json=as_json)
+        return
     loaded = read(trace, format_name)
     nbytes = _chunk_bytes(loaded, chunk_bytes)
     if config is not None:

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from kvtier.cli._render import make_table
 from kvtier.sim.ladder import LadderResult
+from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
 from kvtier.sim.sweep import SweepResult
 from kvtier.units import approximate_size
 
-__all__ = ["show_ladder", "show_single", "show_sweep"]
+__all__ = ["show_ladder", "show_replay", "show_single", "show_sweep"]
 
 
 def show_single(result: SingleResult, *, as_json: bool) -> None:
@@ -69,6 +70,31 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
     console.print()
     for line in _summary(result):
         console.print(line, soft_wrap=True)
+
+
+def show_replay(result: ReplayResult, *, as_json: bool) -> None:
+    """Print what a recorded engine did."""
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+        return
+    console = Console(highlight=False)
+    numbers = ("chunks", "hits", "written", "promoted", "evicted")
+    table = make_table("tier", "policy", numbers=numbers)
+    for tier in result.tiers:
+        counts = (
+            tier.capacity_chunks,
+            tier.hits,
+            tier.chunks_written,
+            tier.chunks_promoted,
+            tier.evictions,
+        )
+        table.add_row(tier.name, tier.eviction, *(f"{count:,}" for count in counts))
+    console.print(table)
+    console.print()
+    replayed = f"{result.calls:,} calls of {result.requests:,} requests replayed"
+    console.print(
+        f"{replayed}; all {result.answers:,} answers are the engine's", soft_wrap=True
+    )
 
 
 def _summary(result: LadderResult) -> list[str]:

@@ -19,6 +19,7 @@ from kvtier.config._models import (
     PlacementConfig,
     RamTierConfig,
     TierConfig,
+    TraceConfig,
     TransferConfig,
 )
 from kvtier.config._origin import Origin
@@ -35,6 +36,7 @@ __all__ = [
     "PlacementConfig",
     "RamTierConfig",
     "TierConfig",
+    "TraceConfig",
     "TransferConfig",
     "check_chunk_fits",
     "check_environment",

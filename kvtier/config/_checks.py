@@ -69,6 +69,11 @@ def check_environment(config: KvtierConfig) -> list[str]:
     for number, tier in enumerate(config.tiers):
         if isinstance(tier, NvmeTierConfig):
             problems += _store_problems(config, number, tier)
+    if config.trace.record is not None:
+        obstacle = _obstacle(config.trace.record)
+        if obstacle is not None:
+            path = config.trace.record
+            problems.append(config.origin.complain("trace.record", *obstacle, value=path))
     if problems:
         raise ConfigError("\n".join(problems))
     return [*_ladder_warnings(config), *_store_warnings(config)]

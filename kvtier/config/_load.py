@@ -95,6 +95,8 @@ class _Reader:
             if name not in sections:
                 self._unknown(name, name, sections)
         read: dict[str, Any] = {"tiers": self._tiers(values.get("tiers", _MISSING))}
+        if "shadow" in values:
+            read["shadow"] = self._shadows(values["shadow"])
         for name, info in sections.items():
             if name in values and name != "tiers" and isinstance(info.annotation, type):
                 read[name] = self._section(info.annotation, values[name], name)
@@ -112,6 +114,15 @@ class _Reader:
             self._note("tiers", "not a list of tiers", f"write {_EXAMPLES['tiers']}")
             return []
         return [self._tier(value, f"tiers[{at}]") for at, value in enumerate(values)]
+
+    def _shadows(self, values: object) -> object:
+        if not isinstance(values, list):
+            self._note("shadow", "not a list of policies", "write shadow: [arc, s3-fifo]")
+            return []
+        for at, name in enumerate(values):
+            if isinstance(name, str):
+                self._check_eviction(name, f"shadow[{at}]")
+        return values
 
     def _tier(self, values: object, key: str) -> TierConfig | None:
         if not isinstance(values, dict):

@@ -35,6 +35,7 @@ __all__ = [
     "PlacementConfig",
     "RamTierConfig",
     "TierConfig",
+    "TraceConfig",
     "TransferConfig",
 ]
 
@@ -53,6 +54,12 @@ class _Section(BaseModel):
         populate_by_name=True,
         use_attribute_docstrings=True,
     )
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise PydanticCustomError("kvtier", "{problem}; {remedy}", dict(_RELATIVE_PATH))
+    return path
 
 
 class TierConfig(_Section):
@@ -101,9 +108,7 @@ class NvmeTierConfig(TierConfig):
     @field_validator("path")
     @classmethod
     def _path_is_absolute(cls, path: Path) -> Path:
-        if not path.is_absolute():
-            raise PydanticCustomError("kvtier", "{problem}; {remedy}", dict(_RELATIVE_PATH))
-        return path
+        return _absolute(path)
 
 
 class PlacementConfig(_Section):
@@ -203,6 +208,34 @@ class MetricsConfig(_Section):
     """Publish kvtier's counters through the engine's metrics endpoint."""
 
 
+class TraceConfig(_Section):
+    """A recording of what the engine asks for, to be replayed by `kvtier sim`."""
+
+    record: FilePath | None = None
+    """Absolute directory for the recording; kvtier creates it if its parent exists."""
+    calls: bool = False
+    """Record every call of the scheduler too, for a replay that is equal chunk by chunk."""
+    file_size_bytes: Size = Field(
+        default=64 << 20, validation_alias="file_size", serialization_alias="file_size"
+    )
+    """Bytes of one file of the recording."""
+    files: int = Field(default=8, ge=1)
+    """Files of requests that are kept, and of calls; the oldest is removed first."""
+    queue: int = Field(default=4096, ge=1)
+    """Records that may wait to be written; more are dropped and counted, never awaited."""
+
+    @field_validator("record")
+    @classmethod
+    def _record_is_absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else _absolute(path)
+
+    @model_validator(mode="after")
+    def _calls_have_a_place(self) -> Self:
+        if self.calls and self.record is None:
+            _refuse("calls", "there is no recording", "add record: with a directory")
+        return self
+
+
 class EngineConfig(_Section):
     """What kvtier asks of the engine."""
 
@@ -246,6 +279,10 @@ class KvtierConfig(_Section):
     """Limits and deadlines of moving bytes."""
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     """Counters for Prometheus."""
+    trace: TraceConfig = Field(default_factory=TraceConfig)
+    """A recording of what the engine asks for, to be replayed by `kvtier sim`."""
+    shadow: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Eviction policies to run beside each tier's own, on keys only, and report hits of."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """What kvtier asks of the engine."""
     identity: IdentityConfig = Field(default_factory=IdentityConfig)
@@ -262,6 +299,14 @@ class KvtierConfig(_Section):
         """Keep the origin that the loader passes along."""
         if context is not None:
             self._origin = context["origin"]
+
+    @field_validator("shadow")
+    @classmethod
+    def _shadows_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            words = {"problem": "a policy is named twice", "remedy": "name each once"}
+            raise PydanticCustomError("kvtier", "{problem}; {remedy}", words)
+        return names
 
     @model_validator(mode="after")
     def _tiers_form_a_ladder(self) -> Self:

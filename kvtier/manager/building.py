@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig, PlacementConfig
@@ -45,6 +45,7 @@ def build_manager(
     slot_nbytes: int,
     truth: SlotTruth,
     record_events: bool,
+    make: Callable[..., TieredOffloadingManager] = TieredOffloadingManager,
 ) -> TieredOffloadingManager:
     """Build the manager that ``config`` describes.
 
@@ -54,9 +55,10 @@ def build_manager(
         slot_nbytes: Bytes a chunk takes in a tier.
         truth: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
+        make: What makes the manager: the class, or one derived from it.
     """
     placement, transfer = config.placement, config.transfer
-    return TieredOffloadingManager(
+    return make(
         tiers,
         placement=LadderPlacement(
             tiers=len(tiers),

@@ -38,6 +38,7 @@ from kvtier.manager import Lookup
 from kvtier.vllm.hints import HintReader, RequestHints
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.observer import Observer
 from kvtier.vllm.pressure import PressureLog
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.statistics import EngineStatistics, engine_statistics
@@ -97,6 +98,7 @@ class KVTierManager(OffloadingManager):
         retain_s: Seconds chunks are kept in RAM after a use whose request does not say.
         report_metrics: Whether :meth:`get_stats` returns anything.
         close_timeout_s: Longest :meth:`shutdown`.
+        observer: Follows whole requests, if anything wants to know.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class KVTierManager(OffloadingManager):
         retain_s: float = 0.0,
         report_metrics: bool,
         close_timeout_s: float,
+        observer: Observer | None = None,
     ) -> None:
         self._storage = storage
         self._manager = storage.manager
@@ -116,6 +119,7 @@ class KVTierManager(OffloadingManager):
         self._hints = HintReader()
         self._report_metrics = report_metrics
         self._close_timeout_s = close_timeout_s
+        self._observer = observer
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
         self._reporter = StatsReporter()
@@ -142,6 +146,8 @@ class KVTierManager(OffloadingManager):
                 )
         req_context.set_state(self._hints.read(req_context.kv_transfer_params))
         self._manager.begin_request(req_context.req_id)
+        if self._observer is not None:
+            self._observer.arrived(req_context, time.monotonic())
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
     @override
@@ -149,6 +155,8 @@ class KVTierManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
         self._manager.end_request(req_context.req_id)
+        if self._observer is not None:
+            self._observer.ended(req_context)
 
     # -- lookup and load -----------------------------------------------------------------------
 
@@ -250,6 +258,8 @@ class KVTierManager(OffloadingManager):
         )
         self._hand_over()
         self._pressure.note(self._manager.dropped, now)
+        if self._observer is not None:
+            self._observer.started(context.new_req_ids, now)
 
     @override
     @_answered_with(lambda: False)
@@ -282,6 +292,10 @@ class KVTierManager(OffloadingManager):
             self._engine.statistics(),
             hit_tokens=self._hit_tokens,
             internal_errors=self._internal_errors,
+            shadows=() if self._observer is None else self._observer.figures(),
+            recorder=None
+            if self._storage.recorder is None
+            else self._storage.recorder.statistics(),
         )
 
     # -- reset and shutdown --------------------------------------------------------------------
@@ -291,6 +305,8 @@ class KVTierManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Make everything in every tier a miss, for good: weights may have changed."""
         self._manager.reset()
+        if self._observer is not None:
+            self._observer.reset()
         self._take_results()
         try:
             done = self._engine.exclusively(self._reset_tiers, timeout_s=_RESET_TIMEOUT_S)
@@ -310,6 +326,8 @@ class KVTierManager(OffloadingManager):
             return
         self._closed = True
         self._bring_down(time.monotonic() + self._close_timeout_s)
+        if self._observer is not None:
+            self._observer.close()
         self._storage.close(timeout_s=self._close_timeout_s)
 
     def note_internal_error(self, where: str, error: Exception) -> None:

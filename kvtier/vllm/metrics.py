@@ -59,7 +59,18 @@ _ENGINE_GAUGES: Mapping[str, str] = {
     "granted_chunks": "RAM slots kept for waiting requests.",
     "retained_chunks": "RAM slots of chunks kept until a deadline.",
 }
-_INTERNAL_ERRORS = "kvtier_internal_errors"
+_ENGINE_COUNTERS: Mapping[str, str] = {
+    "internal_errors": (
+        "Unexpected errors in kvtier, answered as misses; anything but 0 is a bug."
+    ),
+    "trace_records": "Records written to the trace.",
+    "trace_dropped": "Records of the trace that were not written.",
+}
+_SHADOW_COUNTERS: Mapping[str, str] = {
+    "shadow_asked_chunks": "Chunks that a shadow policy was asked for.",
+    "shadow_hit_chunks": "Chunks that a shadow policy would have had.",
+}
+_SHADOW_RATIO = "kvtier_shadow_hit_ratio"
 _REUSE_GAP = "kvtier_evict_reuse_gap_seconds"
 _REUSE_GAP_BUCKETS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
@@ -76,8 +87,13 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     definitions[_FAILED] = OffloadingCounterMetadata(
         "Chunks whose transfer failed, by tier and by read or write.", ("tier", "cause")
     )
-    definitions[_INTERNAL_ERRORS] = OffloadingCounterMetadata(
-        "Unexpected errors in kvtier, answered as misses; anything but 0 is a bug."
+    for name, text in _ENGINE_COUNTERS.items():
+        definitions[_PREFIX + name] = OffloadingCounterMetadata(text)
+    for name, text in _SHADOW_COUNTERS.items():
+        definitions[_PREFIX + name] = OffloadingCounterMetadata(text, ("tier", "policy"))
+    definitions[_SHADOW_RATIO] = OffloadingGaugeMetadata(
+        "Share of chunks that a shadow policy would have had, since the start.",
+        ("tier", "policy"),
     )
     definitions[_REUSE_GAP] = OffloadingHistogramMetadata(
         "Time between evicting a chunk from the tier and being asked for it again.",
@@ -108,11 +124,8 @@ class StatsReporter:
             if change:
                 self._reported[name, labels] = total
                 stats.increase_counter(name, change, labels)
-        for tier in now.tiers:
-            for name in _GAUGES:
-                stats.set_gauge(_PREFIX + name, getattr(tier, name), (tier.name,))
-        for name in _ENGINE_GAUGES:
-            stats.set_gauge(_PREFIX + name, getattr(now, name))
+        for name, labels, value in _gauges(now):
+            stats.set_gauge(name, value, labels)
         for tier, gaps in zip(now.tiers, reuse_gaps, strict=True):
             for gap_s in gaps:
                 stats.observe_histogram(_REUSE_GAP, gap_s, (tier.name,))
@@ -124,7 +137,22 @@ class StatsReporter:
                 yield _PREFIX + name, (tier.name,), getattr(tier, name)
             for cause, total in _failures(tier).items():
                 yield _FAILED, (tier.name, cause), total
-        yield _INTERNAL_ERRORS, (), now.internal_errors
+        for shadow in now.shadows:
+            for name in _SHADOW_COUNTERS:
+                total = getattr(shadow, name.removeprefix("shadow_"))
+                yield _PREFIX + name, (shadow.tier, shadow.policy), total
+        for name in _ENGINE_COUNTERS:
+            yield _PREFIX + name, (), getattr(now, name)
+
+
+def _gauges(now: EngineStatistics) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    for tier in now.tiers:
+        for name in _GAUGES:
+            yield _PREFIX + name, (tier.name,), getattr(tier, name)
+    for name in _ENGINE_GAUGES:
+        yield _PREFIX + name, (), getattr(now, name)
+    for shadow in now.shadows:
+        yield _SHADOW_RATIO, (shadow.tier, shadow.policy), shadow.hit_ratio
 
 
 def _failures(tier: TierFigures) -> dict[str, int]:

@@ -81,6 +81,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
             settings = self._settings
+            chunk_tokens = self.tokens_per_block[0] * self.blocks_per_chunk
             region = HostRegion.attach(
                 self.config.engine_id, self._geometry, timeout_s=_MEET_TIMEOUT_S
             )
@@ -89,6 +90,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     settings,
                     region,
                     fingerprint(self.config, settings),
+                    tokens_per_chunk=chunk_tokens,
                     record_events=self.kv_events_config.enable_kv_cache_events,
                 )
             except BaseException:
@@ -96,10 +98,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 raise
             self._manager = KVTierManager(
                 storage,
-                tokens_per_chunk=self.tokens_per_block[0] * self.blocks_per_chunk,
+                tokens_per_chunk=chunk_tokens,
                 retain_s=settings.placement.retain_s or 0.0,
                 report_metrics=settings.metrics.enabled,
                 close_timeout_s=settings.transfer.close_timeout_s,
+                observer=storage.observer,
             )
         return self._manager
 

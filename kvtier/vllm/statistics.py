@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.manager import ManagerSnapshot, TierSnapshot
+from kvtier.recording import RecorderStatistics
 from kvtier.transfer import ChannelStatistics
 
-__all__ = ["EngineStatistics", "TierFigures", "engine_statistics"]
+__all__ = ["EngineStatistics", "ShadowFigures", "TierFigures", "engine_statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,28 @@ class TierFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowFigures:
+    """One shadow policy in one tier, since the engine started.
+
+    Attributes:
+        tier: The tier's name.
+        policy: The policy's name.
+        asked_chunks: Chunks asked for; of a large tier a sample.
+        hit_chunks: Those it would have had.
+    """
+
+    tier: str
+    policy: str
+    asked_chunks: int
+    hit_chunks: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of what was asked for."""
+        return self.hit_chunks / max(self.asked_chunks, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """All tiers of one engine.
 
@@ -83,6 +106,9 @@ class EngineStatistics:
         granted_chunks: RAM slots kept for waiting requests.
         retained_chunks: RAM slots of chunks kept until a deadline.
         internal_errors: Unexpected errors answered as misses.
+        trace_records: Records written to the trace.
+        trace_dropped: Records that were not.
+        shadows: Shadow policies, tier by tier.
     """
 
     tiers: Sequence[TierFigures]
@@ -90,6 +116,9 @@ class EngineStatistics:
     granted_chunks: int
     retained_chunks: int
     internal_errors: int
+    trace_records: int
+    trace_dropped: int
+    shadows: Sequence[ShadowFigures]
 
 
 def engine_statistics(
@@ -98,6 +127,8 @@ def engine_statistics(
     *,
     hit_tokens: Sequence[int],
     internal_errors: int,
+    shadows: Sequence[ShadowFigures],
+    recorder: RecorderStatistics | None,
 ) -> EngineStatistics:
     """Put the manager's and the storage engine's figures together.
 
@@ -106,6 +137,8 @@ def engine_statistics(
         channels: The storage engine's, by (source, destination).
         hit_tokens: Prompt tokens loaded, per tier.
         internal_errors: Unexpected errors so far.
+        shadows: Shadow policies, tier by tier.
+        recorder: The recording's, if there is one.
     """
     return EngineStatistics(
         tiers=[
@@ -116,6 +149,9 @@ def engine_statistics(
         granted_chunks=manager.granted,
         retained_chunks=manager.retained,
         internal_errors=internal_errors,
+        trace_records=0 if recorder is None else recorder.written,
+        trace_dropped=0 if recorder is None else recorder.dropped,
+        shadows=shadows,
     )
 
 

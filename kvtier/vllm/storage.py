@@ -6,17 +6,21 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.config import KvtierConfig
+from kvtier.errors import ConfigError
 from kvtier.iopool import IoPool
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.memory import HostRegion
+from kvtier.recording import Ladder, Recorder, RecordingManager
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
 from kvtier.types import LayoutFingerprint
 from kvtier.units import format_size
+from kvtier.vllm.observer import Observer, build_observer
 
 __all__ = ["Storage", "open_storage"]
 
@@ -33,6 +37,8 @@ class Storage:
         tiers: The slower tiers, fastest first.
         pool: Threads of the tiers' blocking calls.
         region: The RAM tier.
+        recorder: Writes down what is asked for, if anything does.
+        observer: Follows whole requests, if anything wants to know.
     """
 
     manager: TieredOffloadingManager
@@ -40,12 +46,16 @@ class Storage:
     tiers: Sequence[StorageTier]
     pool: IoPool
     region: HostRegion
+    recorder: Recorder | None
+    observer: Observer | None
 
     def close(self, *, timeout_s: float) -> None:
         """Settle what is queued and close everything. Idempotent."""
         self.engine.close(timeout_s=timeout_s)
         self.pool.close(timeout_s=timeout_s)
         self.region.close()
+        if self.recorder is not None:
+            self.recorder.close(timeout_s=timeout_s)
 
 
 def open_storage(
@@ -53,6 +63,7 @@ def open_storage(
     region: HostRegion,
     fingerprint: LayoutFingerprint,
     *,
+    tokens_per_chunk: int,
     record_events: bool,
 ) -> Storage:
     """Open every tier, recover what survived and start the storage engine.
@@ -61,6 +72,7 @@ def open_storage(
         config: The configuration.
         region: The RAM tier; owned by the result.
         fingerprint: What stored bytes mean.
+        tokens_per_chunk: Tokens of a chunk of the first KV cache group.
         record_events: Whether somebody listens to residency events.
 
     Raises:
@@ -77,10 +89,18 @@ def open_storage(
         memory=region.shared,
     )
     tiers: list[StorageTier] = []
+    recorder: Recorder | None = None
     try:
         tiers.extend(open_tier(options, context) for options in config.tiers[1:])
-        manager = _build_manager(config, region, tiers, record_events=record_events)
+        capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
+        ladder = Ladder(config, capacities, slot_nbytes, tokens_per_chunk)
+        recorder = _open_recorder(ladder)
+        observer = build_observer(config, recorder, capacities, chunk_tokens=tokens_per_chunk)
+        manager = _build_manager(ladder, region, recorder, record_events=record_events)
+        _recover(manager, tiers, slot_nbytes)
     except BaseException:
+        if recorder is not None:
+            recorder.close(timeout_s=transfer.close_timeout_s)
         asyncio.run(_close_all(tiers))
         pool.close(timeout_s=transfer.close_timeout_s)
         raise
@@ -103,7 +123,7 @@ def open_storage(
         ),
         closers=[tier.aclose for tier in tiers],
     )
-    return Storage(manager, engine, tiers, pool, region)
+    return Storage(manager, engine, tiers, pool, region, recorder, observer)
 
 
 async def _close_all(tiers: Sequence[StorageTier]) -> None:
@@ -111,22 +131,45 @@ async def _close_all(tiers: Sequence[StorageTier]) -> None:
         await tier.aclose()
 
 
+def _open_recorder(ladder: Ladder) -> Recorder | None:
+    """Start the recording that the configuration asks for.
+
+    Raises:
+        ConfigError: Its directory cannot be made.
+    """
+    options = ladder.config.trace
+    if options.record is None:
+        return None
+    try:
+        return Recorder(options.record, options=options, ladder=ladder)
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+        remedy = "name a directory whose parent exists and that the engine may write to"
+        text = ladder.config.origin.complain(
+            "trace.record", problem, remedy, value=options.record
+        )
+        raise ConfigError(text) from error
+
+
 def _build_manager(
-    config: KvtierConfig,
-    region: HostRegion,
-    tiers: Sequence[StorageTier],
-    *,
-    record_events: bool,
+    ladder: Ladder, region: HostRegion, recorder: Recorder | None, *, record_events: bool
 ) -> TieredOffloadingManager:
-    slot_nbytes = region.geometry.slot_nbytes
-    capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
-    manager = build_manager(
+    config = ladder.config
+    return build_manager(
         config,
-        build_tiers(config, capacities),
-        slot_nbytes=slot_nbytes,
+        build_tiers(config, ladder.capacities),
+        slot_nbytes=ladder.slot_nbytes,
         truth=region.control,
         record_events=record_events,
+        make=partial(RecordingManager, note=recorder.call)
+        if recorder is not None and config.trace.calls
+        else TieredOffloadingManager,
     )
+
+
+def _recover(
+    manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
+) -> None:
     for number, tier in enumerate(tiers, start=1):
         chunks = manager.recover(
             number, ((chunk.key, chunk.slot) for chunk in tier.recovered())
@@ -138,4 +181,3 @@ def _build_manager(
             tier.capacity_slots,
             format_size(slot_nbytes),
         )
-    return manager

@@ -31,13 +31,15 @@ def declared() -> dict[str, set[str]]:
     prefix = plain["_PREFIX"]
     metrics: dict[str, set[str]] = {
         f"{plain['_FAILED']}_total": {"tier", "cause"},
-        f"{plain['_INTERNAL_ERRORS']}_total": set(),
+        f"{plain['_SHADOW_RATIO']}": {"tier", "policy"},
         f"{plain['_REUSE_GAP']}": {"tier"},
     }
     for table, labels, suffix in (
         ("_COUNTERS", {"tier"}, "_total"),
         ("_GAUGES", {"tier"}, ""),
         ("_ENGINE_GAUGES", set(), ""),
+        ("_ENGINE_COUNTERS", set(), "_total"),
+        ("_SHADOW_COUNTERS", {"tier", "policy"}, "_total"),
     ):
         names = plain[table]
         assert isinstance(names, dict)

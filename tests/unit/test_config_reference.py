@@ -19,7 +19,7 @@ SECTIONS = {
     "### kind: nvme": {key: NVME[key] for key in NVME if key not in COMMON},
     **{
         f"## {name}": DEFINITIONS[f"{name.capitalize()}Config"]["properties"]
-        for name in ("placement", "transfer", "metrics", "engine", "identity")
+        for name in ("placement", "transfer", "metrics", "trace", "engine", "identity")
     },
 }
 

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier.recording import CALLS_MARK
 from kvtier.sim.traces._builder import TraceBuilder
 from kvtier.sim.traces._source import Source
 from kvtier.sim.traces._trace import Trace
@@ -57,6 +58,9 @@ def detect_json(source: Source) -> str:
     """
     first = next(line for line in source.content.splitlines() if line.strip())
     record = _parse(source, 1, first)
+    if CALLS_MARK in record:
+        remedy = "replay it with kvtier sim run --config, or name its requests-*.jsonl"
+        raise source.error(1, "a recording of calls, not a trace of requests", remedy)
     if "chat_id" in record or "parent_chat_id" in record:
         return "bailian"
     return "lmbench" if isinstance(record.get("timestamp"), str) else "mooncake"

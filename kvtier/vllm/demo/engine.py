@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 IDLE_S = 0.001
 DRAIN_S = 30.0
-GAUGES = ("kvtier_used_chunks", "kvtier_capacity_chunks")
+GAUGES = ("kvtier_used_chunks", "kvtier_capacity_chunks", "kvtier_shadow_hit_ratio")
 WATCHED = ("kvtier_", "vllm:num_preemptions")
 IRRELEVANT_LABELS = {"engine", "model_name"}
 

@@ -59,7 +59,7 @@ def open_kvtier(
     )
     region = make_region(config, chunk_nbytes)
     fill(region.payload)
-    storage = open_storage(config, region, FINGERPRINT, record_events=False)
+    storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
     return KvtierSide(storage, config)
 
 

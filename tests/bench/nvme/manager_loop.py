@@ -98,7 +98,7 @@ def _opened(peer: ManagerPeer) -> Iterator[_Workers]:
         return
     config = KvtierConfig(tiers=(RamTierConfig(capacity_bytes=_CAPACITY * _SLOT_NBYTES),))
     region = make_region(config, _SLOT_NBYTES)
-    storage = open_storage(config, region, FINGERPRINT, record_events=False)
+    storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
     side = KvtierSide(storage, config)
     try:
         yield side

@@ -57,7 +57,7 @@ def open_once(spec: TransferSpec) -> Opened:
     gc.collect()
     before_nbytes = anonymous_nbytes()
     began_s = time.perf_counter()
-    storage = open_storage(config, region, FINGERPRINT, record_events=False)
+    storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
     seconds = time.perf_counter() - began_s
     gc.collect()
     grown_nbytes = anonymous_nbytes() - before_nbytes

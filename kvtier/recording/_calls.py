@@ -1,0 +1,170 @@
+"""Calls of a manager as lines of JSON.
+
+The first line names the ladder: what of the configuration decides, and the slots of each tier,
+which depend on the machine. Every other line is one call. Keys are long and come again and
+again, so a line gives the keys it mentions first in ``new``, as hexadecimal, and all lines
+name them by number. Requests are numbered too, for their ids may be their clients' own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier.config import KvtierConfig
+from kvtier.keys import ChunkKey
+from kvtier.types import Job, TransferResult
+
+__all__ = ["CALLS_MARK", "CallEncoder", "Ladder", "decisive"]
+
+CALLS_MARK: Final = "kvtier_calls"
+"""The key of the first line that says what the file is; its value is the format's version."""
+
+_VERSION: Final = 1
+_PART: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """What a manager was built from.
+
+    Attributes:
+        config: The configuration.
+        capacities: Slots of each tier.
+        slot_nbytes: Bytes of a slot.
+        chunk_tokens: Tokens of a chunk.
+    """
+
+    config: KvtierConfig
+    capacities: Sequence[int]
+    slot_nbytes: int
+    chunk_tokens: int
+
+    def line(self) -> bytes:
+        """Return the first line of a recording."""
+        header = {
+            CALLS_MARK: _VERSION,
+            "capacities": list(self.capacities),
+            "slot_bytes": self.slot_nbytes,
+            "block_tokens": self.chunk_tokens,
+            "decides": decisive(self.config),
+        }
+        return _line(header)
+
+
+def decisive(config: KvtierConfig) -> dict[str, Any]:
+    """Return the part of ``config`` that decisions follow from, by key as in a file."""
+    values = config.model_dump(mode="json", by_alias=True)
+    decides = {
+        f"tiers[{number}].{key}": tier[key]
+        for number, tier in enumerate(values["tiers"])
+        for key in ("name", "eviction")
+    }
+    for section in ("placement", "transfer"):
+        decides |= {f"{section}.{key}": value for key, value in values[section].items()}
+    return decides
+
+
+class CallEncoder:
+    """Turns calls into lines, one after the other."""
+
+    def __init__(self) -> None:
+        self._keys: dict[ChunkKey, int] = {}
+        self._new: list[str] = []
+        self._requests: dict[str, int] = {}
+        self._begun = 0
+        self._plain: Mapping[str, Callable[[Any], Any]] = {
+            "keys": self._numbers,
+            "stored": self._numbers,
+            "evicted": self._numbers,
+            "request": self._number_of,
+            "started": self._known,
+            "preempted": self._known,
+            "jobs": self._described,
+            "result": self._result,
+        }
+
+    def lines(self, name: str, values: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the lines of the call ``name``; one, but for a long recovery.
+
+        Args:
+            name: The manager's method.
+            values: Its arguments and what it answered, by name.
+        """
+        if name == "recover":
+            yield from self._recovery(**values)
+            return
+        line: dict[str, Any] = {"call": name}
+        for field, value in values.items():
+            plain = self._plain.get(field)
+            line[field] = value if plain is None else plain(value)
+        if name == "end_request":
+            del self._requests[values["request"]]
+        yield self._finish(line)
+
+    def _known(self, req_ids: Iterable[str]) -> list[int]:
+        """Return the numbers of those of ``req_ids`` that the manager was told of."""
+        return [self._requests[name] for name in req_ids if name in self._requests]
+
+    def _described(self, jobs: Iterable[Job]) -> list[dict[str, Any]]:
+        return [self._job(job) for job in jobs]
+
+    def _numbers(self, keys: Iterable[ChunkKey]) -> list[int]:
+        known = self._keys
+        numbers = []
+        for key in keys:
+            number = known.get(key)
+            if number is None:
+                number = known[key] = len(known)
+                self._new.append(key.hex())
+            numbers.append(number)
+        return numbers
+
+    def _number_of(self, req_id: str) -> int:
+        number = self._requests.get(req_id)
+        if number is None:
+            number = self._requests[req_id] = self._begun
+            self._begun += 1
+        return number
+
+    def _job(self, job: Job) -> dict[str, Any]:
+        return {
+            "id": job.job_id,
+            "source": job.source,
+            "destination": job.destination,
+            "keys": self._numbers(job.keys),
+            "source_slots": list(job.source_slots),
+            "destination_slots": list(job.destination_slots),
+        }
+
+    def _result(self, result: TransferResult) -> dict[str, Any]:
+        outcomes = [outcome.value for outcome in result.outcomes]
+        return {"id": result.job_id, "settled": result.settled, "outcomes": outcomes}
+
+    def _recovery(
+        self, tier: int, keys: Sequence[ChunkKey], slots: Sequence[int]
+    ) -> Iterator[bytes]:
+        """Yield a recovery in parts: a disk holds millions of chunks."""
+        for at in range(0, max(len(keys), 1), _PART):
+            part = slice(at, at + _PART)
+            yield self._finish(
+                {
+                    "call": "recover",
+                    "tier": tier,
+                    "keys": self._numbers(keys[part]),
+                    "slots": list(slots[part]),
+                    "more": at + _PART < len(keys),
+                }
+            )
+
+    def _finish(self, line: dict[str, Any]) -> bytes:
+        if self._new:
+            line["new"] = self._new
+            self._new = []
+        return _line(line)
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode() + b"\n"

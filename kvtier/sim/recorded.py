@@ -1,0 +1,368 @@
+"""Replays a recording of calls: the same manager, asked the same, must answer the same.
+
+The manager is pure, so its calls in their order, with what the workers and the disks reported,
+are all that its decisions follow from. Every answer is compared with the recorded one: hits,
+the slots and victims of stores, and every chunk of every job. The first that differs ends the
+replay, for from there on the recording no longer fits what the manager holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.config import KvtierConfig
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
+from kvtier.manager import Lookup
+from kvtier.manager.building import build_manager, build_tiers
+from kvtier.recording import CALLS_MARK, Ladder
+from kvtier.sim.ladder import HonestTruth
+from kvtier.sim.traces._source import Source, open_source
+from kvtier.types import Outcome, TransferResult
+
+__all__ = ["ReplayResult", "ReplayedTier", "is_recording", "replay_calls"]
+
+_LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
+_Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTier:
+    """What one tier did, as live; the names are those of a simulated ladder.
+
+    Attributes:
+        name: The tier's name.
+        kind: Its kind.
+        eviction: Its eviction policy.
+        capacity_chunks: Chunks it holds.
+        hits: Chunks loaded into the GPU whose bytes came from it.
+        chunks_written: Chunks that were stored or demoted into it; promotions excluded.
+        chunks_promoted: Chunks that came up from it to stay in RAM.
+        evictions: Chunks that left it to make room.
+    """
+
+    name: str
+    kind: str
+    eviction: str
+    capacity_chunks: int
+    hits: int
+    chunks_written: int
+    chunks_promoted: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """A recording whose every answer was given again.
+
+    Attributes:
+        trace: The recording's name.
+        trace_sha256: Of its file.
+        calls: Calls replayed.
+        answers: Answers compared: one per looked-up, stored, evicted, loaded or moved chunk.
+        requests: Requests that began.
+        chunk_tokens: Tokens of a chunk.
+        tiers: One result per tier, fastest first.
+        seconds: Time the replay took.
+    """
+
+    trace: str
+    trace_sha256: str
+    calls: int
+    answers: int
+    requests: int
+    chunk_tokens: int
+    tiers: Sequence[ReplayedTier]
+    seconds: float
+
+
+def is_recording(path: Path) -> bool:
+    """Return whether the file at ``path`` is a recording of calls.
+
+    Raises:
+        TraceError: It cannot be read.
+    """
+    return f'"{CALLS_MARK}"'.encode() in open_source(path).content[:64]
+
+
+def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
+    """Replay the recording at ``path``.
+
+    Args:
+        path: A file of calls, plain or compressed.
+        config: The configuration it was recorded with; its directories are not touched.
+
+    Raises:
+        TraceError: The file is damaged, or an answer differs from the recorded one; it names
+            the line.
+        ConfigError: The configuration decides otherwise than the recorded one.
+    """
+    begun = time.perf_counter()
+    source = open_source(path)
+    lines = _lines(source)
+    number, header = next(lines, (1, {}))
+    ladder = _ladder(source, number, header, config)
+    replay = _Replay(source, ladder)
+    calls = 0
+    for number, line in lines:
+        replay.call(number, line)
+        calls += 1
+    return replay.result(calls, time.perf_counter() - begun)
+
+
+class _Recalled(HonestTruth):
+    """Workers that say again what they said then: yes, unless it was noted."""
+
+    def __init__(self) -> None:
+        self._said: deque[str] = deque()
+
+    def remember(self, said: Sequence[str]) -> None:
+        """Take what the next questions are to be answered with."""
+        self._said = deque(said)
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        return self._next() or super().stored(slots, generations)
+
+    def quiet(self, slots: Sequence[int]) -> list[bool]:
+        return self._next() or super().quiet(slots)
+
+    def _next(self) -> list[bool]:
+        return [letter == "1" for letter in self._said.popleft()] if self._said else []
+
+
+class _Replay:
+    """One manager and the calls made to it so far."""
+
+    def __init__(self, source: Source, ladder: Ladder) -> None:
+        self._source = source
+        self._ladder = ladder
+        self._tiers = build_tiers(ladder.config, ladder.capacities)
+        self._truth = _Recalled()
+        self._manager = build_manager(
+            ladder.config,
+            self._tiers,
+            slot_nbytes=ladder.slot_nbytes,
+            truth=self._truth,
+            record_events=False,
+        )
+        self._keys: list[ChunkKey] = []
+        self._recovering: list[tuple[ChunkKey, int]] = []
+        self._line = 0
+        self._answers = 0
+        self._requests = 0
+        self._handlers: dict[str, Callable[[_Line], None]] = {
+            "begin_request": self._begin_request,
+            "end_request": self._end_request,
+            "lookup": self._lookup,
+            "prepare_load": self._prepare_load,
+            "complete_load": self._complete_load,
+            "prepare_store": self._prepare_store,
+            "complete_store": self._complete_store,
+            "retain": self._retain,
+            "end_step": self._end_step,
+            "take_jobs": self._take_jobs,
+            "apply": self._apply,
+            "flush": self._flush,
+            "recover": self._recover,
+            "reset": self._reset,
+        }
+
+    def call(self, number: int, line: _Line) -> None:
+        """Make the call of line ``number`` and compare the answer."""
+        self._line = number
+        try:
+            self._keys += map(bytes.fromhex, line.get("new", ()))
+            self._truth.remember(line.get("said", ()))
+            handler = self._handlers[line["call"]]
+            handler(line)
+        except (LookupError, TypeError, ValueError) as error:
+            problem = f"not a call that can be replayed here ({error!r})"
+            remedy = "the recording is damaged, or of another version of kvtier"
+            raise self._source.error(number, problem, remedy) from error
+
+    def result(self, calls: int, seconds: float) -> ReplayResult:
+        """Return what happened."""
+        promoted = [tier.counters.promoted for tier in self._tiers]
+        tiers = [
+            ReplayedTier(
+                name=tier.name,
+                kind=options.kind,
+                eviction=options.eviction,
+                capacity_chunks=tier.slots.capacity,
+                hits=tier.counters.hits,
+                chunks_written=tier.counters.stored - (0 if tier.index else sum(promoted)),
+                chunks_promoted=promoted[tier.index],
+                evictions=tier.counters.evicted,
+            )
+            for options, tier in zip(self._ladder.config.tiers, self._tiers, strict=True)
+        ]
+        return ReplayResult(
+            trace=self._source.name,
+            trace_sha256=self._source.sha256,
+            calls=calls,
+            answers=self._answers,
+            requests=self._requests,
+            chunk_tokens=self._ladder.chunk_tokens,
+            tiers=tiers,
+            seconds=seconds,
+        )
+
+    def _named(self, numbers: Sequence[int]) -> list[ChunkKey]:
+        return [self._keys[number] for number in numbers]
+
+    def _compare(self, what: str, now: object, then: object, *, count: int) -> None:
+        """Make sure that an answer is the recorded one; ``count`` chunks are in it."""
+        if now != then:
+            problem = f"{what}: the engine had {_short(then)}, the replay has {_short(now)}"
+            remedy = (
+                "replay with the configuration and the version of kvtier that recorded it; to "
+                "try another configuration, replay the recorded requests"
+            )
+            raise self._source.error(self._line, problem, remedy)
+        self._answers += count
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _begin_request(self, line: _Line) -> None:
+        self._requests += 1
+        self._manager.begin_request(str(line["request"]))
+
+    def _end_request(self, line: _Line) -> None:
+        self._manager.end_request(str(line["request"]))
+
+    def _lookup(self, line: _Line) -> None:
+        req_id = str(line["request"])
+        keys = self._named(line["keys"])
+        found = "".join(_LETTERS[self._manager.lookup(key, req_id)] for key in keys)
+        self._compare("hits", found, line["answers"], count=len(keys))
+
+    def _prepare_load(self, line: _Line) -> None:
+        plan = self._manager.prepare_load(self._named(line["keys"]), str(line["request"]))
+        self._compare("slots loaded", list(plan.slots), line["slots"], count=len(plan.slots))
+        self._compare("tiers loaded from", list(plan.origins), line["origins"], count=0)
+
+    def _complete_load(self, line: _Line) -> None:
+        self._manager.complete_load(self._named(line["keys"]))
+
+    def _prepare_store(self, line: _Line) -> None:
+        plan = self._manager.prepare_store(self._named(line["keys"]), str(line["request"]))
+        self._compare("taken", plan is not None, "stored" in line, count=0)
+        if plan is None:
+            return
+        stored, evicted = self._named(line["stored"]), self._named(line["evicted"])
+        self._compare("chunks stored", list(plan.keys), stored, count=len(stored))
+        self._compare("slots stored to", list(plan.slots), line["slots"], count=0)
+        self._compare("chunks evicted", list(plan.evicted), evicted, count=len(evicted))
+
+    def _complete_store(self, line: _Line) -> None:
+        self._manager.complete_store(self._named(line["keys"]))
+
+    def _retain(self, line: _Line) -> None:
+        kept = self._manager.retain(self._named(line["keys"]), line["until"])
+        self._compare("chunks kept", kept, line["kept"], count=kept)
+
+    def _end_step(self, line: _Line) -> None:
+        self._manager.end_step(
+            started=map(str, line["started"]),
+            preempted=map(str, line["preempted"]),
+            now=line["now"],
+        )
+
+    def _take_jobs(self, line: _Line) -> None:
+        jobs = self._manager.take_jobs()
+        self._compare("jobs", len(jobs), len(line["jobs"]), count=0)
+        for job, then in zip(jobs, line["jobs"], strict=True):
+            now = {
+                "id": job.job_id,
+                "source": job.source,
+                "destination": job.destination,
+                "keys": list(job.keys),
+                "source_slots": list(job.source_slots),
+                "destination_slots": list(job.destination_slots),
+            }
+            self._compare(
+                f"job {job.job_id}",
+                now,
+                then | {"keys": self._named(then["keys"])},
+                count=len(job.keys),
+            )
+
+    def _apply(self, line: _Line) -> None:
+        result = line["result"]
+        outcomes = [Outcome(outcome) for outcome in result["outcomes"]]
+        self._manager.apply(TransferResult(result["id"], outcomes, settled=result["settled"]))
+
+    def _flush(self, line: _Line) -> None:  # noqa: ARG002 - a call without arguments
+        self._manager.flush()
+
+    def _recover(self, line: _Line) -> None:
+        self._recovering += zip(self._named(line["keys"]), line["slots"], strict=True)
+        if not line["more"]:
+            self._manager.recover(line["tier"], self._recovering)
+            self._recovering = []
+
+    def _reset(self, line: _Line) -> None:  # noqa: ARG002 - a call without arguments
+        self._manager.reset()
+
+
+def _lines(source: Source) -> Iterator[tuple[int, _Line]]:
+    """Yield the numbered lines of ``source``; the last may be cut short, as by a SIGKILL."""
+    lines = source.content.split(b"\n")
+    whole = len(lines) - 1
+    for number, raw in enumerate(lines[:whole], start=1):
+        try:
+            line = json.loads(raw)
+        except ValueError as error:
+            raise source.error(number, f"not JSON: {error}", "the file is damaged") from error
+        if not isinstance(line, dict):
+            raise source.error(number, "not an object", "the file is damaged")
+        yield number, line
+
+
+def _ladder(source: Source, number: int, header: _Line, config: KvtierConfig) -> Ladder:
+    """Return what the recorded manager was built from.
+
+    Raises:
+        TraceError: The first line does not say.
+        ConfigError: ``config`` is another one.
+    """
+    try:
+        ladder = Ladder(
+            config=config,
+            capacities=[int(slots) for slots in header["capacities"]],
+            slot_nbytes=int(header["slot_bytes"]),
+            chunk_tokens=int(header["block_tokens"]),
+        )
+        then = dict(header["decides"])
+        version = header[CALLS_MARK]
+    except (KeyError, TypeError, ValueError) as error:
+        remedy = "name a file calls-*.jsonl of a recording"
+        raise source.error(number, "not the beginning of a recording", remedy) from error
+    now = json.loads(ladder.line())
+    if version != now[CALLS_MARK]:
+        problem = f"recorded in format {version}, this is {now[CALLS_MARK]}"
+        raise source.error(number, problem, "use the version of kvtier that recorded it")
+    problems = [
+        f"{key}: {config.origin.source or 'the configuration'} has "
+        f"{now['decides'].get(key)}, the recording {then.get(key)}"
+        for key in sorted(then.keys() | now["decides"].keys())
+        if then.get(key) != now["decides"].get(key)
+    ]
+    if problems:
+        remedy = (
+            "a recording of calls fits one configuration; replay the recorded requests to "
+            "try another"
+        )
+        raise ConfigError("\n".join([*problems, remedy]))
+    return ladder
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."

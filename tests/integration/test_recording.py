@@ -1,0 +1,130 @@
+"""What a real engine was asked, asked again: the same hits, evictions and moves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.config import KvtierConfig, load_config
+from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.recorded import ReplayResult, replay_calls
+from kvtier.sim.traces import Trace, TraceError, read_trace
+from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
+from kvtier.vllm.demo.runner import run_engine
+from kvtier.vllm.demo.scenario import Report, Scenario
+from tests.integration.harness import Reference, Site
+
+RAM_SHARE = 0.15
+
+
+def recording(scenario: Scenario, directory: Path, **settings: Any) -> Scenario:
+    """Return ``scenario`` with everything recorded in ``directory``."""
+    assert scenario.config is not None
+    values = yaml.safe_load(scenario.config.read_text())
+    values |= {"trace": {"record": str(directory), "calls": True}, **settings}
+    scenario.config.write_text(yaml.safe_dump(values))
+    return scenario
+
+
+def recorded(site: Site) -> tuple[Path, Path]:
+    """Return the recording's file of calls and that of requests."""
+    (calls,) = site.directory.glob("trace/calls-*.jsonl")
+    (requests,) = site.directory.glob("trace/requests-*.jsonl")
+    return calls, requests
+
+
+def assert_replays_as_live(calls: Path, config: KvtierConfig, report: Report) -> ReplayResult:
+    """Replay everything, and compare what was before the shutdown with the engine's metrics."""
+    replay_calls(calls, config)
+    running, shutdown, _ = calls.read_text().partition('{"call":"flush"')
+    assert shutdown
+    served = calls.with_name("served.jsonl")
+    served.write_text(running)
+    result = replay_calls(served, config)
+    for tier in result.tiers:
+        counts = {"hit": tier.hits, "evicted": tier.evictions, "promoted": tier.chunks_promoted}
+        for what, count in counts.items():
+            assert count == report.count(f"kvtier_{what}_chunks", tier=tier.name)
+    return result
+
+
+def assert_a_lie_is_found(calls: Path, config: KvtierConfig) -> None:
+    """Check that the comparison can fail: a hit that was none ends the replay at its line."""
+    lines = calls.read_text().split("\n")
+    at = next(number for number, line in enumerate(lines) if '"answers":"h' in line)
+    lines[at] = lines[at].replace('"answers":"h', '"answers":"m')
+    forged = calls.with_name("forged.jsonl")
+    forged.write_text("\n".join(lines))
+    with pytest.raises(TraceError, match=rf"forged.jsonl:{at + 1}: hits"):
+        replay_calls(forged, config)
+
+
+def assert_traffic_is_recorded(requests: Path, report: Report) -> Trace:
+    trace = read_trace(requests)
+    assert trace.format == "mooncake"
+    assert trace.chunk_tokens == BLOCK_TOKENS
+    lengths = (len(answer.prompt) // BLOCK_TOKENS for answer in report.answers())
+    assert sorted(trace.input_tokens.tolist()) == sorted(
+        length * BLOCK_TOKENS for length in lengths if length
+    )
+    arrivals = [json.loads(line)["timestamp"] for line in requests.read_text().splitlines()]
+    assert arrivals == sorted(arrivals)
+    return trace
+
+
+def assert_shadows_saw(trace: Trace, report: Report) -> None:
+    for tier, policy in itertools.product(("ram", "nvme"), ("lru", "arc")):
+        asked = report.count("kvtier_shadow_asked_chunks", tier=tier, policy=policy)
+        hits = report.count("kvtier_shadow_hit_chunks", tier=tier, policy=policy)
+        assert 0 < hits < asked == trace.refs
+        ratio = report.waves[-1].counters[
+            f"kvtier_shadow_hit_ratio{{policy={policy},tier={tier}}}"
+        ]
+        assert ratio == pytest.approx(hits / asked)
+
+
+def test_a_recorded_run_is_replayed_chunk_by_chunk(reference: Reference, site: Site) -> None:
+    blocks, waves = reference.footprint_blocks, reference.conversations[:3]
+    sizes = {"ram_blocks": int(RAM_SHARE * blocks), "nvme_blocks": int(0.3 * blocks)}
+    scenario = recording(
+        site.scenario(waves, **sizes),
+        site.directory / "trace",
+        shadow=["arc"],
+        placement={"write": "evict"},
+    )
+    report = run_engine(scenario, site.directory, "recorded")
+    reference.assert_equal(report, waves=waves)
+    assert report.count("kvtier_internal_errors") == 0
+    assert report.count("kvtier_trace_dropped") == 0
+    assert report.count("kvtier_trace_records") > 0
+    config = load_config(site.directory / "kvtier.yaml")
+    calls, requests = recorded(site)
+    ram, nvme = assert_replays_as_live(calls, config, report).tiers
+    assert min(ram.hits, ram.evictions, nvme.hits, nvme.evictions, nvme.chunks_promoted) > 0
+    assert_a_lie_is_found(calls, config)
+    trace = assert_traffic_is_recorded(requests, report)
+    simulated = simulate_ladder(trace, config, chunk_bytes=KV_NBYTES_PER_BLOCK)
+    assert simulated.total_hit_ratio > 0
+    assert_shadows_saw(trace, report)
+
+
+def test_preemptions_aborts_and_a_reset_are_replayed_too(
+    reference: Reference, site: Site
+) -> None:
+    preempting = reference.long_answers
+    aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
+    few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
+    waves = (preempting, aborting, preempting.model_copy(update=few))
+    scenario = recording(
+        site.scenario(waves, ram_blocks=40, nvme_blocks=400), site.directory / "trace"
+    ).model_copy(update={"gpu_blocks": 40, "context_tokens": 512})
+    report = run_engine(scenario, site.directory, "reset")
+    assert report.count("vllm:num_preemptions") > 0
+    calls, _ = recorded(site)
+    assert '"call":"reset"' in calls.read_text()
+    assert_replays_as_live(calls, load_config(site.directory / "kvtier.yaml"), report)

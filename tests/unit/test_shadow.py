@@ -1,0 +1,82 @@
+"""Ghost policies hit what the simulator says they hit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.config._kinds import installed_evictions
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey, make_key
+from kvtier.policies.shadow import GhostFigures, ShadowTier
+from kvtier.sim._tiers import chunk_keys
+from kvtier.sim.single import simulate_single
+from kvtier.sim.traces import generate
+from tests.unit.sim_traces import trace_of
+
+CHAINS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 7)), min_size=1, max_size=60).map(
+    lambda drawn: [[root * 100 + depth for depth in range(size)] for root, size in drawn]
+)
+
+
+@pytest.mark.parametrize("policy", installed_evictions())
+@settings(max_examples=30)
+@given(chains=CHAINS, capacity=st.integers(4, 20))
+def test_a_ghost_that_sees_everything_hits_what_the_simulator_hits(
+    policy: str, chains: list[list[int]], capacity: int
+) -> None:
+    trace = trace_of(chains)
+    expected = simulate_single(trace, policy=policy, capacity=capacity)
+    keys = chunk_keys(trace.distinct)
+    shadow = ShadowTier(capacity, [policy])
+    for number, chain in enumerate(trace.chains()):
+        shadow.serve([keys[chunk] for chunk in chain], float(trace.timestamps_s[number]))
+    assert shadow.figures() == [GhostFigures(policy, trace.refs, expected.hits)]
+
+
+def hashed(distinct: int) -> list[ChunkKey]:
+    """Return a key for every chunk number whose bytes are as random as an engine's."""
+    draw = random.Random(3)
+    return [make_key(draw.randbytes(32), 0) for _ in range(distinct)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3-fifo"])
+def test_a_ghost_of_a_large_tier_is_small_and_still_close(policy: str) -> None:
+    trace = generate("chat", sessions=1500, per_s=5.0, chunk_tokens=16, seed=2)
+    capacity = trace.distinct // 5
+    assert capacity > 2 * 4096
+    keys = hashed(trace.distinct)
+    shadow = ShadowTier(capacity, [policy])
+    for number, chain in enumerate(trace.chains()):
+        shadow.serve([keys[chunk] for chunk in chain], float(trace.timestamps_s[number]))
+    (figures,) = shadow.figures()
+    assert figures.references < trace.refs / 4
+    whole = simulate_single(trace, policy=policy, capacity=capacity)
+    assert figures.hits / figures.references == pytest.approx(whole.block_hit_ratio, abs=0.02)
+
+
+def test_every_policy_sees_the_same_references() -> None:
+    shadow = ShadowTier(4, ["lru", "fifo"])
+    keys = chunk_keys(6)
+    for chain in (keys[:3], keys[:4], keys[3:]):
+        shadow.serve(chain, 0.0)
+    assert [figures.references for figures in shadow.figures()] == [10, 10]
+
+
+def test_after_a_reset_everything_is_a_miss_and_the_counts_go_on() -> None:
+    shadow = ShadowTier(4, ["lru"])
+    keys = chunk_keys(3)
+    shadow.serve(keys, 0.0)
+    shadow.serve(keys, 1.0)
+    assert shadow.figures() == [GhostFigures("lru", 6, 3)]
+    shadow.clear()
+    shadow.serve(keys, 2.0)
+    assert shadow.figures() == [GhostFigures("lru", 9, 3)]
+
+
+def test_a_policy_that_needs_the_future_casts_no_shadow() -> None:
+    with pytest.raises(ConfigError, match="future"):
+        ShadowTier(4, ["belady"])
