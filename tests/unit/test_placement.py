@@ -237,7 +237,7 @@ def test_a_file_says_what_is_written(
             ["write: evict", "promote: move", "promote_after: 2"],
             "a.yaml:10: placement.promote_after = 2: used with promote: copy only; leave",
         ),
-        (["retain: 10m"], "a.yaml:8: placement.retain = 10m: nothing may be kept without"),
+        (["retain: 10min"], "a.yaml:8: placement.retain = 10min: nothing may be kept without"),
         (
             ["pin_budget: 60%", "retain_quota: 50%"],
             "a.yaml:9: placement.retain_quota = 50%: more than pin_budget leaves of RAM",
