@@ -38,6 +38,7 @@ _BUILT_IN_EVICTIONS: Final = (
     "lfu",
     "lirs",
     "lru",
+    "prefix-lhd",
     "prefix-lru",
     "s3-fifo",
     "sieve",

@@ -23,6 +23,7 @@ BUILT_IN_EVICTIONS: Final[dict[str, type[Eviction]]] = {
     "lirs": eviction.Lirs,
     "lru": eviction.Lru,
     "2q": eviction.TwoQ,
+    "prefix-lhd": eviction.PrefixLhd,
     "prefix-lru": eviction.PrefixLru,
     "s3-fifo": eviction.S3Fifo,
     "sieve": eviction.Sieve,

@@ -60,7 +60,8 @@ class Row(NamedTuple):
 
 
 def test_every_policy_is_compared_with_something() -> None:
-    others = {"prefix-lru", "w-tinylfu"}  # the one is in test_evictions, the other approximates
+    # Tested in test_prefix_lhd and test_evictions, and one that approximates.
+    others = {"prefix-lhd", "prefix-lru", "w-tinylfu"}
     assert set(TEXTBOOK) == set(NAMES.values()) == set(BUILT_IN_EVICTIONS) - others
 
 

@@ -9,6 +9,7 @@ from kvtier.policies.eviction.gdsf import Gdsf
 from kvtier.policies.eviction.lfu import Lfu
 from kvtier.policies.eviction.lirs import Lirs
 from kvtier.policies.eviction.lru import Lru
+from kvtier.policies.eviction.prefix_lhd import PrefixLhd
 from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.eviction.s3_fifo import S3Fifo
 from kvtier.policies.eviction.sieve import Sieve
@@ -25,6 +26,7 @@ __all__ = [
     "Lfu",
     "Lirs",
     "Lru",
+    "PrefixLhd",
     "PrefixLru",
     "S3Fifo",
     "Sieve",

@@ -1,0 +1,287 @@
+"""Least hit density, leaf first: what earns its slot least goes, no parent before its child.
+
+LRU lets everything grow equally old. But chunks differ: one that was used twice comes back more
+often than one that was used once, the tail of a prompt hardly ever, a short prompt more often
+than a long one; and by how much depends on the traffic. This policy puts chunks into classes by
+what a cache can see of them, learns how likely each class is to be used at each age, and takes
+room from the class whose oldest chunk has the lowest *hit density* (see :mod:`._hit_density`).
+Within a class the order is LRU, so only the oldest of each need be compared.
+
+The classes are
+
+- by number of uses, for chunks that were used before. The count survives an eviction while the
+  key is remembered, as in ARC (Megiddo and Modha, FAST 2003), or a chunk that comes back late
+  would start anew each time;
+- by length of the prompt, in steps of four, for chunks that are new;
+- the last new chunk of a prompt, for itself: the next turn continues in the middle of it.
+
+What stands for no class's advantage is noise. A class other than that of the least recently
+used chunk is therefore only taken from when its density is clearly lower (:data:`_CLEARLY`);
+where the classes do not differ, or nothing was learned yet, this is leaf-first LRU.
+
+The chunks of one class that a request used or brought form a *segment*. Segments are queued,
+not chunks, and a segment is eaten from its deep end: half a prefix still serves, half a tail
+does not. What was chosen is finished before the next choice, which makes the choice rare. A
+chunk that comes up while it has children is set aside and comes back when one of them goes, as
+in :mod:`.prefix_lru`: without that rule one class's noise strands the chunks of another. New
+chunks are one segment until something else happens, for only then their prompt's length is
+known.
+
+What could not go is parked for as many picks as there are parked copies, as in :mod:`._scored`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import ClassVar, Final
+
+from typing_extensions import override
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
+from kvtier.policies.eviction._hit_density import HitDensity, octave_of
+
+__all__ = ["PrefixLhd"]
+
+_TAIL: Final = 0
+_NEW: Final = 1
+_LENGTHS: Final = 7
+_USED: Final = _NEW + _LENGTHS
+_MOST_USES: Final = 4
+_KINDS: Final = _USED + _MOST_USES
+_NOWHERE: Final = -1
+_CLEARLY: Final = 0.7
+_LEARN_EVERY: Final = 4
+"""Times the table is renewed while as many chunks are used as the tier holds."""
+_LEARN_LEAST: Final = 256
+
+
+class _Segment:
+    """Copies of one class, used one after the other along one prefix.
+
+    Attributes:
+        kind: Their class.
+        since: Number of the use that began it.
+        rootward: Whether the first is the deepest.
+        copies: Those that may be looked at; the last use of each is in this segment.
+        last: Key of the latest copy.
+        above: Key of its parent.
+    """
+
+    __slots__ = ("above", "copies", "kind", "last", "rootward", "since")
+
+    def __init__(self, kind: int, since: int) -> None:
+        self.kind = kind
+        self.since = since
+        self.rootward = False
+        self.copies: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self.last: ChunkKey | None = None
+        self.above: ChunkKey | None = None
+
+    def add(self, copy: ChunkCopy) -> None:
+        """Append ``copy``."""
+        self.copies[copy] = None
+        self.last = copy.key
+        self.above = copy.parent
+        copy.policy = self
+
+    def put_back(self, copy: ChunkCopy) -> None:
+        """Make ``copy``, which was taken from here, the next to be taken."""
+        self.copies[copy] = None
+        if self.rootward:
+            self.copies.move_to_end(copy, last=False)
+
+    def take(self) -> ChunkCopy:
+        """Remove the deepest copy and return it."""
+        return self.copies.popitem(last=not self.rootward)[0]
+
+
+class PrefixLhd(Eviction):
+    """Evicts the leaf whose slot is expected to earn the fewest hits.
+
+    ``copy.queued`` is the number of uses before this stay and in it, ``copy.policy`` the
+    segment.
+    """
+
+    leaf_only: ClassVar[bool] = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._clock = 0
+        self._density = HitDensity(capacity, _KINDS)
+        self._learn_at = 0
+        self._queues: list[OrderedDict[_Segment, None]] = [
+            OrderedDict() for _ in range(_KINDS)
+        ]
+        self._aside: dict[ChunkKey, ChunkCopy] = {}
+        self._left: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._parked = _Segment(_NOWHERE, 0)
+        self._parked.rootward = True
+        self._wait = 0
+        self._fresh = _Segment(_NOWHERE, 0)
+        self._touched = _Segment(_NOWHERE, 0)
+        self._victims = _Segment(_NOWHERE, 0)
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        uses = self._left.pop(copy.key, 0)
+        copy.queued = uses + 1
+        if uses:
+            self._use(copy)
+            return
+        self._clock += 1
+        fresh = self._fresh
+        if fresh.copies and fresh.last != copy.parent:
+            self._classify()
+            fresh = self._fresh
+        fresh.add(copy)
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._forget(copy)
+        copy.queued += 1
+        self._use(copy)
+
+    @override
+    def on_remove(self, copy: ChunkCopy) -> None:
+        self._forget(copy)
+        copy.policy = None
+        self._bring_back(copy.parent)
+
+    @override
+    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        parked = self._parked
+        if parked.copies:
+            self._return_parked()
+        waiting = len(parked.copies)
+        while (segment := self._victims if self._victims.copies else self._choose()) is not None:
+            copy = segment.take()
+            if not segment.copies:
+                self._dequeue(segment)
+            if copy.kids > 0:
+                self._aside[copy.key] = copy
+            elif evictable(copy):
+                return self._evict(copy)
+            else:
+                parked.add(copy)
+                self._wait = len(parked.copies)
+        for _ in range(waiting):
+            copy = parked.take()
+            if copy.kids <= 0 and evictable(copy):
+                return self._evict(copy)
+            parked.add(copy)
+        return None
+
+    def _use(self, copy: ChunkCopy) -> None:
+        """Put ``copy``, used now, where its number of uses says."""
+        if self._fresh.copies:
+            self._classify()
+        if self._clock >= self._learn_at:
+            self._learn()
+        self._clock += 1
+        kind = _USED + min(copy.queued - 2, _MOST_USES - 1)
+        self._density.note(copy.key, kind, self._clock)
+        segment = self._touched
+        if segment.kind == kind and segment.copies:
+            single = len(segment.copies) == 1
+            if segment.above == copy.key and (single or segment.rootward):
+                segment.rootward = True
+                segment.add(copy)
+                return
+            if segment.last == copy.parent and (single or not segment.rootward):
+                segment.rootward = False
+                segment.add(copy)
+                return
+        segment = self._touched = self._enqueue(kind)
+        segment.add(copy)
+
+    def _classify(self) -> None:
+        """Give the new chunks the class they turned out to have."""
+        if self._clock >= self._learn_at:
+            self._learn()
+        fresh, note = self._fresh, self._density.note
+        self._fresh = _Segment(_NOWHERE, self._clock)
+        tail = next(reversed(fresh.copies))
+        del fresh.copies[tail]
+        if fresh.copies:
+            fresh.kind = _NEW + min((tail.depth + 1).bit_length() // 2, _LENGTHS - 1)
+            fresh.since = self._clock
+            self._queues[fresh.kind][fresh] = None
+            for copy in fresh.copies:
+                note(copy.key, fresh.kind, self._clock)
+        self._enqueue(_TAIL).add(tail)
+        note(tail.key, _TAIL, self._clock)
+
+    def _learn(self) -> None:
+        self._density.learn(self._clock)
+        self._learn_at = self._clock + max(self.capacity // _LEARN_EVERY, _LEARN_LEAST)
+
+    def _choose(self) -> _Segment | None:
+        """Return the segment to take victims from."""
+        heads = [next(iter(queue)) for queue in self._queues if queue]
+        if not heads:
+            if not self._fresh.copies:
+                return None
+            self._classify()
+            return self._choose()
+        oldest = min(heads, key=_since)
+        worst = min(heads, key=self._worth)
+        clearly = self._worth(worst) < _CLEARLY * self._worth(oldest)
+        self._victims = worst if clearly else oldest
+        return self._victims
+
+    def _worth(self, segment: _Segment) -> float:
+        row = self._density.table[segment.kind]
+        return row[min(octave_of(self._clock - segment.since), len(row) - 1)]
+
+    def _evict(self, copy: ChunkCopy) -> ChunkCopy:
+        left = self._left
+        left[copy.key] = copy.queued
+        if len(left) > self.capacity:
+            left.popitem(last=False)
+        copy.policy = None
+        self._bring_back(copy.parent)
+        return copy
+
+    def _enqueue(self, kind: int) -> _Segment:
+        segment = _Segment(kind, self._clock)
+        self._queues[kind][segment] = None
+        return segment
+
+    def _dequeue(self, segment: _Segment) -> None:
+        if segment.kind != _NOWHERE:
+            del self._queues[segment.kind][segment]
+
+    def _forget(self, copy: ChunkCopy) -> None:
+        """Take ``copy`` from wherever it is."""
+        segment: _Segment = copy.policy
+        if copy in segment.copies:
+            del segment.copies[copy]
+            if not segment.copies:
+                self._dequeue(segment)
+        else:
+            del self._aside[copy.key]
+
+    def _bring_back(self, key: ChunkKey | None) -> None:
+        """Let a copy that was set aside be looked at again: a child of it went."""
+        copy = self._aside.pop(key, None) if key is not None else None
+        if copy is None:
+            return
+        segment: _Segment = copy.policy
+        if not segment.copies:
+            queue = self._queues[segment.kind]
+            queue[segment] = None
+            queue.move_to_end(segment, last=False)
+        segment.put_back(copy)
+
+    def _return_parked(self) -> None:
+        self._wait -= 1
+        if self._wait < 0:
+            while self._parked.copies:
+                copy = self._parked.take()
+                kind = _TAIL if copy.queued == 1 else _USED + min(copy.queued - 2, _MOST_USES - 1)
+                self._enqueue(kind).add(copy)
+
+
+def _since(segment: _Segment) -> int:
+    return segment.since
