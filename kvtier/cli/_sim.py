@@ -17,10 +17,11 @@ from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_s
 from kvtier.cli._trace import FormatOption, TraceFile, choice, read
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
+from kvtier.sim._recording import is_recording
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.ladder import default_time_model, simulate_ladder
 from kvtier.sim.recommend import RecommendRequest, recommend
-from kvtier.sim.recorded import is_recording, replay_calls
+from kvtier.sim.recorded import replay_calls
 from kvtier.sim.report import write_page, write_plot
 from kvtier.sim.single import Progress as Told
 from kvtier.sim.single import TouchOrder, simulate_single

@@ -8,28 +8,26 @@ replay, for from there on the recording no longer fits what the manager holds.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvtier.config import KvtierConfig
-from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.recording import CALLS_MARK, Ladder
+from kvtier.recording import Ladder
+from kvtier.sim._recording import Line, recorded_ladder, recorded_lines
 from kvtier.sim.ladder import HonestTruth
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
 
-__all__ = ["ReplayResult", "ReplayedTier", "is_recording", "replay_calls"]
+__all__ = ["ReplayResult", "ReplayedTier", "replay_calls"]
 
 _LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
-_Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,7 @@ class ReplayedTier:
         eviction: Its eviction policy.
         capacity_chunks: Chunks it holds.
         hits: Chunks loaded into the GPU whose bytes came from it.
+        hit_ratio: ``hits`` of all references.
         chunks_written: Chunks that were stored or demoted into it; promotions excluded.
         chunks_promoted: Chunks that came up from it to stay in RAM.
         evictions: Chunks that left it to make room.
@@ -52,6 +51,7 @@ class ReplayedTier:
     eviction: str
     capacity_chunks: int
     hits: int
+    hit_ratio: float
     chunks_written: int
     chunks_promoted: int
     evictions: int
@@ -67,8 +67,12 @@ class ReplayResult:
         calls: Calls replayed.
         answers: Answers compared: one per looked-up, stored, evicted, loaded or moved chunk.
         requests: Requests that began.
+        refs: Chunk references: what each request asked for, loaded or offered, each once.
         chunk_tokens: Tokens of a chunk.
         tiers: One result per tier, fastest first.
+        total_hit_ratio: Chunks loaded from any tier, of all references.
+        writes_per_ref: Chunks written to the slower tiers, per reference.
+        promotions_per_ref: Chunks promoted, per reference.
         seconds: Time the replay took.
     """
 
@@ -77,18 +81,13 @@ class ReplayResult:
     calls: int
     answers: int
     requests: int
+    refs: int
     chunk_tokens: int
     tiers: Sequence[ReplayedTier]
+    total_hit_ratio: float
+    writes_per_ref: float
+    promotions_per_ref: float
     seconds: float
-
-
-def is_recording(path: Path) -> bool:
-    """Return whether the file at ``path`` is a recording of calls.
-
-    Raises:
-        TraceError: It cannot be read.
-    """
-    return f'"{CALLS_MARK}"'.encode() in open_source(path).content[:64]
 
 
 def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
@@ -105,9 +104,9 @@ def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
     """
     begun = time.perf_counter()
     source = open_source(path)
-    lines = _lines(source)
+    lines = recorded_lines(source)
     number, header = next(lines, (1, {}))
-    ladder = _ladder(source, number, header, config)
+    ladder = recorded_ladder(source, number, header, config)
     replay = _Replay(source, ladder)
     calls = 0
     for number, line in lines:
@@ -156,7 +155,9 @@ class _Replay:
         self._line = 0
         self._answers = 0
         self._requests = 0
-        self._handlers: dict[str, Callable[[_Line], None]] = {
+        self._refs = 0
+        self._asked: dict[int, set[int]] = {}
+        self._handlers: dict[str, Callable[[Line], None]] = {
             "begin_request": self._begin_request,
             "end_request": self._end_request,
             "lookup": self._lookup,
@@ -173,7 +174,7 @@ class _Replay:
             "reset": self._reset,
         }
 
-    def call(self, number: int, line: _Line) -> None:
+    def call(self, number: int, line: Line) -> None:
         """Make the call of line ``number`` and compare the answer."""
         self._line = number
         try:
@@ -188,6 +189,7 @@ class _Replay:
 
     def result(self, calls: int, seconds: float) -> ReplayResult:
         """Return what happened."""
+        refs = max(self._refs + sum(map(len, self._asked.values())), 1)
         promoted = [tier.counters.promoted for tier in self._tiers]
         tiers = [
             ReplayedTier(
@@ -196,6 +198,7 @@ class _Replay:
                 eviction=options.eviction,
                 capacity_chunks=tier.slots.capacity,
                 hits=tier.counters.hits,
+                hit_ratio=tier.counters.hits / refs,
                 chunks_written=tier.counters.stored - (0 if tier.index else sum(promoted)),
                 chunks_promoted=promoted[tier.index],
                 evictions=tier.counters.evicted,
@@ -208,10 +211,19 @@ class _Replay:
             calls=calls,
             answers=self._answers,
             requests=self._requests,
+            refs=refs,
             chunk_tokens=self._ladder.chunk_tokens,
             tiers=tiers,
+            total_hit_ratio=sum(tier.hits for tier in tiers) / refs,
+            writes_per_ref=sum(tier.chunks_written for tier in tiers[1:]) / refs,
+            promotions_per_ref=sum(promoted) / refs,
             seconds=seconds,
         )
+
+    def _chain(self, line: Line) -> tuple[list[ChunkKey], str]:
+        """Return the chunks and the request of ``line``, and count what is new to it."""
+        self._asked.setdefault(line["request"], set()).update(line["keys"])
+        return self._named(line["keys"]), str(line["request"])
 
     def _named(self, numbers: Sequence[int]) -> list[ChunkKey]:
         return [self._keys[number] for number in numbers]
@@ -229,29 +241,29 @@ class _Replay:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def _begin_request(self, line: _Line) -> None:
+    def _begin_request(self, line: Line) -> None:
         self._requests += 1
         self._manager.begin_request(str(line["request"]))
 
-    def _end_request(self, line: _Line) -> None:
+    def _end_request(self, line: Line) -> None:
+        self._refs += len(self._asked.pop(line["request"], ()))
         self._manager.end_request(str(line["request"]))
 
-    def _lookup(self, line: _Line) -> None:
-        req_id = str(line["request"])
-        keys = self._named(line["keys"])
+    def _lookup(self, line: Line) -> None:
+        keys, req_id = self._chain(line)
         found = "".join(_LETTERS[self._manager.lookup(key, req_id)] for key in keys)
         self._compare("hits", found, line["answers"], count=len(keys))
 
-    def _prepare_load(self, line: _Line) -> None:
-        plan = self._manager.prepare_load(self._named(line["keys"]), str(line["request"]))
+    def _prepare_load(self, line: Line) -> None:
+        plan = self._manager.prepare_load(*self._chain(line))
         self._compare("slots loaded", list(plan.slots), line["slots"], count=len(plan.slots))
         self._compare("tiers loaded from", list(plan.origins), line["origins"], count=0)
 
-    def _complete_load(self, line: _Line) -> None:
+    def _complete_load(self, line: Line) -> None:
         self._manager.complete_load(self._named(line["keys"]))
 
-    def _prepare_store(self, line: _Line) -> None:
-        plan = self._manager.prepare_store(self._named(line["keys"]), str(line["request"]))
+    def _prepare_store(self, line: Line) -> None:
+        plan = self._manager.prepare_store(*self._chain(line))
         self._compare("taken", plan is not None, "stored" in line, count=0)
         if plan is None:
             return
@@ -260,21 +272,21 @@ class _Replay:
         self._compare("slots stored to", list(plan.slots), line["slots"], count=0)
         self._compare("chunks evicted", list(plan.evicted), evicted, count=len(evicted))
 
-    def _complete_store(self, line: _Line) -> None:
+    def _complete_store(self, line: Line) -> None:
         self._manager.complete_store(self._named(line["keys"]))
 
-    def _retain(self, line: _Line) -> None:
+    def _retain(self, line: Line) -> None:
         kept = self._manager.retain(self._named(line["keys"]), line["until"])
         self._compare("chunks kept", kept, line["kept"], count=kept)
 
-    def _end_step(self, line: _Line) -> None:
+    def _end_step(self, line: Line) -> None:
         self._manager.end_step(
             started=map(str, line["started"]),
             preempted=map(str, line["preempted"]),
             now=line["now"],
         )
 
-    def _take_jobs(self, line: _Line) -> None:
+    def _take_jobs(self, line: Line) -> None:
         jobs = self._manager.take_jobs()
         self._compare("jobs", len(jobs), len(line["jobs"]), count=0)
         for job, then in zip(jobs, line["jobs"], strict=True):
@@ -293,74 +305,22 @@ class _Replay:
                 count=len(job.keys),
             )
 
-    def _apply(self, line: _Line) -> None:
+    def _apply(self, line: Line) -> None:
         result = line["result"]
         outcomes = [Outcome(outcome) for outcome in result["outcomes"]]
         self._manager.apply(TransferResult(result["id"], outcomes, settled=result["settled"]))
 
-    def _flush(self, line: _Line) -> None:  # noqa: ARG002 - a call without arguments
+    def _flush(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.flush()
 
-    def _recover(self, line: _Line) -> None:
+    def _recover(self, line: Line) -> None:
         self._recovering += zip(self._named(line["keys"]), line["slots"], strict=True)
         if not line["more"]:
             self._manager.recover(line["tier"], self._recovering)
             self._recovering = []
 
-    def _reset(self, line: _Line) -> None:  # noqa: ARG002 - a call without arguments
+    def _reset(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.reset()
-
-
-def _lines(source: Source) -> Iterator[tuple[int, _Line]]:
-    """Yield the numbered lines of ``source``; the last may be cut short, as by a SIGKILL."""
-    lines = source.content.split(b"\n")
-    whole = len(lines) - 1
-    for number, raw in enumerate(lines[:whole], start=1):
-        try:
-            line = json.loads(raw)
-        except ValueError as error:
-            raise source.error(number, f"not JSON: {error}", "the file is damaged") from error
-        if not isinstance(line, dict):
-            raise source.error(number, "not an object", "the file is damaged")
-        yield number, line
-
-
-def _ladder(source: Source, number: int, header: _Line, config: KvtierConfig) -> Ladder:
-    """Return what the recorded manager was built from.
-
-    Raises:
-        TraceError: The first line does not say.
-        ConfigError: ``config`` is another one.
-    """
-    try:
-        ladder = Ladder(
-            config=config,
-            capacities=[int(slots) for slots in header["capacities"]],
-            slot_nbytes=int(header["slot_bytes"]),
-            chunk_tokens=int(header["block_tokens"]),
-        )
-        then = dict(header["decides"])
-        version = header[CALLS_MARK]
-    except (KeyError, TypeError, ValueError) as error:
-        remedy = "name a file calls-*.jsonl of a recording"
-        raise source.error(number, "not the beginning of a recording", remedy) from error
-    now = json.loads(ladder.line())
-    if version != now[CALLS_MARK]:
-        problem = f"recorded in format {version}, this is {now[CALLS_MARK]}"
-        raise source.error(number, problem, "use the version of kvtier that recorded it")
-    problems = [
-        f"{key}: {config.origin.source or 'the configuration'} has "
-        f"{now['decides'].get(key)}, the recording {then.get(key)}"
-        for key in sorted(then.keys() | now["decides"].keys())
-        if then.get(key) != now["decides"].get(key)
-    ]
-    if problems:
-        remedy = (
-            "a recording of calls fits one configuration; replay the recorded requests to "
-            "try another"
-        )
-        raise ConfigError("\n".join([*problems, remedy]))
-    return ladder
 
 
 def _short(value: object) -> str:
