@@ -154,9 +154,12 @@ class _Ghost:
             eviction.on_miss(key, ctx)
         full = len(self._here) >= eviction.capacity
         if full and not eviction.insert_first:
-            self._evict(ctx)
-        copy = ChunkCopy(key, 0, parent, depth)
-        copy.state = CopyState.RESIDENT
+            # The victim's object becomes the newcomer: making one costs as much as all else.
+            copy = self._evict(ctx)
+            copy.key, copy.parent, copy.depth, copy.hits = key, parent, depth, 0
+        else:
+            copy = ChunkCopy(key, 0, parent, depth)
+            copy.state = CopyState.RESIDENT
         self._here[key] = copy
         if eviction.leaf_only:
             copy.kids = self._kids.get(key, 0)
@@ -165,14 +168,14 @@ class _Ghost:
         if full and eviction.insert_first:
             self._evict(ctx)
 
-    def _evict(self, ctx: PolicyContext) -> None:
+    def _evict(self, ctx: PolicyContext) -> ChunkCopy:
         victim = self._eviction.pick(_always, ctx)
         if victim is None:
             raise LookupError("the policy names no victim although every copy may go")
-        victim.state = CopyState.GONE
         del self._here[victim.key]
         if self._eviction.leaf_only:
             self._count_kid(victim.parent, -1)
+        return victim
 
     def _count_kid(self, parent: ChunkKey | None, change: int) -> None:
         """Keep count of resident children, also of a parent that is not here."""
