@@ -16,7 +16,7 @@ use, and costs a future miss where a longer backlog would take RAM from what is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
@@ -50,25 +50,23 @@ class Demoter:
         ladder = self._ladder
         if len(ladder.tiers) == 1:
             return
-        shortest = ladder.placement.min_chunks
-        for copy in copies:
-            length = copy.depth + 1
-            if length == shortest > 1:
-                # Now they are worth it; without them this one would be stranded below.
-                for earlier in self._before(copy):
-                    self._send_down(earlier)
-            if length >= shortest:
-                self._send_down(copy)
+        if ladder.placement.min_chunks > 1:
+            copies = list(self._long_enough(copies))
+        self._send_down(copies)
 
     def used(self, copies: Sequence[ChunkCopy]) -> None:
         """Decide again where chunks that were loaded from RAM must go."""
         if self._ladder.placement.places_used:
             self.stored(copies)
 
-    def adopt(self, tier: TierState, copy: ChunkCopy) -> None:
-        """Mark ``copy``, new in ``tier`` and in no slower one, dirty if it must not vanish."""
-        if self._ladder.placement.demote(copy, tier.index, self._ladder.ctx) is not None:
-            tier.mark_dirty(copy)
+    def adopt(self, tier: TierState, copies: Iterable[ChunkCopy]) -> None:
+        """Mark those of ``copies``, new in ``tier`` and in no slower one, that must not vanish."""
+        if tier not in self._evicting:
+            return
+        demote, ctx = self._ladder.placement.demote, self._ladder.ctx
+        for copy in copies:
+            if demote(copy, tier.index, ctx) is not None:
+                tier.mark_dirty(copy)
 
     def flush(self) -> None:
         """Plan jobs for what is queued and what should leave, within the queue limits."""
@@ -79,8 +77,7 @@ class Demoter:
                 room = self._ladder.limits.queue - self._in_flight[index]
                 batch = self._take(index, min(room, BATCH_CHUNKS))
                 sent = bool(batch) and self._send(self._ladder.ram, batch, index)
-                for copy in batch:
-                    self._ladder.ram.unpin(copy)  # the job holds its own pin now
+                self._ladder.ram.unpin_many(batch)  # the job holds its own pins now
                 if not sent:
                     break
 
@@ -97,23 +94,13 @@ class Demoter:
         target = ladder.tiers[record.destination]
         if not record.late:
             self._in_flight[record.destination] -= len(record.sources)
-        arrived: list[ChunkCopy] = []
-        for source, copy, outcome in zip(
-            record.sources, record.destinations, result.outcomes, strict=True
-        ):
-            source_tier.unpin(source)
-            if outcome is Outcome.DONE:
-                arrived.append(copy)
-            else:
-                target.abort(copy)
-                target.counters.failed += outcome is not Outcome.CANCELLED
-                source_tier.counters.lost += 1
-                if outcome is Outcome.CORRUPT and record.source:
-                    ladder.condemn(source_tier, source)
-        self._settle_sources(source_tier, record.sources)
+        arrived = record.destinations
+        if result.outcomes.count(Outcome.DONE) < len(arrived):
+            arrived = self._arrived(record, result)
+        source_tier.sent(record.sources)
+        self._let_go(source_tier, record.sources)
         ladder.publish(target, arrived)
-        for copy in arrived:
-            self.adopt(target, copy)
+        self.adopt(target, arrived)
 
     def flush_all(self) -> None:
         """Queue every dirty copy of RAM, whatever the reserve; for an orderly shutdown."""
@@ -133,6 +120,35 @@ class Demoter:
             queue.clear()
         self._in_flight = [0] * len(self._in_flight)
 
+    def _arrived(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
+        """Give up the chunks of a job that did not arrive and return the others."""
+        source_tier = self._ladder.tiers[record.source]
+        target = self._ladder.tiers[record.destination]
+        arrived: list[ChunkCopy] = []
+        for source, copy, outcome in zip(
+            record.sources, record.destinations, result.outcomes, strict=True
+        ):
+            if outcome is Outcome.DONE:
+                arrived.append(copy)
+                continue
+            target.abort(copy)
+            target.counters.failed += outcome is not Outcome.CANCELLED
+            source_tier.counters.lost += 1
+            if outcome is Outcome.CORRUPT and record.source:
+                self._ladder.condemn(source_tier, source)
+        return arrived
+
+    def _long_enough(self, copies: Iterable[ChunkCopy]) -> Iterator[ChunkCopy]:
+        """Yield those of ``copies`` whose prefix is worth copying down."""
+        shortest = self._ladder.placement.min_chunks
+        for copy in copies:
+            length = copy.depth + 1
+            if length == shortest:
+                # Now they are worth it; without them this one would be stranded below.
+                yield from self._before(copy)
+            if length >= shortest:
+                yield copy
+
     def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
         """Return the chunks before ``copy`` that RAM holds without a gap, root to leaf."""
         members = self._ladder.ram.copies
@@ -146,35 +162,34 @@ class Demoter:
         chain.reverse()
         return chain
 
-    def _send_down(self, copy: ChunkCopy) -> None:
-        """Queue ``copy`` for the tiers that must have it soon, or see that it is not lost."""
-        ladder = self._ladder
-        if copy.dirty or ladder.slower_copy(copy.key) is not None:
-            return
-        targets = self._place(copy)
-        for target in targets:
-            if self._backlog(target) >= ladder.limits.backlog:
-                ladder.tiers[target].counters.dropped += 1
-                ladder.ram.counters.lost += 1
+    def _send_down(self, copies: Iterable[ChunkCopy]) -> None:
+        """Queue ``copies`` for the tiers that must have them soon, or see that none is lost."""
+        ladder, ctx = self._ladder, self._ladder.ctx
+        place, admit = ladder.placement.place, ladder.placement.admit
+        staying: list[ChunkCopy] = []
+        for copy in copies:
+            if copy.dirty or ladder.slower_copy(copy.key) is not None:
                 continue
-            # The pin keeps a queued copy out of every victim scan until it is sent.
-            ladder.ram.mark_dirty(copy)
-            ladder.ram.pin(copy)
-            self._queues[target].append(copy)
-        if not targets:
-            self.adopt(ladder.ram, copy)
+            placed = False
+            for target in place(copy, ctx):
+                if admit(copy, target, Why.DEMOTE, ctx):
+                    placed = True
+                    self._enqueue(copy, target)
+            if not placed:
+                staying.append(copy)
+        self.adopt(ladder.ram, staying)
 
-    def _backlog(self, target: int) -> int:
-        """Return how many chunks are queued for ``target`` or on their way there."""
-        return len(self._queues[target]) + self._in_flight[target]
-
-    def _place(self, copy: ChunkCopy) -> list[int]:
-        ladder = self._ladder
-        return [
-            target
-            for target in ladder.placement.place(copy, ladder.ctx)
-            if ladder.placement.admit(copy, target, Why.DEMOTE, ladder.ctx)
-        ]
+    def _enqueue(self, copy: ChunkCopy, target: int) -> None:
+        """Queue ``copy`` for tier ``target``, unless that is too far behind."""
+        ladder, queue = self._ladder, self._queues[target]
+        if len(queue) + self._in_flight[target] >= ladder.limits.backlog:
+            ladder.tiers[target].counters.dropped += 1
+            ladder.ram.counters.lost += 1
+            return
+        # The pin keeps a queued copy out of every victim scan until it is sent.
+        ladder.ram.mark_dirty(copy)
+        copy.pins += 1
+        queue.append(copy)
 
     def _take(self, index: int, room: int) -> list[ChunkCopy]:
         """Take the oldest queued copies that still need to go to tier ``index``."""
@@ -208,24 +223,30 @@ class Demoter:
         if not fits:
             return False
         sources = batch[:fits]
-        copies = []
-        for copy, slot in zip(sources, target.slots.allocate(fits), strict=True):
-            source.pin(copy)
-            copies.append(ChunkCopy(copy.key, slot, copy.parent, copy.depth))
+        source.pin_many(sources)
+        copies = [
+            ChunkCopy(copy.key, slot, copy.parent, copy.depth)
+            for copy, slot in zip(sources, target.slots.allocate(fits), strict=True)
+        ]
         target.add_writing(copies)
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
         ladder.ledger.open(record, names=ladder.names, timeout_s=ladder.limits.store_timeout_s)
         return fits == len(batch)
 
-    def _settle_sources(self, tier: TierState, copies: Iterable[ChunkCopy]) -> None:
+    def _settle_sources(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Note that ``copies`` need not be sent down; let go of those that were leaving."""
-        gone: list[ChunkCopy] = []
         for copy in copies:
-            if copy.state != CopyState.RESIDENT:
-                continue
             if copy.dirty:
                 tier.mark_clean(copy)
+        self._let_go(tier, copies)
+
+    def _let_go(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Let those of ``copies`` leave that were leaving and have nothing to wait for."""
+        if not tier.leaving:
+            return
+        gone: list[ChunkCopy] = []
+        for copy in copies:
             if copy.dirty or copy not in tier.leaving:
                 continue
             if copy.pins:

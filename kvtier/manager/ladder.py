@@ -44,6 +44,7 @@ class Ladder:
     ) -> None:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
+        self._slower = [self.tiers[index + 1 :] for index in range(len(self.tiers))]
         self.names = tuple(tier.name for tier in tiers)
         self.placement = placement
         self.limits = limits
@@ -67,7 +68,7 @@ class Ladder:
         self, key: ChunkKey, *, than: int = 0
     ) -> tuple[TierState, ChunkCopy] | None:
         """Return the fastest resident copy of ``key`` in a tier slower than ``than``."""
-        for tier in self.tiers[than + 1 :]:
+        for tier in self._slower[than]:
             copy = tier.copies.get(key)
             if copy is not None and copy.state == CopyState.RESIDENT:
                 return tier, copy

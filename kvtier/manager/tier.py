@@ -175,6 +175,23 @@ class TierState:
         elif not copy.dirty and copy.state == _RESIDENT:
             self.idle += 1
 
+    def pin_many(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`pin` for resident ``copies``."""
+        held = 0
+        for copy in copies:
+            if not copy.pins and not copy.dirty:
+                held += 1
+            copy.pins += 1
+        self.idle -= held
+
+    def unpin_many(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`unpin` for ``copies``."""
+        for copy in copies:
+            if copy.pins > 1:
+                copy.pins -= 1
+            else:
+                self.unpin(copy)
+
     def mark_dirty(self, copy: ChunkCopy) -> None:
         """Note that ``copy`` must still reach one more slower tier."""
         if not copy.dirty:
@@ -196,6 +213,21 @@ class TierState:
         if copy.transient:
             copy.transient = False
             self.passing -= 1
+
+    def sent(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`unpin` and :meth:`mark_clean` for what a job was to bring down."""
+        for copy in copies:
+            copy.pins -= 1
+            if copy.dirty:
+                copy.dirty -= 1
+                if not copy.dirty:
+                    self.dirty -= 1
+            if copy.pins:
+                continue
+            if copy.state == CopyState.GONE:
+                self.slots.release((copy.slot,))
+            elif not copy.dirty:
+                self.idle += 1
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""

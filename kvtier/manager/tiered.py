@@ -293,8 +293,7 @@ class TieredOffloadingManager:
         if record.epoch != self._ladder.epoch:
             self._apply_stale(record, result)
         elif record.why is Why.PROMOTE:
-            for copy in self._promoter.apply(record, result):
-                self._demoter.adopt(self._ram, copy)
+            self._demoter.adopt(self._ram, self._promoter.apply(record, result))
         else:
             self._demoter.apply(record, result)
         if result.settled:

@@ -72,7 +72,7 @@ class LadderPlacement(Placement):
 
     @override
     def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
-        return admits_all(self._admissions, copy, tier, ctx)
+        return not self._admissions or admits_all(self._admissions, copy, tier, ctx)
 
     @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:

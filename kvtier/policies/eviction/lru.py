@@ -81,16 +81,18 @@ class Lru(Eviction):
     ) -> list[ChunkCopy]:
         queue = self._queue
         victims: list[ChunkCopy] = []
-        rejected = 0
-        while queue and len(victims) < count and rejected < self._members:
-            copy = queue.popleft()
+        unasked = self._members  # whoever was rejected is not asked again
+        oldest = queue.popleft
+        while count and queue and unasked:
+            copy = oldest()
             copy.queued -= 1
             if copy.queued or copy.state == _GONE:
                 continue
+            unasked -= 1
             if evictable(copy):
+                count -= 1
                 victims.append(copy)
                 continue
-            rejected += 1
             copy.queued = 1
             queue.append(copy)
         self._members -= len(victims)
