@@ -26,6 +26,7 @@ drawn to the mean of all in the same way.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import deque
 from itertools import accumulate
 from typing import Final
@@ -77,12 +78,12 @@ class HitDensity:
         self._widths = [
             end - start for start, end in zip(self._starts, self._starts[1:], strict=False)
         ]
-        self._uses = [[0.0] * octaves for _ in range(kinds)]
-        self._passed = [[0.0] * octaves for _ in range(kinds)]
+        self._uses = [array("d", bytes(8 * octaves)) for _ in range(kinds)]
+        self._passed = [array("d", bytes(8 * octaves)) for _ in range(kinds)]
         self._watched: dict[ChunkKey, _Watch] = {}
         self._ages: list[deque[_Watch]] = [deque() for _ in range(octaves)]
         self._halve_at = _MEMORY * capacity
-        self.table: list[list[float]] = []
+        self.table: list[array[float]] = []
         self.learn(0)
 
     def note(self, key: ChunkKey, kind: int, now: int) -> None:
@@ -105,7 +106,7 @@ class HitDensity:
         if now >= self._halve_at:
             self._halve_at = now + _MEMORY * self._capacity
             for rows in (self._uses, self._passed):
-                rows[:] = [[count / 2 for count in row] for row in rows]
+                rows[:] = [array("d", (count / 2 for count in row)) for row in rows]
         spent = [
             [
                 max(passed - used / 2, 0.0) * width
@@ -148,15 +149,16 @@ class HitDensity:
                     del watched[watch.key]
 
 
-def _densities(uses: list[float], spent: list[float]) -> list[float]:
+def _densities(uses: list[float], spent: list[float]) -> array[float]:
     """Return, for each octave, the best mean hazard over it, the next and any more."""
     octaves = range(len(uses))
     sums = list(accumulate(uses, initial=0.0))
     times = list(accumulate(spent, initial=0.0))
-    return [
+    best = (
         max(
             (sums[end] - sums[octave]) / (times[end] - times[octave])
             for end in range(min(octave + 2, len(uses)), len(uses) + 1)
         )
         for octave in octaves
-    ]
+    )
+    return array("d", best)

@@ -45,55 +45,45 @@ __all__ = ["PrefixLhd"]
 
 _TAIL: Final = 0
 _NEW: Final = 1
-_LENGTHS: Final = 7
+_LENGTHS: Final = 5
 _USED: Final = _NEW + _LENGTHS
 _MOST_USES: Final = 4
 _KINDS: Final = _USED + _MOST_USES
 _NOWHERE: Final = -1
 _CLEARLY: Final = 0.7
+_SEGMENTS: Final = 64
+_SPAN_LEAST: Final = 8
+_STAKE: Final = 0.001
+_FADE: Final = 0.99
 _LEARN_EVERY: Final = 4
 """Times the table is renewed while as many chunks are used as the tier holds."""
 _LEARN_LEAST: Final = 256
 
 
 class _Segment:
-    """Copies of one class, used one after the other along one prefix.
+    """Copies of one class that were used at about the same time, oldest use first.
 
     Attributes:
         kind: Their class.
         since: Number of the use that began it.
-        rootward: Whether the first is the deepest.
         copies: Those that may be looked at; the last use of each is in this segment.
-        last: Key of the latest copy.
-        above: Key of its parent.
     """
 
-    __slots__ = ("above", "copies", "kind", "last", "rootward", "since")
+    __slots__ = ("copies", "kind", "since")
 
     def __init__(self, kind: int, since: int) -> None:
         self.kind = kind
         self.since = since
-        self.rootward = False
         self.copies: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self.last: ChunkKey | None = None
-        self.above: ChunkKey | None = None
 
     def add(self, copy: ChunkCopy) -> None:
         """Append ``copy``."""
         self.copies[copy] = None
-        self.last = copy.key
-        self.above = copy.parent
         copy.policy = self
 
-    def put_back(self, copy: ChunkCopy) -> None:
-        """Make ``copy``, which was taken from here, the next to be taken."""
-        self.copies[copy] = None
-        if self.rootward:
-            self.copies.move_to_end(copy, last=False)
-
     def take(self) -> ChunkCopy:
-        """Remove the deepest copy and return it."""
-        return self.copies.popitem(last=not self.rootward)[0]
+        """Remove the copy whose turn it is and return it."""
+        return self.copies.popitem(last=False)[0]
 
 
 class PrefixLhd(Eviction):
@@ -110,34 +100,37 @@ class PrefixLhd(Eviction):
         self._clock = 0
         self._density = HitDensity(capacity, _KINDS)
         self._learn_at = 0
-        self._queues: list[OrderedDict[_Segment, None]] = [
-            OrderedDict() for _ in range(_KINDS)
-        ]
+        self._queues: list[OrderedDict[_Segment, None]] = [OrderedDict() for _ in range(_KINDS)]
         self._aside: dict[ChunkKey, ChunkCopy] = {}
         self._left: OrderedDict[ChunkKey, int] = OrderedDict()
         self._parked = _Segment(_NOWHERE, 0)
-        self._parked.rootward = True
         self._wait = 0
+        self._twin: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._lead = 0.0
+        self._seen = 0.0
         self._fresh = _Segment(_NOWHERE, 0)
-        self._touched = _Segment(_NOWHERE, 0)
+        self._newest: list[_Segment | None] = [None] * _KINDS
+        self._span = max(capacity // _SEGMENTS, _SPAN_LEAST)
+        self._fresh_end: ChunkKey | None = None
         self._victims = _Segment(_NOWHERE, 0)
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._lead -= self._twin_has(copy.key)
         uses = self._left.pop(copy.key, 0)
         copy.queued = uses + 1
         if uses:
             self._use(copy)
             return
         self._clock += 1
-        fresh = self._fresh
-        if fresh.copies and fresh.last != copy.parent:
+        if self._fresh.copies and self._fresh_end != copy.parent:
             self._classify()
-            fresh = self._fresh
-        fresh.add(copy)
+        self._fresh_end = copy.key
+        self._fresh.add(copy)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._lead += 1 - self._twin_has(copy.key)
         self._forget(copy)
         copy.queued += 1
         self._use(copy)
@@ -145,6 +138,7 @@ class PrefixLhd(Eviction):
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         self._forget(copy)
+        self._twin.pop(copy.key, None)
         copy.policy = None
         self._bring_back(copy.parent)
 
@@ -154,7 +148,9 @@ class PrefixLhd(Eviction):
         if parked.copies:
             self._return_parked()
         waiting = len(parked.copies)
-        while (segment := self._victims if self._victims.copies else self._choose()) is not None:
+        while (
+            segment := self._victims if self._victims.copies else self._choose()
+        ) is not None:
             copy = segment.take()
             if not segment.copies:
                 self._dequeue(segment)
@@ -181,19 +177,7 @@ class PrefixLhd(Eviction):
         self._clock += 1
         kind = _USED + min(copy.queued - 2, _MOST_USES - 1)
         self._density.note(copy.key, kind, self._clock)
-        segment = self._touched
-        if segment.kind == kind and segment.copies:
-            single = len(segment.copies) == 1
-            if segment.above == copy.key and (single or segment.rootward):
-                segment.rootward = True
-                segment.add(copy)
-                return
-            if segment.last == copy.parent and (single or not segment.rootward):
-                segment.rootward = False
-                segment.add(copy)
-                return
-        segment = self._touched = self._enqueue(kind)
-        segment.add(copy)
+        self._segment(kind).add(copy)
 
     def _classify(self) -> None:
         """Give the new chunks the class they turned out to have."""
@@ -201,18 +185,32 @@ class PrefixLhd(Eviction):
             self._learn()
         fresh, note = self._fresh, self._density.note
         self._fresh = _Segment(_NOWHERE, self._clock)
-        tail = next(reversed(fresh.copies))
-        del fresh.copies[tail]
-        if fresh.copies:
-            fresh.kind = _NEW + min((tail.depth + 1).bit_length() // 2, _LENGTHS - 1)
-            fresh.since = self._clock
-            self._queues[fresh.kind][fresh] = None
-            for copy in fresh.copies:
-                note(copy.key, fresh.kind, self._clock)
-        self._enqueue(_TAIL).add(tail)
-        note(tail.key, _TAIL, self._clock)
+        deepest = next(reversed(fresh.copies))
+        prompt = _NEW + min((deepest.depth + 1).bit_length() // 2, _LENGTHS - 1)
+        twin, note = self._twin, self._density.note
+        kind = _TAIL
+        for copy in reversed(fresh.copies):
+            if copy.key in twin:
+                twin.move_to_end(copy.key)
+            note(copy.key, kind, self._clock)
+            self._segment(kind).add(copy)
+            kind = prompt
+
+    def _twin_has(self, key: ChunkKey) -> bool:
+        """Use ``key`` in the twin and return whether that was a hit there."""
+        self._seen += 1
+        twin = self._twin
+        if key in twin:
+            twin.move_to_end(key)
+            return True
+        twin[key] = None
+        if len(twin) > self.capacity:
+            twin.popitem(last=False)
+        return False
 
     def _learn(self) -> None:
+        self._lead *= _FADE
+        self._seen *= _FADE
         self._density.learn(self._clock)
         self._learn_at = self._clock + max(self.capacity // _LEARN_EVERY, _LEARN_LEAST)
 
@@ -225,6 +223,9 @@ class PrefixLhd(Eviction):
             self._classify()
             return self._choose()
         oldest = min(heads, key=_since)
+        if self._lead < -_STAKE * self._seen:
+            self._victims = oldest
+            return oldest
         worst = min(heads, key=self._worth)
         clearly = self._worth(worst) < _CLEARLY * self._worth(oldest)
         self._victims = worst if clearly else oldest
@@ -238,14 +239,17 @@ class PrefixLhd(Eviction):
         left = self._left
         left[copy.key] = copy.queued
         if len(left) > self.capacity:
-            left.popitem(last=False)
+            self._twin.pop(left.popitem(last=False)[0], None)
         copy.policy = None
         self._bring_back(copy.parent)
         return copy
 
-    def _enqueue(self, kind: int) -> _Segment:
-        segment = _Segment(kind, self._clock)
-        self._queues[kind][segment] = None
+    def _segment(self, kind: int) -> _Segment:
+        """Return the segment for a copy of class ``kind`` that is used now."""
+        segment = self._newest[kind]
+        if segment is None or not segment.copies or self._clock - segment.since > self._span:
+            segment = self._newest[kind] = _Segment(kind, self._clock)
+            self._queues[kind][segment] = None
         return segment
 
     def _dequeue(self, segment: _Segment) -> None:
@@ -272,15 +276,18 @@ class PrefixLhd(Eviction):
             queue = self._queues[segment.kind]
             queue[segment] = None
             queue.move_to_end(segment, last=False)
-        segment.put_back(copy)
+        segment.copies[copy] = None
+        segment.copies.move_to_end(copy, last=False)
 
     def _return_parked(self) -> None:
         self._wait -= 1
         if self._wait < 0:
             while self._parked.copies:
                 copy = self._parked.take()
-                kind = _TAIL if copy.queued == 1 else _USED + min(copy.queued - 2, _MOST_USES - 1)
-                self._enqueue(kind).add(copy)
+                kind = (
+                    _TAIL if copy.queued == 1 else _USED + min(copy.queued - 2, _MOST_USES - 1)
+                )
+                self._segment(kind).add(copy)
 
 
 def _since(segment: _Segment) -> int:
