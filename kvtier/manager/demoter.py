@@ -60,7 +60,7 @@ class Demoter:
             self.stored(copies)
 
     def adopt(self, tier: TierState, copies: Iterable[ChunkCopy]) -> None:
-        """Mark those of ``copies``, new in ``tier`` and in no slower one, that must not vanish."""
+        """Mark dirty what must not vanish of ``copies``, new in ``tier`` and in no slower one."""
         if tier not in self._evicting:
             return
         demote, ctx = self._ladder.placement.demote, self._ladder.ctx

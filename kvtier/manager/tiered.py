@@ -242,8 +242,10 @@ class TieredOffloadingManager:
                 self._promoter.release(request)
                 # Its chunks will be loaded, or offered, from the root again.
                 request.tails.clear()
-        self._quarantine.release()
-        self._ladder.retention.expire(now)
+        if self._quarantine:
+            self._quarantine.release()
+        if self._ladder.retention:
+            self._ladder.retention.expire(now)
         self._promoter.end_step()
         self._demoter.flush()
         for gaps in self._ladder.gaps:

@@ -67,6 +67,7 @@ class ModelEngine:
         model: What things take.
         transfers: When loads and storage jobs end.
         chunk_tokens: Tokens of a chunk.
+        retain_s: Seconds chunks are kept in RAM after a use.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class ModelEngine:
         model: TimeModel,
         transfers: TransferModel,
         chunk_tokens: int,
+        retain_s: float = 0.0,
     ) -> None:
         self._manager = manager
         self._model = model
         self._transfers = transfers
         self._chunk_tokens = chunk_tokens
+        self._retain_s = retain_s
         self._now_s = 0.0
         self._order = count()
         self._events: list[tuple[float, int, _Event]] = []
@@ -174,6 +177,7 @@ class ModelEngine:
             heapq.heappush(self._ready, (request.number, request))
             return True
         self._manager.prepare_load(request.keys[:hits], request.req_id)
+        self._retain(request.keys[:hits])
         done_s = self._transfers.load(hits, self._now_s)
         self._at(done_s, partial(self._loaded, request))
         return True
@@ -199,8 +203,13 @@ class ModelEngine:
                 continue
             if plan.keys:
                 self._manager.complete_store(plan.keys)
+                self._retain(plan.keys)
             self._manager.end_request(request.req_id)
         self._unstored = refused
+
+    def _retain(self, keys: Sequence[ChunkKey]) -> None:
+        if self._retain_s:
+            self._manager.retain(keys, self._now_s + self._retain_s)
 
     # -- events -----------------------------------------------------------------------------
 

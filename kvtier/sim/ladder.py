@@ -186,6 +186,7 @@ def simulate_ladder(
         model=model,
         transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot),
         chunk_tokens=trace.chunk_tokens,
+        retain_s=config.placement.retain_s or 0.0,
     )
     waits = np.zeros(trace.requests)
     saved = 0

@@ -101,6 +101,19 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
         assert result.writes_per_ref == trace.distinct / trace.refs
 
 
+def test_what_is_retained_is_hit_for_as_long_and_no_longer() -> None:
+    chains = [[0], [1], [2], [3], [0], [4], [5], [6], [0]]
+    trace = trace_of(chains, every_s=10.0)
+    forgetful = simulate_ladder(trace, ladder(3), chunk_bytes=CHUNK, model=MODEL)
+    assert forgetful.tiers[0].hits == 0
+    kept = {"retain_quota": "34%", "retain": "45s"}
+    retaining = simulate_ladder(trace, ladder(3, **kept), chunk_bytes=CHUNK, model=MODEL)
+    assert retaining.tiers[0].hits == 2
+    kept["retain"] = "15s"
+    brief = simulate_ladder(trace, ladder(3, **kept), chunk_bytes=CHUNK, model=MODEL)
+    assert brief.tiers[0].hits == 0
+
+
 def exclusive() -> Placement:
     """A chunk found below moves up and leaves nothing behind; a victim moves down."""
     return LadderPlacement(tiers=2, write="evict", promote="move")
