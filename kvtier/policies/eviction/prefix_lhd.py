@@ -15,19 +15,25 @@ The classes are
 - by length of the prompt, in steps of four, for chunks that are new;
 - the last new chunk of a prompt, for itself: the next turn continues in the middle of it.
 
-What stands for no class's advantage is noise. A class other than that of the least recently
-used chunk is therefore only taken from when its density is clearly lower (:data:`_CLEARLY`);
-where the classes do not differ, or nothing was learned yet, this is leaf-first LRU.
+Two things keep it from losing to LRU where the past misleads. A class other than that of the
+least recently used chunk is only taken from when its density is clearly lower
+(:data:`_CLEARLY`): where the classes do not differ, or nothing was learned yet, this is
+leaf-first LRU. And a *twin* keeps all the keys that LRU would hold and counts the hits it would
+have had; while it leads by more than :data:`_STAKE` of the uses, victims are chosen by recency
+alone. That is the expert and the regret of LeCaR (Vietri et al., HotStorage 2018), with the
+regret measured instead of estimated.
 
-The chunks of one class that a request used or brought form a *segment*. Segments are queued,
-not chunks, and a segment is eaten from its deep end: half a prefix still serves, half a tail
-does not. What was chosen is finished before the next choice, which makes the choice rare. A
-chunk that comes up while it has children is set aside and comes back when one of them goes, as
-in :mod:`.prefix_lru`: without that rule one class's noise strands the chunks of another. New
-chunks are one segment until something else happens, for only then their prompt's length is
-known.
+Copies of one class that were used at about the same time form a *segment*, and segments are
+queued, not copies. A prompt's chunks stand in it deepest first: half a prefix still serves,
+half a tail does not. A segment that was chosen is finished before the next choice, which makes
+the choice rare. A copy that comes up while it has children is set aside and comes back when one
+of them goes, as in :mod:`.prefix_lru`; without that rule one class's noise strands the chunks of
+another. New chunks wait unclassified until something else happens, for only then the length of
+their prompt is known.
 
 What could not go is parked for as many picks as there are parked copies, as in :mod:`._scored`.
+Keys that left are remembered with their uses, as many as there are slots; the twin remembers
+none besides those, and the sample of :mod:`._hit_density` as many again at most.
 """
 
 from __future__ import annotations
@@ -50,11 +56,16 @@ _USED: Final = _NEW + _LENGTHS
 _MOST_USES: Final = 4
 _KINDS: Final = _USED + _MOST_USES
 _NOWHERE: Final = -1
+
 _CLEARLY: Final = 0.7
-_SEGMENTS: Final = 64
-_SPAN_LEAST: Final = 8
+"""Share of the oldest chunk's density below which another class is taken from."""
 _STAKE: Final = 0.001
+"""Share of the uses that LRU may have hit more often before it is followed."""
 _FADE: Final = 0.99
+"""What the score against LRU keeps of itself each time the table is renewed."""
+_SEGMENTS: Final = 64
+"""Parts of a turn of the tier that are told apart by age."""
+_SPAN_LEAST: Final = 8
 _LEARN_EVERY: Final = 4
 """Times the table is renewed while as many chunks are used as the tier holds."""
 _LEARN_LEAST: Final = 256
@@ -86,6 +97,54 @@ class _Segment:
         return self.copies.popitem(last=False)[0]
 
 
+class _Twin:
+    """The keys LRU would hold, and how many hits we have more than it.
+
+    Args:
+        capacity: Slots of the tier.
+    """
+
+    __slots__ = ("_capacity", "_keys", "_lead", "_uses")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._lead = 0.0
+        self._uses = 0.0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether LRU is ahead by as much as may be risked."""
+        return self._lead < -_STAKE * self._uses
+
+    def use(self, key: ChunkKey, *, hits: int) -> None:
+        """Note a use of ``key`` that had ``hits``, one or none, here."""
+        keys = self._keys
+        self._uses += 1
+        if key in keys:
+            keys.move_to_end(key)
+            self._lead += hits - 1
+            return
+        self._lead += hits
+        keys[key] = None
+        if len(keys) > self._capacity:
+            keys.popitem(last=False)
+
+    def renew(self, key: ChunkKey) -> None:
+        """Make ``key`` the most recent if it is held: chunks come in from the wrong end."""
+        if key in self._keys:
+            self._keys.move_to_end(key)
+
+    def forget(self, key: ChunkKey) -> None:
+        """Let ``key`` go: it is nowhere else remembered."""
+        self._keys.pop(key, None)
+
+    def fade(self) -> None:
+        """Let what was count a little less."""
+        self._lead *= _FADE
+        self._uses *= _FADE
+
+
 class PrefixLhd(Eviction):
     """Evicts the leaf whose slot is expected to earn the fewest hits.
 
@@ -105,9 +164,7 @@ class PrefixLhd(Eviction):
         self._left: OrderedDict[ChunkKey, int] = OrderedDict()
         self._parked = _Segment(_NOWHERE, 0)
         self._wait = 0
-        self._twin: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._lead = 0.0
-        self._seen = 0.0
+        self._twin = _Twin(capacity)
         self._fresh = _Segment(_NOWHERE, 0)
         self._newest: list[_Segment | None] = [None] * _KINDS
         self._span = max(capacity // _SEGMENTS, _SPAN_LEAST)
@@ -116,7 +173,7 @@ class PrefixLhd(Eviction):
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self._lead -= self._twin_has(copy.key)
+        self._twin.use(copy.key, hits=0)
         uses = self._left.pop(copy.key, 0)
         copy.queued = uses + 1
         if uses:
@@ -130,7 +187,7 @@ class PrefixLhd(Eviction):
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self._lead += 1 - self._twin_has(copy.key)
+        self._twin.use(copy.key, hits=1)
         self._forget(copy)
         copy.queued += 1
         self._use(copy)
@@ -138,7 +195,7 @@ class PrefixLhd(Eviction):
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         self._forget(copy)
-        self._twin.pop(copy.key, None)
+        self._twin.forget(copy.key)
         copy.policy = None
         self._bring_back(copy.parent)
 
@@ -148,9 +205,7 @@ class PrefixLhd(Eviction):
         if parked.copies:
             self._return_parked()
         waiting = len(parked.copies)
-        while (
-            segment := self._victims if self._victims.copies else self._choose()
-        ) is not None:
+        while (segment := self._choose()) is not None:
             copy = segment.take()
             if not segment.copies:
                 self._dequeue(segment)
@@ -175,7 +230,7 @@ class PrefixLhd(Eviction):
         if self._clock >= self._learn_at:
             self._learn()
         self._clock += 1
-        kind = _USED + min(copy.queued - 2, _MOST_USES - 1)
+        kind = _kind_of(copy)
         self._density.note(copy.key, kind, self._clock)
         self._segment(kind).add(copy)
 
@@ -183,39 +238,27 @@ class PrefixLhd(Eviction):
         """Give the new chunks the class they turned out to have."""
         if self._clock >= self._learn_at:
             self._learn()
-        fresh, note = self._fresh, self._density.note
+        fresh = self._fresh
         self._fresh = _Segment(_NOWHERE, self._clock)
         deepest = next(reversed(fresh.copies))
         prompt = _NEW + min((deepest.depth + 1).bit_length() // 2, _LENGTHS - 1)
-        twin, note = self._twin, self._density.note
+        note = self._density.note
         kind = _TAIL
         for copy in reversed(fresh.copies):
-            if copy.key in twin:
-                twin.move_to_end(copy.key)
+            self._twin.renew(copy.key)
             note(copy.key, kind, self._clock)
             self._segment(kind).add(copy)
             kind = prompt
 
-    def _twin_has(self, key: ChunkKey) -> bool:
-        """Use ``key`` in the twin and return whether that was a hit there."""
-        self._seen += 1
-        twin = self._twin
-        if key in twin:
-            twin.move_to_end(key)
-            return True
-        twin[key] = None
-        if len(twin) > self.capacity:
-            twin.popitem(last=False)
-        return False
-
     def _learn(self) -> None:
-        self._lead *= _FADE
-        self._seen *= _FADE
+        self._twin.fade()
         self._density.learn(self._clock)
         self._learn_at = self._clock + max(self.capacity // _LEARN_EVERY, _LEARN_LEAST)
 
     def _choose(self) -> _Segment | None:
-        """Return the segment to take victims from."""
+        """Return the segment to take victims from, the same until it is empty."""
+        if self._victims.copies:
+            return self._victims
         heads = [next(iter(queue)) for queue in self._queues if queue]
         if not heads:
             if not self._fresh.copies:
@@ -223,7 +266,7 @@ class PrefixLhd(Eviction):
             self._classify()
             return self._choose()
         oldest = min(heads, key=_since)
-        if self._lead < -_STAKE * self._seen:
+        if self._twin.ahead:
             self._victims = oldest
             return oldest
         worst = min(heads, key=self._worth)
@@ -239,7 +282,7 @@ class PrefixLhd(Eviction):
         left = self._left
         left[copy.key] = copy.queued
         if len(left) > self.capacity:
-            self._twin.pop(left.popitem(last=False)[0], None)
+            self._twin.forget(left.popitem(last=False)[0])
         copy.policy = None
         self._bring_back(copy.parent)
         return copy
@@ -284,10 +327,12 @@ class PrefixLhd(Eviction):
         if self._wait < 0:
             while self._parked.copies:
                 copy = self._parked.take()
-                kind = (
-                    _TAIL if copy.queued == 1 else _USED + min(copy.queued - 2, _MOST_USES - 1)
-                )
-                self._segment(kind).add(copy)
+                self._segment(_kind_of(copy) if copy.queued > 1 else _NEW).add(copy)
+
+
+def _kind_of(copy: ChunkCopy) -> int:
+    """Return the class of a copy that was used more than once."""
+    return _USED + min(copy.queued - 2, _MOST_USES - 1)
 
 
 def _since(segment: _Segment) -> int:
