@@ -60,7 +60,7 @@ class Demoter:
             self.stored(copies)
 
     def adopt(self, tier: TierState, copies: Iterable[ChunkCopy]) -> None:
-        """Mark dirty what must not vanish of ``copies``, new in ``tier`` and in no slower one."""
+        """Mark dirty those of ``copies``, new in ``tier`` alone, that must not vanish."""
         if tier not in self._evicting:
             return
         demote, ctx = self._ladder.placement.demote, self._ladder.ctx

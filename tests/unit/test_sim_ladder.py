@@ -106,12 +106,10 @@ def test_what_is_retained_is_hit_for_as_long_and_no_longer() -> None:
     trace = trace_of(chains, every_s=10.0)
     forgetful = simulate_ladder(trace, ladder(3), chunk_bytes=CHUNK, model=MODEL)
     assert forgetful.tiers[0].hits == 0
-    kept = {"retain_quota": "34%", "retain": "45s"}
-    retaining = simulate_ladder(trace, ladder(3, **kept), chunk_bytes=CHUNK, model=MODEL)
-    assert retaining.tiers[0].hits == 2
-    kept["retain"] = "15s"
-    brief = simulate_ladder(trace, ladder(3, **kept), chunk_bytes=CHUNK, model=MODEL)
-    assert brief.tiers[0].hits == 0
+    for retain, hits in (("45s", 2), ("15s", 0)):
+        config = ladder(3, retain_quota="34%", retain=retain)
+        result = simulate_ladder(trace, config, chunk_bytes=CHUNK, model=MODEL)
+        assert result.tiers[0].hits == hits
 
 
 def exclusive() -> Placement:
