@@ -76,15 +76,20 @@ class Ladder:
 
     def make_room(
         self, tier: TierState, newcomers: Sequence[ChunkKey]
-    ) -> list[ChunkCopy] | None:
-        """Do :meth:`TierState.make_room` for ``newcomers`` and record who left."""
+    ) -> list[ChunkKey] | None:
+        """Do :meth:`TierState.make_room` for ``newcomers`` and record who left.
+
+        Returns:
+            The keys of the victims; None, and nothing changed, when there is not enough to
+            evict.
+        """
         if len(newcomers) > tier.room:
             return None
         tier.expect(newcomers, self.ctx)
         victims = tier.make_room(len(newcomers), self.ctx)
-        if victims:
-            self._left(tier, victims)
-        return victims
+        if victims is None:
+            return None
+        return self._left(tier, victims) if victims else []
 
     def evict(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
         """Let go of leaving copies that nothing keeps any more, and record it."""
@@ -124,11 +129,12 @@ class Ladder:
         if self._record_events and keys:
             self._events.append(ResidencyEvent(tier.index, keys, removed))
 
-    def _left(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
-        """Record that ``victims`` left to make room."""
+    def _left(self, tier: TierState, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
+        """Record that ``victims`` left to make room; return their keys."""
         keys = [victim.key for victim in victims]
         self.gaps[tier.index].evicted(keys)
         self.announce(tier, keys, removed=True)
+        return keys
 
     def take_events(self) -> list[ResidencyEvent]:
         """Return the events since the last call, in order."""

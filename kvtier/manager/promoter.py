@@ -373,6 +373,7 @@ class Promoter:
             sources.append(source)
             copies.append(copy)
         ladder.ram.add_writing(copies)
+        ladder.ram.passing += sum(copy.transient for copy in copies)
         for copy in copies:
             self._grant(request, copy)
         record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)

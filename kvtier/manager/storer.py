@@ -96,8 +96,8 @@ class Storer:
         fits = self._room_for(len(new), request)
         if fits is None:
             return None
-        victims = self._ladder.make_room(ram, new[:fits])
-        if victims is None:
+        evicted = self._ladder.make_room(ram, new[:fits])
+        if evicted is None:
             ram.counters.refused += len(new)
             return _NOTHING
         ram.counters.refused += len(new) - fits
@@ -108,7 +108,7 @@ class Storer:
         copies = self._make_copies(new, slots, generation, keys, request)
         ram.add_writing(copies)
         self._ladder.truth.issue(slots)
-        return StorePlan(new, slots, generation, [victim.key for victim in victims])
+        return StorePlan(new, slots, generation, evicted)
 
     def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
         """Return how many of ``chunks`` new chunks to take, or None to be asked again."""

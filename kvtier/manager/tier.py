@@ -123,8 +123,6 @@ class TierState:
         for copy in copies:
             copy.pins += 1
             members[copy.key] = copy
-            if copy.transient:
-                self.passing += 1
         self.writing += len(copies)
 
     def add_resident(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
