@@ -27,9 +27,9 @@ Copies of one class that were used at about the same time form a *segment*, and 
 queued, not copies. A prompt's chunks stand in it deepest first: half a prefix still serves,
 half a tail does not. A segment that was chosen is finished before the next choice, which makes
 the choice rare. A copy that comes up while it has children is set aside and comes back when one
-of them goes, as in :mod:`.prefix_lru`; without that rule one class's noise strands the chunks of
-another. New chunks wait unclassified until something else happens, for only then the length of
-their prompt is known.
+of them goes, as in :mod:`.prefix_lru`; without that rule one class's noise strands the chunks
+of another. New chunks wait unclassified until something else happens, for only then the length
+of their prompt is known.
 
 What could not go is parked for as many picks as there are parked copies, as in :mod:`._scored`.
 Keys that left are remembered with their uses, as many as there are slots; the twin remembers
@@ -59,8 +59,9 @@ _NOWHERE: Final = -1
 
 _CLEARLY: Final = 0.7
 """Share of the oldest chunk's density below which another class is taken from."""
-_STAKE: Final = 0.001
-"""Share of the uses that LRU may have hit more often before it is followed."""
+_STAKE: Final = 0.0003
+"""Share of the uses that LRU may have hit more often before it is followed; a change back takes
+a turn of the tier to have its effect, and costs more than this."""
 _FADE: Final = 0.99
 """What the score against LRU keeps of itself each time the table is renewed."""
 _SEGMENTS: Final = 64
