@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.policies.eviction import prefix_lhd
+from kvtier.policies.eviction import _lru_twin
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
 from tests.unit.sim_traces import TRACES, needs_traces
@@ -61,7 +61,7 @@ def test_where_prompts_share_their_beginning_it_learns_to_keep_that() -> None:
 def test_while_the_twin_leads_it_is_leaf_first_lru(
     chat: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_lhd, "_STAKE", -1.0)
+    monkeypatch.setattr(_lru_twin, "_STAKE", -1.0)
     assert lead_over("prefix-lru", chat, 0.05) == pytest.approx(0.0, abs=0.001)
     monkeypatch.undo()
     assert lead_over("prefix-lru", chat, 0.05) != 0.0

@@ -19,7 +19,7 @@ Two things keep it from losing to LRU where the past misleads. A class other tha
 least recently used chunk is only taken from when its density is clearly lower
 (:data:`_CLEARLY`): where the classes do not differ, or nothing was learned yet, this is
 leaf-first LRU. And a *twin* keeps all the keys that LRU would hold and counts the hits it would
-have had; while it leads by more than :data:`_STAKE` of the uses, victims are chosen by recency
+have had; while it leads by more than a few hits in ten thousand, victims are chosen by recency
 alone. That is the expert and the regret of LeCaR (Vietri et al., HotStorage 2018), with the
 regret measured instead of estimated.
 
@@ -46,6 +46,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 from kvtier.policies.eviction._hit_density import HitDensity, octave_of
+from kvtier.policies.eviction._lru_twin import LruTwin
 
 __all__ = ["PrefixLhd"]
 
@@ -59,11 +60,6 @@ _NOWHERE: Final = -1
 
 _CLEARLY: Final = 0.7
 """Share of the oldest chunk's density below which another class is taken from."""
-_STAKE: Final = 0.0003
-"""Share of the uses that LRU may have hit more often before it is followed; a change back takes
-a turn of the tier to have its effect, and costs more than this."""
-_FADE: Final = 0.99
-"""What the score against LRU keeps of itself each time the table is renewed."""
 _SEGMENTS: Final = 64
 """Parts of a turn of the tier that are told apart by age."""
 _SPAN_LEAST: Final = 8
@@ -98,54 +94,6 @@ class _Segment:
         return self.copies.popitem(last=False)[0]
 
 
-class _Twin:
-    """The keys LRU would hold, and how many hits we have more than it.
-
-    Args:
-        capacity: Slots of the tier.
-    """
-
-    __slots__ = ("_capacity", "_keys", "_lead", "_uses")
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._lead = 0.0
-        self._uses = 0.0
-
-    @property
-    def ahead(self) -> bool:
-        """Whether LRU is ahead by as much as may be risked."""
-        return self._lead < -_STAKE * self._uses
-
-    def use(self, key: ChunkKey, *, hits: int) -> None:
-        """Note a use of ``key`` that had ``hits``, one or none, here."""
-        keys = self._keys
-        self._uses += 1
-        if key in keys:
-            keys.move_to_end(key)
-            self._lead += hits - 1
-            return
-        self._lead += hits
-        keys[key] = None
-        if len(keys) > self._capacity:
-            keys.popitem(last=False)
-
-    def renew(self, key: ChunkKey) -> None:
-        """Make ``key`` the most recent if it is held: chunks come in from the wrong end."""
-        if key in self._keys:
-            self._keys.move_to_end(key)
-
-    def forget(self, key: ChunkKey) -> None:
-        """Let ``key`` go: it is nowhere else remembered."""
-        self._keys.pop(key, None)
-
-    def fade(self) -> None:
-        """Let what was count a little less."""
-        self._lead *= _FADE
-        self._uses *= _FADE
-
-
 class PrefixLhd(Eviction):
     """Evicts the leaf whose slot is expected to earn the fewest hits.
 
@@ -165,7 +113,7 @@ class PrefixLhd(Eviction):
         self._left: OrderedDict[ChunkKey, int] = OrderedDict()
         self._parked = _Segment(_NOWHERE, 0)
         self._wait = 0
-        self._twin = _Twin(capacity)
+        self._twin = LruTwin(capacity)
         self._fresh = _Segment(_NOWHERE, 0)
         self._newest: list[_Segment | None] = [None] * _KINDS
         self._span = max(capacity // _SEGMENTS, _SPAN_LEAST)
