@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.config import KvtierConfig
+from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
@@ -128,9 +129,8 @@ def _build_manager(
         record_events=record_events,
     )
     for number, tier in enumerate(tiers, start=1):
-        chunks = manager.recover(
-            number, ((chunk.key, chunk.slot) for chunk in tier.recovered())
-        )
+        with bulk_loading():
+            chunks = manager.recover(number, tier.recovered())
         logger.info(
             "tier %s: %d of %d chunks of %s recovered",
             tier.name,

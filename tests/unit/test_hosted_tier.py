@@ -255,7 +255,7 @@ async def test_when_the_engine_is_killed_its_host_finishes_and_makes_way(
     assert engine.returncode == -signal.SIGKILL
     began_s = time.monotonic()
     tier = await opened(options, context)  # waits for the lock that the old host holds
-    found = {chunk.key for chunk in tier.recovered()}
+    found = {key for key, _ in tier.recovered()}
     assert time.monotonic() - began_s < 9
     assert found >= set(make_keys(range(4)))
     await tier.aclose()

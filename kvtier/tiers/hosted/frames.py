@@ -126,9 +126,9 @@ class Batch:
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
     """Return the length of the keys, or of each if they differ, and the keys end to end."""
-    widths = {len(key) for key in keys}
+    widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
-    return ([len(key) for key in keys] if width is None else width), b"".join(keys)
+    return (list(map(len, keys)) if width is None else width), b"".join(keys)
 
 
 def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[ChunkKey]:

@@ -25,7 +25,9 @@ import numpy as np
 from typing_extensions import override
 
 from kvtier.config import options_of
+from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted.frames import (
     Batch,
@@ -144,7 +146,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
         return
-    send(_opened(tier))
+    with bulk_loading():
+        send(_opened(tier))
     call = await _until_closed(reader, _Server(tier, memory, send))
     await tier.aclose()
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
@@ -164,13 +167,17 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
         owner_pid=engine_pid,
     )
     options = options_of(header["options"]["kind"]).model_validate(header["options"])
-    return open_tier(options, context)
+    with bulk_loading():
+        return open_tier(options, context)
 
 
 def _opened(tier: StorageTier) -> Frame:
-    recovered = list(tier.recovered())
-    keys = [chunk.key for chunk in recovered]
-    slots = np.fromiter((chunk.slot for chunk in recovered), dtype=np.int64, count=len(keys))
+    keys: list[ChunkKey] = []
+    places: list[int] = []
+    for key, slot in tier.recovered():
+        keys.append(key)
+        places.append(slot)
+    slots = np.array(places, dtype=np.int64)
     widths, packed = pack_keys(keys)
     header = {"op": "opened", "capacity_slots": tier.capacity_slots}
     return Frame(

@@ -19,7 +19,6 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
-    StoredChunk,
     TierContext,
     TierStatistics,
 )
@@ -160,10 +159,12 @@ class SlabTier(StorageTier):
         )
         return tier
 
-    def recovered(self) -> Iterator[StoredChunk]:
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         """Return what survived from earlier runs, least recently used first; once."""
         found, self._recovered = self._recovered, None
-        return iter(()) if found is None else map(StoredChunk, found.keys, found.slots.tolist())
+        if found is None:
+            return iter(())
+        return zip(found.keys, found.slots.tolist(), strict=True)
 
     async def write(
         self,
