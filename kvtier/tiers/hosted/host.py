@@ -43,6 +43,7 @@ from kvtier.types import LayoutFingerprint, Why
 __all__ = ["main"]
 
 _CLOSE_TIMEOUT_S: Final = 30.0
+_NICENESS: Final = 5
 
 Send = Callable[[Frame], None]
 
@@ -203,6 +204,8 @@ def main() -> None:
     """Serve the engine that started this process until it is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    # Where processors are short the engine goes first: it waits for its model, not for a disk.
+    os.nice(_NICENESS)
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
     memory = memoryview(mmap.mmap(memory_descriptor, 0))
     os.close(memory_descriptor)
