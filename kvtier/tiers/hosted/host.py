@@ -138,7 +138,12 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     log.setLevel(logging.INFO)
     log.propagate = False
     engine = os.pidfd_open(engine_pid)
-    loop.add_reader(engine, reader.feed_eof)
+
+    def engine_died() -> None:
+        loop.remove_reader(engine)
+        reader.feed_eof()
+
+    loop.add_reader(engine, engine_died)
     opening = await read_frame(reader)
     pool = IoPool(opening.header["threads"], name="kvtier-io")
     try:
