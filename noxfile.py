@@ -41,8 +41,14 @@ def install_vllm(session: nox.Session) -> None:
 
 
 # What each benchmark needs installed, and the module that runs it.
+def install_test(session: nox.Session) -> None:
+    """Install kvtier and what its tests need."""
+    install(session, "test")
+
+
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
     "nvme": (install_vllm, "tests.bench.nvme"),
+    "sim": (install_test, "tests.bench.sim"),
 }
 
 

@@ -201,8 +201,7 @@ def _group_limits(machine: Machine) -> Iterator[MemoryLimit]:
 
     Inside a container the path that the kernel names is often the host's, and what is mounted
     is the container's own group: paths that are not there are skipped, the root is not.
-    Pages of files count as used in version 2, as they do when the RAM tier is made, though
-    the kernel would drop them.
+    Pages of files are free, for the kernel would drop them.
     """
     mounted = machine.sys / "fs/cgroup"
     for line in words_of(machine.proc / "self/cgroup").splitlines():
@@ -225,9 +224,10 @@ def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLim
 
 
 def _droppable_nbytes(statistics: Path) -> int:
-    """Return the pages of files in a control group of version 1."""
+    """Return the pages of files in a control group; version 1 counts children separately."""
     words = dict(line.split() for line in words_of(statistics).splitlines())
-    return sum(int(words.get(f"total_{kind}_file", 0)) for kind in ("active", "inactive"))
+    prefix = "total_" if "total_active_file" in words else ""
+    return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _soft_limit(which: int) -> int | None:

@@ -361,4 +361,7 @@ def _memory_limits() -> Iterator[tuple[str, int]]:
     with contextlib.suppress(OSError, ValueError):
         used = int((group / "memory.current").read_text(encoding="ascii"))
         limit = int((group / "memory.max").read_text(encoding="ascii"))
-        yield "the control group's memory.max", limit - used
+        counts = dict(map(str.split, (group / "memory.stat").open(encoding="ascii")))
+        # Cached files count as used, but the kernel drops them before it kills anybody.
+        cached = int(counts["active_file"]) + int(counts["inactive_file"])
+        yield "the control group's memory.max", limit - used + cached

@@ -16,7 +16,6 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
-    StoredChunk,
     TierContext,
     TierStatistics,
 )
@@ -122,13 +121,13 @@ class MemoryTier(StorageTier):
         """Open a tier on a fresh medium."""
         return cls(options, context)
 
-    def recovered(self) -> Iterator[StoredChunk]:
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         """See :class:`StorageTier`."""
         newest: dict[ChunkKey, int] = {}
         for slot, held in sorted(self.medium.held.items(), key=lambda item: item[1].generation):
             newest[held.key] = slot
         for slot in sorted(newest.values(), key=lambda slot: self.medium.held[slot].last_use):
-            yield StoredChunk(self.medium.held[slot].key, slot)
+            yield self.medium.held[slot].key, slot
 
     async def write(
         self,

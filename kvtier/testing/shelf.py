@@ -44,7 +44,7 @@ class Shelf(Generic[T]):
 
         def opened() -> tuple[T, list[tuple[ChunkKey, int]]]:
             tier = self._opener()
-            return tier, [(chunk.key, chunk.slot) for chunk in tier.recovered()]
+            return tier, list(tier.recovered())
 
         self.tier, found = await self._pool.run(opened, priority=0)
         return found

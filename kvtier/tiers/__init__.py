@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
-    StoredChunk,
     TierContext,
     TierStatistics,
 )
@@ -13,7 +12,6 @@ from kvtier.tiers.base import (
 __all__ = [
     "SlotOutcomes",
     "StorageTier",
-    "StoredChunk",
     "TierContext",
     "TierStatistics",
 ]

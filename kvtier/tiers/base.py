@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 from kvtier.config import TierConfig
 from kvtier.iopool import IoPool
@@ -22,7 +22,6 @@ from kvtier.types import LayoutFingerprint, Outcome, SharedMemory, Why
 __all__ = [
     "SlotOutcomes",
     "StorageTier",
-    "StoredChunk",
     "TierContext",
     "TierStatistics",
 ]
@@ -48,18 +47,6 @@ class TierContext:
     piece_nbytes: int = 8 << 20
     memory: SharedMemory | None = None
     owner_pid: int = field(default_factory=os.getpid)
-
-
-class StoredChunk(NamedTuple):
-    """A chunk that survived from an earlier run.
-
-    Attributes:
-        key: The chunk's key.
-        slot: Where its bytes are.
-    """
-
-    key: ChunkKey
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +114,8 @@ class StorageTier(ABC):
         """
 
     @abstractmethod
-    def recovered(self) -> Iterable[StoredChunk]:
-        """Return what survived from earlier runs, least recently used first.
+    def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
+        """Return the keys and slots that survived from earlier runs, least recently used first.
 
         Called once, before any other method, from the thread that opened the tier.
         No key and no slot occurs twice.

@@ -10,6 +10,7 @@ from functools import partial
 
 from kvtier.config import KvtierConfig
 from kvtier.errors import ConfigError
+from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
@@ -171,9 +172,8 @@ def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
 ) -> None:
     for number, tier in enumerate(tiers, start=1):
-        chunks = manager.recover(
-            number, ((chunk.key, chunk.slot) for chunk in tier.recovered())
-        )
+        with bulk_loading():
+            chunks = manager.recover(number, tier.recovered())
         logger.info(
             "tier %s: %d of %d chunks of %s recovered",
             tier.name,

@@ -61,7 +61,7 @@ class Store:
         config = NvmeTierConfig(path=self.root, capacity_bytes=slots * SLOT, **options)
         context = TierContext(SLOT, LayoutFingerprint(fields), self._pool)
         self._tier = SlabTier.open(config, context)
-        return [chunk.key for chunk in self._tier.recovered()]
+        return [key for key, _ in self._tier.recovered()]
 
     def stop(self) -> None:
         if self._tier is not None:

@@ -150,12 +150,13 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
     tree.write(f"{groups}/memory/memory.usage_in_bytes", "1")
     tree.write(f"{groups}/memory.max", "3000")
     tree.write(f"{groups}/memory.current", "4000")
+    tree.write(f"{groups}/memory.stat", "anon 9\nactive_file 500\ninactive_file 1500\n")
     tree.write(f"{groups}/slice/memory.max", "max")
     tree.write(f"{groups}/slice/memory.current", "1")
     assert memory_limits(tree.machine) == [
         MemoryLimit("available memory", 64 << 10),
         MemoryLimit("the control group's memory.limit_in_bytes", 4120),
-        MemoryLimit("the control group's memory.max", 0),
+        MemoryLimit("the control group's memory.max", 1000),
     ]
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +29,9 @@ from kvtier.errors import (
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
-from kvtier.tiers.base import TierContext
-from kvtier.tiers.hosted import HostedTier
+from kvtier.tiers.base import TierContext, TierStatistics
+from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
@@ -158,6 +159,36 @@ async def test_a_reset_reaches_a_store_whose_host_has_died(shelf: Shelf[HostedTi
     assert await shelf.reopen() == []
 
 
+def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
+    return Frame({**header, "op": "no such thing"})
+
+
+def understand_nothing(*counters: int) -> TierStatistics:
+    raise TypeError(f"{len(counters)} counters")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "misunderstand"),
+    [(Batch, "frame", send_nonsense), (connection, "TierStatistics", understand_nothing)],
+    ids=["the host does not understand", "the engine does not understand"],
+)
+async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
+    shelf: Shelf[HostedTier],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    method: str,
+    misunderstand: Callable[..., object],
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    first = shelf.tier.host_pid
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, misunderstand)
+        assert await shelf.get(keys, [0]) == [FAILED]
+    assert await shelf.get(keys, [0]) == [DONE]
+    assert shelf.tier.host_pid != first
+
+
 async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
     shelf: Shelf[HostedTier],
 ) -> None:
@@ -220,8 +251,9 @@ from kvtier.config import NvmeTierConfig
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_keys
 from kvtier.testing.shelf import Shelf
-from kvtier.tiers.base import TierContext
-from kvtier.tiers.hosted import HostedTier
+from kvtier.tiers.base import TierContext, TierStatistics
+from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.types import LayoutFingerprint
 
 async def main():
@@ -255,7 +287,7 @@ async def test_when_the_engine_is_killed_its_host_finishes_and_makes_way(
     assert engine.returncode == -signal.SIGKILL
     began_s = time.monotonic()
     tier = await opened(options, context)  # waits for the lock that the old host holds
-    found = {chunk.key for chunk in tier.recovered()}
+    found = {key for key, _ in tier.recovered()}
     assert time.monotonic() - began_s < 9
     assert found >= set(make_keys(range(4)))
     await tier.aclose()

@@ -20,7 +20,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
-from kvtier.testing.faulty_io import FaultyIo
+from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
@@ -416,3 +416,18 @@ async def test_an_open_that_fails_leaves_nothing_locked(
     io.heal()
     shelf = await open_shelf()
     assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+
+
+async def test_a_failed_sync_fails_every_batch_it_may_have_been_about(
+    open_shelf: OpenShelf, io: FaultyIo
+) -> None:
+    """The kernel reports a lost write to one caller of fsync only."""
+    shelf = await open_shelf(durability="power")
+    first, second, third = make_keys(range(3))
+    io.strike("sync_data", 0, Fault(errno.EIO))
+    async with asyncio.TaskGroup() as group:
+        one = group.create_task(shelf.put([first], [0]))
+        other = group.create_task(shelf.put([second], [1]))
+    assert one.result() == other.result() == [Outcome.FAILED]
+    assert await shelf.put([third], [2]) == [Outcome.DONE]
+    assert await shelf.reopen() == [(third, 2)]

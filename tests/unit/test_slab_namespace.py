@@ -81,7 +81,7 @@ def fill(tier: SlabTier, count: int = 8) -> None:
 
 
 def slots_of(tier: SlabTier) -> list[int]:
-    return [chunk.slot for chunk in tier.recovered()]
+    return [slot for _, slot in tier.recovered()]
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -26,7 +26,6 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
-    StoredChunk,
     TierContext,
     TierStatistics,
 )
@@ -95,14 +94,14 @@ class HostedTier(StorageTier):
         return None if self._host is None else self._host.process.pid
 
     @override
-    def recovered(self) -> Iterator[StoredChunk]:
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         found, self._recovered = self._recovered, None
         if found is None:
             return iter(())
         count = found.header["count"]
         slots = np.frombuffer(found.arrays, dtype=np.int64, count=count)
         keys = unpack_keys(found.header["widths"], count, found.arrays[slots.nbytes :])
-        return map(StoredChunk, keys, slots.tolist())
+        return zip(keys, slots.tolist(), strict=True)
 
     @override
     async def write(

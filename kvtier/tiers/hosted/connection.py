@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.iopool import IoPool
 from kvtier.tiers.base import TierStatistics
 from kvtier.tiers.hosted.frames import Frame, decode_error, read_frame
@@ -108,37 +107,43 @@ class Connection:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Take answers until the host is gone, then fail the calls that wait for one."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        try:
             while True:
-                frame = await read_frame(reader)
-                if frame.header["op"] == "log":
-                    relog(frame)
-                else:
-                    self._take(frame)
+                self._take(await read_frame(reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # it ended, or was ended
+        except Exception:
+            logger.exception("tier %s: its I/O process sent something strange", self._tier)
         self._gone = True
         self._writer.close()
-        # Until the process has ended, its threads may still be writing into a caller's memory.
+        await self._bury()
         process = self._host.process
-        while not await self._pool.run(lambda: end(process), priority=int(Why.LOAD)):
-            logger.error(
-                "tier %s: its I/O process %d is stuck in the operating system",
-                self._tier,
-                process.pid,
-            )
+        error = f"its I/O process ended with exit code {process.returncode}"
         for answer in self._waiting.values():
-            if answer.cancelled():
-                continue
-            answer.set_exception(
-                TierUnavailableError(
-                    self._tier, f"its I/O process ended with exit code {process.returncode}"
-                )
-            )
+            if not answer.cancelled():
+                answer.set_exception(TierUnavailableError(self._tier, error))
         self._waiting.clear()
 
+    async def _bury(self) -> None:
+        """Wait until the process has ended: its threads may be writing into callers' memory."""
+        process = self._host.process
+        try:
+            while not await self._pool.run(lambda: end(process), priority=int(Why.LOAD)):
+                logger.error(
+                    "tier %s: its I/O process %d is stuck in the operating system",
+                    self._tier,
+                    process.pid,
+                )
+        except ClosedError:
+            process.kill()  # nobody will use the memory again
+
     def _take(self, frame: Frame) -> None:
+        if frame.header["op"] == "log":
+            relog(frame)
+            return
         self.statistics = TierStatistics(*frame.header["statistics"])
-        answer = self._waiting.pop(frame.header["call"])
-        if answer.cancelled():
+        answer = self._waiting.pop(frame.header["call"], None)
+        if answer is None or answer.cancelled():
             return
         if "error" in frame.header:
             answer.set_exception(decode_error(frame.header["error"]))

@@ -1,9 +1,9 @@
 """What travels between an engine and the host of its tier.
 
-A frame is a JSON object followed by packed arrays: two little-endian 32-bit lengths, the
-object, the arrays. The JSON carries what there is one of, the arrays what there is one of per
-chunk. Both ends are the same version of kvtier on the same machine, so there is no negotiation;
-nothing here is ever kept.
+A frame is a JSON object followed by packed arrays: the two lengths, the object, the arrays. The
+JSON carries what there is one of, the arrays what there is one of per chunk. Both ends are the
+same version of kvtier on the same machine, so there is no negotiation; nothing here is ever
+kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "unpack_keys",
 ]
 
-_LENGTHS: Final = struct.Struct("<II")
+_LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _ALL_DONE: Final = "done"
@@ -126,9 +126,9 @@ class Batch:
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
     """Return the length of the keys, or of each if they differ, and the keys end to end."""
-    widths = {len(key) for key in keys}
+    widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
-    return ([len(key) for key in keys] if width is None else width), b"".join(keys)
+    return (list(map(len, keys)) if width is None else width), b"".join(keys)
 
 
 def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[ChunkKey]:

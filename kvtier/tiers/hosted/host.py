@@ -25,7 +25,9 @@ import numpy as np
 from typing_extensions import override
 
 from kvtier.config import options_of
+from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted.frames import (
     Batch,
@@ -41,6 +43,7 @@ from kvtier.types import LayoutFingerprint, Why
 __all__ = ["main"]
 
 _CLOSE_TIMEOUT_S: Final = 30.0
+_NICENESS: Final = 5
 
 Send = Callable[[Frame], None]
 
@@ -135,7 +138,12 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     log.setLevel(logging.INFO)
     log.propagate = False
     engine = os.pidfd_open(engine_pid)
-    loop.add_reader(engine, reader.feed_eof)
+
+    def engine_died() -> None:
+        loop.remove_reader(engine)
+        reader.feed_eof()
+
+    loop.add_reader(engine, engine_died)
     opening = await read_frame(reader)
     pool = IoPool(opening.header["threads"], name="kvtier-io")
     try:
@@ -144,7 +152,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
         return
-    send(_opened(tier))
+    with bulk_loading():
+        send(_opened(tier))
     call = await _until_closed(reader, _Server(tier, memory, send))
     await tier.aclose()
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
@@ -164,13 +173,17 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
         owner_pid=engine_pid,
     )
     options = options_of(header["options"]["kind"]).model_validate(header["options"])
-    return open_tier(options, context)
+    with bulk_loading():
+        return open_tier(options, context)
 
 
 def _opened(tier: StorageTier) -> Frame:
-    recovered = list(tier.recovered())
-    keys = [chunk.key for chunk in recovered]
-    slots = np.fromiter((chunk.slot for chunk in recovered), dtype=np.int64, count=len(keys))
+    keys: list[ChunkKey] = []
+    places: list[int] = []
+    for key, slot in tier.recovered():
+        keys.append(key)
+        places.append(slot)
+    slots = np.array(places, dtype=np.int64)
     widths, packed = pack_keys(keys)
     header = {"op": "opened", "capacity_slots": tier.capacity_slots}
     return Frame(
@@ -196,6 +209,8 @@ def main() -> None:
     """Serve the engine that started this process until it is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    # Where processors are short the engine goes first: it waits for its model, not for a disk.
+    os.nice(_NICENESS)
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
     memory = memoryview(mmap.mmap(memory_descriptor, 0))
     os.close(memory_descriptor)

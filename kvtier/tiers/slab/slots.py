@@ -60,6 +60,7 @@ class SlotFile:
     Attributes:
         direct: Whether I/O bypasses the page cache.
         found_nbytes: Bytes the file had when it was opened; 0 for a new one.
+        failed_syncs: How often :meth:`sync` failed.
     """
 
     def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
@@ -67,6 +68,7 @@ class SlotFile:
         self._fd = fd
         self._slot_nbytes = spec.slot_nbytes
         self.direct = False
+        self.failed_syncs = 0
         self.found_nbytes = found_nbytes
 
     @classmethod
@@ -147,8 +149,17 @@ class SlotFile:
         write_fully(self._io, self._fd, views, first_slot * self._slot_nbytes)
 
     def sync(self) -> None:
-        """Wait until everything written survives loss of power."""
-        self._io.sync_data(self._fd)
+        """Wait until everything written survives loss of power.
+
+        Raises:
+            OSError: Something did not get there. The kernel says so only once, to whoever asks
+                first, whosever bytes they were: :attr:`failed_syncs` tells the others.
+        """
+        try:
+            self._io.sync_data(self._fd)
+        except OSError:
+            self.failed_syncs += 1
+            raise
 
     def close(self) -> None:
         """Close the file."""

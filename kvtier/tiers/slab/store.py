@@ -19,7 +19,6 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
-    StoredChunk,
     TierContext,
     TierStatistics,
 )
@@ -160,10 +159,12 @@ class SlabTier(StorageTier):
         )
         return tier
 
-    def recovered(self) -> Iterator[StoredChunk]:
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         """Return what survived from earlier runs, least recently used first; once."""
         found, self._recovered = self._recovered, None
-        return iter(()) if found is None else map(StoredChunk, found.keys, found.slots.tolist())
+        if found is None:
+            return iter(())
+        return zip(found.keys, found.slots.tolist(), strict=True)
 
     async def write(
         self,
@@ -184,6 +185,8 @@ class SlabTier(StorageTier):
         if self._options.checksum == "off" and not await self._delete_rows(batch):
             return self._count_writes(batch)
 
+        failed_syncs = self._store.file.failed_syncs
+
         async def move(piece: Piece) -> None:
             call = functools.partial(
                 write_piece, self._store.file, batch.buffers(piece), self._digest
@@ -191,7 +194,9 @@ class SlabTier(StorageTier):
             batch.note(piece, await self._pool.run(call, priority=int(why)))
 
         await _all(move(piece) for piece in pieces)
-        await self._commit(batch, epoch, why)
+        if self._options.durability == "power":
+            await self._sync(batch, failed_syncs, why)
+        await self._commit(batch, epoch)
         return self._count_writes(batch)
 
     async def read(
@@ -306,7 +311,19 @@ class SlabTier(StorageTier):
             return False
         return True
 
-    async def _commit(self, batch: _Batch, epoch: int, why: Why) -> None:
+    async def _sync(self, batch: _Batch, failed_before: int, why: Why) -> None:
+        """Wait until what was written survives loss of power."""
+        file = self._store.file
+        try:
+            await self._pool.run(file.sync, priority=int(why))
+        except OSError as error:
+            batch.fail(batch.done(), f"not synced: {error.strerror}")
+        done = batch.done()
+        if done and file.failed_syncs != failed_before:
+            # Another batch was told of a failure, and it may have been about these bytes.
+            batch.fail(done, "not synced: the disk failed meanwhile")
+
+    async def _commit(self, batch: _Batch, epoch: int) -> None:
         """Make the chunks written so far readable, now and after a restart."""
         done = batch.done()
         if not done:
@@ -314,13 +331,9 @@ class SlabTier(StorageTier):
         slots = batch.slots[done]
         checksums = np.array([batch.digests[chunk] for chunk in done], dtype=np.uint64)
         try:
-            if self._options.durability == "power":
-                await self._pool.run(self._store.file.sync, priority=int(why))
             if epoch == self._epoch:
                 keys = [batch.keys[chunk] for chunk in done]
                 await self._index.put(slots.tolist(), keys, checksums.view(np.int64).tolist())
-        except OSError as error:
-            batch.fail(done, f"not synced: {error.strerror}")
         except sqlite3.Error as error:
             batch.fail(done, f"the index was not written: {error}")
         else:
