@@ -40,12 +40,12 @@ def install_vllm(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "uninstall", "-y", "-q", *MISMATCHED)
 
 
-# What each benchmark needs installed, and the module that runs it.
 def install_test(session: nox.Session) -> None:
     """Install kvtier and what its tests need."""
     install(session, "test")
 
 
+# What each benchmark needs installed, and the module that runs it.
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
     "nvme": (install_vllm, "tests.bench.nvme"),
     "sim": (install_test, "tests.bench.sim"),
