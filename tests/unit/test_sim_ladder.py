@@ -187,6 +187,7 @@ SCHEMES: dict[str, Callable[[], Placement]] = {
 }
 # All of them take minutes; the others run at night.
 QUICK = {"trace": "mooncake_synthetic", "l1_fraction": "0.05", "l2_fraction": "0.2"}
+QUICK_SCHEMES = ("exclusive", "demote_keep_promote2")
 
 
 @cache
@@ -203,7 +204,9 @@ def references_of(trace: str) -> Sequence[ChunkKey]:
         pytest.param(
             row,
             id=f"{row['trace']}-{row['l1_fraction']}-{row['l2_fraction']}-{row['scheme']}",
-            marks=[] if QUICK.items() <= row.items() else [pytest.mark.slow],
+            marks=[]
+            if QUICK.items() <= row.items() and row["scheme"] in QUICK_SCHEMES
+            else [pytest.mark.slow],
         )
         for row in reference_rows()
         if row["trace"].startswith("mooncake")
