@@ -21,9 +21,27 @@ from typing import Any, TypeVar
 
 from kvtier.errors import ClosedError
 
-__all__ = ["IoPool"]
+__all__ = ["IoPool", "settled"]
 
 T = TypeVar("T")
+
+
+async def settled(future: asyncio.Future[T]) -> T:
+    """Wait for ``future``, whose work goes on in the caller's memory until it is done.
+
+    Cancellation:
+        Deferred until ``future`` is done.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # retrieved, so asyncio does not report it as lost
+        raise cancelled
+    return future.result()
 
 
 class _Call:
@@ -108,16 +126,7 @@ class IoPool:
                 raise ClosedError("the I/O pool is closed")
             heapq.heappush(self._heap, job)
             self._wakeup.notify()
-        cancelled: asyncio.CancelledError | None = None
-        while not job.future.done():
-            try:
-                await asyncio.wait([job.future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            job.future.exception()  # retrieved, so asyncio does not report it as lost
-            raise cancelled
-        result: T = job.future.result()
+        result: T = await settled(job.future)
         return result
 
     def close(self, *, timeout_s: float) -> bool:

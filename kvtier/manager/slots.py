@@ -51,13 +51,6 @@ class SlotAllocator:
         """
         if count > self.free:
             raise ValueError(f"{count} slots wanted, {self.free} free")
-        start = self._best(count) if count else 0
-        if count and self._end_of[start] - start >= count:
-            end = self._remove(start)
-            if start + count < end:
-                self._add(start + count, end)
-            self.free -= count
-            return list(range(start, start + count))
         taken: list[int] = []
         wanted = count
         while wanted:

@@ -153,16 +153,6 @@ class TierState:
             self.idle -= 1
         copy.pins += 1
 
-    def pin_hits(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`pin` for resident ``copies`` that are about to be loaded, and count it."""
-        held = 0
-        for copy in copies:
-            if not copy.pins and not copy.dirty:
-                held += 1
-            copy.pins += 1
-            copy.hits += 1
-        self.idle -= held
-
     def unpin(self, copy: ChunkCopy) -> None:
         """Take back one :meth:`pin`; the last frees the slot of a copy that left."""
         copy.pins -= 1

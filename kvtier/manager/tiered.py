@@ -148,7 +148,9 @@ class TieredOffloadingManager:
         for copy in copies:
             if copy.state != _RESIDENT:
                 raise KeyError(copy.key)
-        self._ram.pin_hits(copies)
+        self._ram.pin_many(copies)
+        for copy in copies:
+            copy.hits += 1
         origins = [copy.origin for copy in copies]
         for tier, hits in Counter(origins).items():
             self._ladder.tiers[tier].counters.hits += hits

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from kvtier.config import TierConfig
+from kvtier.errors import CapacityError
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
 from kvtier.types import LayoutFingerprint, Outcome, SharedMemory, Why
@@ -24,6 +25,7 @@ __all__ = [
     "StorageTier",
     "TierContext",
     "TierStatistics",
+    "check_batch",
 ]
 
 
@@ -76,6 +78,29 @@ class TierStatistics:
     """Chunks whose write failed on the medium."""
     corrupt: int
     """Chunks whose bytes differed from what was stored; anything but 0 deserves a look."""
+
+
+def check_batch(
+    tier: StorageTier,
+    keys: Sequence[ChunkKey],
+    slots: Sequence[int],
+    views: Sequence[memoryview],
+) -> None:
+    """Check what :meth:`StorageTier.read` and :meth:`StorageTier.write` are given.
+
+    Raises:
+        CapacityError: They differ in number, or a buffer has not the size of a slot.
+    """
+    if not len(keys) == len(slots) == len(views):
+        raise CapacityError(
+            f"tier {tier.name}: {len(keys)} keys, {len(slots)} slots, {len(views)} buffers"
+        )
+    for view in views:
+        if view.nbytes != tier.slot_nbytes:
+            raise CapacityError(
+                f"tier {tier.name}: a buffer of {view.nbytes} bytes for a slot of "
+                f"{tier.slot_nbytes}"
+            )
 
 
 class StorageTier(ABC):

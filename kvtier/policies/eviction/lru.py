@@ -11,47 +11,25 @@ twice the copies.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from typing_extensions import override
 
-from kvtier.policies.base import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies.base import ChunkCopy, Evictable, PolicyContext
+from kvtier.policies.eviction._lazy_queue import GONE, SLACK, LazyQueue
 
 __all__ = ["Lru"]
 
-_GONE = CopyState.GONE
-_SLACK = 64
-"""Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
 
-
-class Lru(Eviction):
+class Lru(LazyQueue):
     """Evicts the copy whose last use is longest ago."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._queue: deque[ChunkCopy] = deque()
-        self._members = 0
-
-    @override
-    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self._members += 1
-        copy.queued = 1
-        self._queue.append(copy)
-
-    @override
-    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        self._members += len(copies)
-        for copy in copies:
-            copy.queued = 1
-        self._queue.extend(copies)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         copy.queued += 1
         queue = self._queue
         queue.append(copy)
-        if len(queue) > 2 * self._members + _SLACK:
+        if len(queue) > 2 * self._members + SLACK:
             self._tidy()
 
     @override
@@ -60,14 +38,14 @@ class Lru(Eviction):
         for copy in touched:
             copy.queued += 1
         self._queue.extend(touched)
-        if len(self._queue) > 2 * self._members + _SLACK:
+        if len(self._queue) > 2 * self._members + SLACK:
             self._tidy()
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         # Its entries stay; they are recognised by the copy's state and skipped.
         self._members -= 1
-        if len(self._queue) > 2 * self._members + _SLACK:
+        if len(self._queue) > 2 * self._members + SLACK:
             self._tidy()
 
     @override
@@ -86,7 +64,7 @@ class Lru(Eviction):
         while count and queue and unasked:
             copy = oldest()
             copy.queued -= 1
-            if copy.queued or copy.state == _GONE:
+            if copy.queued or copy.state == GONE:
                 continue
             unasked -= 1
             if evictable(copy):
@@ -97,14 +75,3 @@ class Lru(Eviction):
             queue.append(copy)
         self._members -= len(victims)
         return victims
-
-    def _tidy(self) -> None:
-        """Drop every entry that is not its copy's last."""
-        kept: deque[ChunkCopy] = deque()
-        for copy in self._queue:
-            copy.queued -= 1
-            if not copy.queued and copy.state != _GONE:
-                kept.append(copy)
-        for copy in kept:
-            copy.queued = 1
-        self._queue = kept

@@ -15,43 +15,26 @@ brings back one copy at most, so the cost is O(1) amortised.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar
 
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.policies.base import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies.base import ChunkCopy, Evictable, PolicyContext
+from kvtier.policies.eviction._lazy_queue import GONE, SLACK, LazyQueue
 
 __all__ = ["PrefixLru"]
 
-_SLACK = 64
 
-
-class PrefixLru(Eviction):
+class PrefixLru(LazyQueue):
     """Evicts, of the copies without children, the one whose last use is longest ago."""
 
     leaf_only: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._queue: deque[ChunkCopy] = deque()
         self._aside: dict[ChunkKey, ChunkCopy] = {}
-        self._members = 0
-
-    @override
-    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self._members += 1
-        copy.queued = 1
-        self._queue.append(copy)
-
-    @override
-    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        self._members += len(copies)
-        for copy in copies:
-            copy.queued = 1
-        self._queue.extend(copies)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -60,7 +43,7 @@ class PrefixLru(Eviction):
         copy.queued += 1
         queue = self._queue
         queue.append(copy)
-        if len(queue) > 2 * self._members + _SLACK:
+        if len(queue) > 2 * self._members + SLACK:
             self._tidy()
 
     @override
@@ -71,7 +54,7 @@ class PrefixLru(Eviction):
                 del self._aside[copy.key]
             copy.queued += 1
         self._queue.extend(touched)
-        if len(self._queue) > 2 * self._members + _SLACK:
+        if len(self._queue) > 2 * self._members + SLACK:
             self._tidy()
 
     @override
@@ -80,7 +63,7 @@ class PrefixLru(Eviction):
         if not copy.queued:
             del self._aside[copy.key]
         self._bring_back(copy.parent)
-        if len(self._queue) > 2 * self._members + _SLACK:
+        if len(self._queue) > 2 * self._members + SLACK:
             self._tidy()
 
     @override
@@ -90,7 +73,7 @@ class PrefixLru(Eviction):
         while queue and rejected < self._members - len(aside):
             copy = queue.popleft()
             copy.queued -= 1
-            if copy.queued or copy.state == CopyState.GONE:
+            if copy.queued or copy.state == GONE:
                 continue
             if copy.kids > 0:
                 aside[copy.key] = copy
@@ -109,14 +92,3 @@ class PrefixLru(Eviction):
         if key is not None and (copy := self._aside.pop(key, None)) is not None:
             copy.queued = 1
             self._queue.appendleft(copy)
-
-    def _tidy(self) -> None:
-        """Drop every entry that is not its copy's last."""
-        kept: deque[ChunkCopy] = deque()
-        for copy in self._queue:
-            copy.queued -= 1
-            if not copy.queued and copy.state != CopyState.GONE:
-                kept.append(copy)
-        for copy in kept:
-            copy.queued = 1
-        self._queue = kept

@@ -28,6 +28,7 @@ from kvtier.tiers.base import (
     StorageTier,
     TierContext,
     TierStatistics,
+    check_batch,
 )
 from kvtier.tiers.hosted.connection import Connection
 from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes, unpack_keys
@@ -239,20 +240,11 @@ class HostedTier(StorageTier):
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
     ) -> Batch:
         self._require_open()
-        if not len(keys) == len(slots) == len(views):
-            raise CapacityError(
-                f"tier {self.name}: {len(keys)} keys, {len(slots)} slots, {len(views)} buffers"
-            )
+        check_batch(self, keys, slots, views)
         return Batch(keys, np.asarray(slots, dtype=np.int64), self._offsets(views))
 
     def _offsets(self, views: Sequence[memoryview]) -> npt.NDArray[np.int64]:
         """Return where ``views`` are in the shared memory."""
-        for view in views:
-            if view.nbytes != self.slot_nbytes:
-                raise CapacityError(
-                    f"tier {self.name}: a buffer of {view.nbytes} bytes for a slot of "
-                    f"{self.slot_nbytes}"
-                )
         first = ctypes.c_char.from_buffer
         addresses = [ctypes.addressof(first(view)) for view in views]
         offsets = np.array(addresses, dtype=np.int64) - self._memory.address

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.errors import ClosedError, TierUnavailableError
-from kvtier.iopool import IoPool
+from kvtier.iopool import IoPool, settled
 from kvtier.tiers.base import TierStatistics
 from kvtier.tiers.hosted.frames import Frame, decode_error, read_frame
 from kvtier.tiers.hosted.process import HostProcess, end, relog
@@ -72,16 +72,7 @@ class Connection:
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self.send(make({"op": op, "call": number}))
-        cancelled: asyncio.CancelledError | None = None
-        while not answer.done():
-            try:
-                await asyncio.wait([answer])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            answer.exception()  # retrieved, so asyncio does not report it as lost
-            raise cancelled
-        return answer.result()
+        return await settled(answer)
 
     async def close_tier(self) -> None:
         """Close the tier in the host, which then ends.

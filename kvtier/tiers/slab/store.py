@@ -21,6 +21,7 @@ from kvtier.tiers.base import (
     StorageTier,
     TierContext,
     TierStatistics,
+    check_batch,
 )
 from kvtier.tiers.slab.checksum import hash_key, select_digest
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
@@ -346,16 +347,7 @@ class SlabTier(StorageTier):
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
     ) -> _Batch:
         self._require_open()
-        if not len(keys) == len(slots) == len(views):
-            raise CapacityError(
-                f"tier {self.name}: {len(keys)} keys, {len(slots)} slots, {len(views)} buffers"
-            )
-        for view in views:
-            if view.nbytes != self.slot_nbytes:
-                raise CapacityError(
-                    f"tier {self.name}: a buffer of {view.nbytes} bytes for a slot of "
-                    f"{self.slot_nbytes}"
-                )
+        check_batch(self, keys, slots, views)
         count = len(keys)
         return _Batch(
             keys=keys,
