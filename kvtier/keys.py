@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["GROUP_NBYTES", "ChunkKey", "group_of", "make_key", "short"]
+import operator
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["GROUP_NBYTES", "ChunkKey", "group_of", "is_of_first_group", "make_key", "short"]
 
 ChunkKey = bytes
 """Names a chunk's content: equal keys mean equal bytes, whoever computed them."""
@@ -26,6 +30,12 @@ def group_of(key: ChunkKey) -> int:
     258
     """
     return int.from_bytes(key[-GROUP_NBYTES:], "big")
+
+
+is_of_first_group: Final[Callable[[ChunkKey], bool]] = operator.methodcaller(
+    "endswith", make_key(b"", 0)
+)
+"""Whether a key is of KV cache group 0; no Python runs per key."""
 
 
 def short(key: ChunkKey) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HonestTruth",
     "LadderResult",
+    "ReplayedTier",
     "TierResult",
     "default_time_model",
     "replay_references",
@@ -68,7 +69,7 @@ class HonestTruth:
 
 
 @dataclass(frozen=True, slots=True)
-class TierResult:
+class ReplayedTier:
     """What one tier did; the fields are a contract.
 
     Attributes:
@@ -81,8 +82,6 @@ class TierResult:
         chunks_written: Chunks that were stored or demoted into it; promotions excluded.
         chunks_promoted: Chunks that came up from it to stay in RAM.
         evictions: Chunks that left it to make room.
-        bytes_written_per_day: At the trace's pace; None for RAM or a trace without duration.
-        dwpd: The same in capacities per day: drive writes per day of a drive of that size.
     """
 
     name: str
@@ -94,6 +93,17 @@ class TierResult:
     chunks_written: int
     chunks_promoted: int
     evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult(ReplayedTier):
+    """What one tier did in model time, which also tells how its medium wears.
+
+    Attributes:
+        bytes_written_per_day: At the trace's pace; None for RAM or a trace without duration.
+        dwpd: The same in capacities per day: drive writes per day of a drive of that size.
+    """
+
     bytes_written_per_day: float | None
     dwpd: float | None
 

@@ -21,40 +21,13 @@ from kvtier.manager import Lookup
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.recording import Ladder
 from kvtier.sim._recording import Line, recorded_ladder, recorded_lines
-from kvtier.sim.ladder import HonestTruth
+from kvtier.sim.ladder import HonestTruth, ReplayedTier
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
 
-__all__ = ["ReplayResult", "ReplayedTier", "replay_calls"]
+__all__ = ["ReplayResult", "replay_calls"]
 
 _LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedTier:
-    """What one tier did, as live; the names are those of a simulated ladder.
-
-    Attributes:
-        name: The tier's name.
-        kind: Its kind.
-        eviction: Its eviction policy.
-        capacity_chunks: Chunks it holds.
-        hits: Chunks loaded into the GPU whose bytes came from it.
-        hit_ratio: ``hits`` of all references.
-        chunks_written: Chunks that were stored or demoted into it; promotions excluded.
-        chunks_promoted: Chunks that came up from it to stay in RAM.
-        evictions: Chunks that left it to make room.
-    """
-
-    name: str
-    kind: str
-    eviction: str
-    capacity_chunks: int
-    hits: int
-    hit_ratio: float
-    chunks_written: int
-    chunks_promoted: int
-    evictions: int
 
 
 @dataclass(frozen=True, slots=True)

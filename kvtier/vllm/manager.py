@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -33,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.keys import make_key
+from kvtier.keys import is_of_first_group
 from kvtier.manager import Lookup
 from kvtier.vllm.hints import HintReader, RequestHints
 from kvtier.vllm.layout import block_hashes_are_stable
@@ -59,7 +58,6 @@ T = TypeVar("T")
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
-_is_of_first_group = operator.methodcaller("endswith", make_key(b"", 0))
 
 
 def _answered_with(
@@ -191,7 +189,7 @@ class KVTierManager(OffloadingManager):
         """
         plan = self._manager.prepare_load(list(keys), req_context.req_id)
         self._retain(keys, req_context)
-        first_group = compress(plan.origins, map(_is_of_first_group, keys))
+        first_group = compress(plan.origins, map(is_of_first_group, keys))
         for origin, chunks in Counter(first_group).items():
             self._hit_tokens[origin] += chunks * self._tokens_per_chunk
         return SlotLoadStoreSpec(plan.slots, plan.generations)

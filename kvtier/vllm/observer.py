@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.config import KvtierConfig
 from kvtier.errors import UnsupportedError
-from kvtier.keys import ChunkKey, make_key
+from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.policies.shadow import ShadowTier
 from kvtier.recording import Recorder, RequestLog
 from kvtier.vllm.statistics import ShadowFigures
@@ -25,9 +25,6 @@ __all__ = ["Observer", "build_observer"]
 
 _POSITIONS = "_offload_key_positions"
 _positions_of = operator.attrgetter(_POSITIONS)
-_is_of_first_group: Callable[[ChunkKey], bool] = operator.methodcaller(
-    "endswith", make_key(b"", 0)
-)
 
 
 class Observer:
@@ -107,7 +104,7 @@ class Observer:
         return [
             key
             for key, end in _positions_of(context).items()
-            if _is_of_first_group(key) and not end % self._chunk_tokens
+            if is_of_first_group(key) and not end % self._chunk_tokens
         ]
 
 
