@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
@@ -25,6 +26,8 @@ from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult, Why
 
 __all__ = ["Demoter"]
+
+_RESIDENT = CopyState.RESIDENT
 
 
 class Demoter:
@@ -51,22 +54,25 @@ class Demoter:
         if len(ladder.tiers) == 1:
             return
         if ladder.placement.min_chunks > 1:
-            copies = list(self._long_enough(copies))
-        self._send_down(copies)
+            copies = list(dict.fromkeys(self._long_enough(copies)))
+        if copies:
+            self._send_down(copies)
 
     def used(self, copies: Sequence[ChunkCopy]) -> None:
         """Decide again where chunks that were loaded from RAM must go."""
         if self._ladder.placement.places_used:
             self.stored(copies)
 
-    def adopt(self, tier: TierState, copies: Iterable[ChunkCopy]) -> None:
+    def adopt(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Mark dirty those of ``copies``, new in ``tier`` alone, that must not vanish."""
-        if tier not in self._evicting:
+        if tier not in self._evicting or not copies:
             return
-        demote, ctx = self._ladder.placement.demote, self._ladder.ctx
-        for copy in copies:
-            if demote(copy, tier.index, ctx) is not None:
-                tier.mark_dirty(copy)
+        targets = self._ladder.placement.demote_many(copies, tier.index, self._ladder.ctx)
+        tier.mark_dirty_many(
+            [copy for copy, target in zip(copies, targets, strict=True) if target is not None]
+            if None in targets
+            else copies
+        )
 
     def flush(self) -> None:
         """Plan jobs for what is queued and what should leave, within the queue limits."""
@@ -76,9 +82,10 @@ class Demoter:
             while queue:
                 room = self._ladder.limits.queue - self._in_flight[index]
                 batch = self._take(index, min(room, BATCH_CHUNKS))
-                sent = bool(batch) and self._send(self._ladder.ram, batch, index)
-                self._ladder.ram.unpin_many(batch)  # the job holds its own pins now
-                if not sent:
+                sent = self._send(self._ladder.ram, batch, index)
+                # The pins of those in the queue are the job's from now on.
+                self._ladder.ram.unpin_many(batch[sent:])
+                if not batch or sent < len(batch):
                     break
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
@@ -162,58 +169,69 @@ class Demoter:
         chain.reverse()
         return chain
 
-    def _send_down(self, copies: Iterable[ChunkCopy]) -> None:
+    def _send_down(self, copies: Sequence[ChunkCopy]) -> None:
         """Queue ``copies`` for the tiers that must have them soon, or see that none is lost."""
-        ladder, ctx = self._ladder, self._ladder.ctx
-        place, admit = ladder.placement.place, ladder.placement.admit
-        staying: list[ChunkCopy] = []
-        for copy in copies:
-            if copy.dirty or ladder.slower_copy(copy.key) is not None:
-                continue
-            placed = False
-            for target in place(copy, ctx):
-                if admit(copy, target, Why.DEMOTE, ctx):
-                    placed = True
-                    self._enqueue(copy, target)
-            if not placed:
-                staying.append(copy)
+        ladder = self._ladder
+        new = [copy for copy in copies if not copy.dirty]
+        if ladder.below(new, 0):
+            new = [copy for copy in new if ladder.slower_copy(copy.key) is None]
+        staying = new
+        for target, group in self._placed(new).items():
+            answers = ladder.placement.admit_many(group, target, Why.DEMOTE, ladder.ctx)
+            admitted = list(compress(group, answers))
+            self._enqueue(admitted, target)
+            staying = _without(staying, admitted)
         self.adopt(ladder.ram, staying)
 
-    def _enqueue(self, copy: ChunkCopy, target: int) -> None:
-        """Queue ``copy`` for tier ``target``, unless that is too far behind."""
+    def _placed(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
+        """Return the slower tiers that must have some of ``copies`` soon, and which."""
+        places = self._ladder.placement.place_many(copies, self._ladder.ctx)
+        if places and places.count(places[0]) == len(places):
+            return dict.fromkeys(places[0], copies)
+        groups: dict[int, list[ChunkCopy]] = {}
+        for copy, targets in zip(copies, places, strict=True):
+            for target in targets:
+                groups.setdefault(target, []).append(copy)
+        return dict(groups)
+
+    def _enqueue(self, copies: Sequence[ChunkCopy], target: int) -> None:
+        """Queue ``copies`` for tier ``target``, as many as do not leave it too far behind."""
         ladder, queue = self._ladder, self._queues[target]
-        if len(queue) + self._in_flight[target] >= ladder.limits.backlog:
-            ladder.tiers[target].counters.dropped += 1
-            ladder.ram.counters.lost += 1
-            return
+        fits = max(ladder.limits.backlog - len(queue) - self._in_flight[target], 0)
+        if fits < len(copies):
+            ladder.tiers[target].counters.dropped += len(copies) - fits
+            ladder.ram.counters.lost += len(copies) - fits
+            copies = copies[:fits]
         # The pin keeps a queued copy out of every victim scan until it is sent.
-        ladder.ram.mark_dirty(copy)
-        copy.pins += 1
-        queue.append(copy)
+        ladder.ram.owe_many(copies)
+        queue.extend(copies)
 
     def _take(self, index: int, room: int) -> list[ChunkCopy]:
         """Take the oldest queued copies that still need to go to tier ``index``."""
-        queue, target = self._queues[index], self._ladder.tiers[index]
+        queue, there = self._queues[index], self._ladder.tiers[index].copies
         batch: list[ChunkCopy] = []
         while queue and len(batch) < room:
             copy = queue.popleft()
-            if copy.state == CopyState.RESIDENT and copy.key not in target.copies:
+            if copy.state == _RESIDENT and copy.key not in there:
                 batch.append(copy)
                 continue
             self._ladder.ram.unpin(copy)
             self._settle_sources(self._ladder.ram, (copy,))
         return batch
 
-    def _send(self, source: TierState, batch: Sequence[ChunkCopy], index: int) -> bool:
+    def _send(self, source: TierState, batch: Sequence[ChunkCopy], index: int) -> int:
         """Plan one job; what finds no room below is counted as lost.
 
         Returns:
-            Whether the whole batch is on its way.
+            How many of the batch are on their way; the job needs a pin on each of them.
         """
+        if not batch:
+            return 0
         ladder = self._ladder
         target = ladder.tiers[index]
         fits = min(len(batch), target.room)
-        if ladder.make_room(target, [copy.key for copy in batch[:fits]]) is None:
+        keys = [copy.key for copy in batch]
+        if ladder.make_room(target, keys[:fits]) is None:
             fits = target.slots.free
         if fits < len(batch):
             target.want(len(batch))
@@ -221,18 +239,18 @@ class Demoter:
             source.counters.lost += len(batch) - fits
             self._settle_sources(source, batch[fits:])
         if not fits:
-            return False
+            return 0
         sources = batch[:fits]
-        source.pin_many(sources)
-        copies = [
-            ChunkCopy(copy.key, slot, copy.parent, copy.depth)
-            for copy, slot in zip(sources, target.slots.allocate(fits), strict=True)
-        ]
-        target.add_writing(copies)
+        copies = target.begin_writing(
+            keys[:fits],
+            target.slots.allocate(fits),
+            [copy.parent for copy in sources],
+            [copy.depth for copy in sources],
+        )
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
         ladder.ledger.open(record, names=ladder.names, timeout_s=ladder.limits.store_timeout_s)
-        return fits == len(batch)
+        return fits
 
     def _settle_sources(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Note that ``copies`` need not be sent down; let go of those that were leaving."""
@@ -279,7 +297,7 @@ class Demoter:
                 return
             short -= len(victims)
             for index, batch in self._sort_out(tier, victims).items():
-                self._send(tier, batch, index)
+                tier.pin_many(batch[: self._send(tier, batch, index)])
                 takes[index] -= len(batch)
         if short > 0:
             for index, room in takes.items():
@@ -339,3 +357,11 @@ class Demoter:
             return queue
         moving = self._ladder.ledger.moving_out(target.index)
         return min(queue, target.slots.free if moving else target.room)
+
+
+def _without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+    """Return those of ``copies`` that are not among ``some``, a part of them."""
+    if len(some) == len(copies):
+        return ()
+    taken = set(some)
+    return [copy for copy in copies if copy not in taken]

@@ -74,6 +74,11 @@ class Ladder:
                 return tier, copy
         return None
 
+    def below(self, copies: Sequence[ChunkCopy], tier: int) -> bool:
+        """Return whether a tier slower than ``tier`` holds any chunk of ``copies``."""
+        keys = [copy.key for copy in copies]
+        return not all(slower.copies.keys().isdisjoint(keys) for slower in self._slower[tier])
+
     def make_room(
         self, tier: TierState, newcomers: Sequence[ChunkKey]
     ) -> list[ChunkKey] | None:

@@ -24,7 +24,7 @@ runs. So:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
@@ -38,14 +38,9 @@ from kvtier.types import Outcome, TransferResult, Why
 __all__ = ["Promoter"]
 
 
-@dataclass(slots=True)
-class _Wish:
-    """A chunk a request found: its copy in RAM, or else the copy to bring up."""
-
-    key: ChunkKey
-    copy: ChunkCopy | None
-    tier: TierState | None
-    source: ChunkCopy | None
+_RESIDENT = CopyState.RESIDENT
+_Found: TypeAlias = "tuple[int, ChunkCopy]"
+"""A copy of a chunk that a request asked for, and the tier it is in; 0 needs no promotion."""
 
 
 class Promoter:
@@ -66,12 +61,12 @@ class Promoter:
         self.step = 0
         self.granted = 0
 
-    def note(self, request: RequestState, key: ChunkKey) -> None:
-        """Note that ``request`` found ``key`` somewhere."""
+    def note(self, request: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Note that ``request`` found ``keys`` somewhere."""
         asked = request.asked
         if not asked:
             self._asking[request] = None
-        asked[key] = None
+        asked.update(dict.fromkeys(keys))
 
     def defer(self, request: RequestState, key: ChunkKey) -> Lookup:
         """Answer a request that waits, in as few calls as its engine allows.
@@ -120,13 +115,15 @@ class Promoter:
 
     def release(self, request: RequestState) -> None:
         """End whatever is kept or planned for ``request``; it may ask afresh afterwards."""
+        if request.phase == Phase.ASKING and not request.asked:
+            return
         self._asking.pop(request, None)
         self._queue.pop(request, None)
         self._waiting.pop(request, None)
         self._settled.pop(request, None)
         granted, request.granted = request.granted, []
         for copy in granted:
-            if copy.state != CopyState.RESIDENT:
+            if copy.state != _RESIDENT:
                 self._waiters[copy].remove(request)
             self._ungrant(copy)
         for job_id in request.jobs:
@@ -172,23 +169,16 @@ class Promoter:
             return []
         ram = self._ladder.ram
         source_tier = self._ladder.tiers[record.source]
-        arrived: list[ChunkCopy] = []
-        for source, copy, outcome in zip(
-            record.sources, record.destinations, result.outcomes, strict=True
-        ):
-            source_tier.unpin(source)
-            if outcome is Outcome.DONE:
-                arrived.append(copy)
-                continue
-            self.settle(copy, arrived=False)
-            ram.abort(copy)
-            self._blame(source_tier, source, outcome)
+        source_tier.unpin_many(record.sources)
+        arrived = record.destinations
+        if result.outcomes.count(Outcome.DONE) < len(arrived):
+            arrived = self._arrived(record, result)
         self._ladder.truth.publish(
             [copy.slot for copy in arrived], [copy.generation for copy in arrived]
         )
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
-        read = [source for source in record.sources if source.state == CopyState.RESIDENT]
+        read = [source for source in record.sources if source.state == _RESIDENT]
         source_tier.touch(read, self._ladder.ctx)
         for copy in arrived:
             self.settle(copy, arrived=True)
@@ -197,6 +187,20 @@ class Promoter:
             elif not copy.pins:
                 self._ladder.drop(ram, copy)  # whoever it was fetched for is gone
         return moved
+
+    def _arrived(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
+        """Give up the chunks of a job that did not come up and return the others."""
+        arrived: list[ChunkCopy] = []
+        for source, copy, outcome in zip(
+            record.sources, record.destinations, result.outcomes, strict=True
+        ):
+            if outcome is Outcome.DONE:
+                arrived.append(copy)
+                continue
+            self.settle(copy, arrived=False)
+            self._ladder.ram.abort(copy)
+            self._blame(self._ladder.tiers[record.source], source, outcome)
+        return arrived
 
     def clear(self) -> None:
         """Forget every grant and every waiting request; for a reset of the cache."""
@@ -218,6 +222,8 @@ class Promoter:
         """Drop the sources that were to move; return the copies that took their place."""
         tier = self._ladder.tiers[record.source]
         moved: list[ChunkCopy] = []
+        if not record.moved:
+            return moved
         for source, copy, outcome in zip(
             record.sources, record.destinations, result.outcomes, strict=True
         ):
@@ -244,20 +250,22 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        wishes = self._survey(request)
-        cost = _cost(wishes)
+        found = self._survey(request)
+        cost = sum(1 for index, copy in found if index or not copy.grants)
         if cost > budget:
             whole = False
-        if whole and cost > budget - self.granted:
-            return False
-        wishes = _head(wishes, grants=budget - self.granted)
-        for wish in wishes:
-            if wish.copy is not None:
-                self._grant(request, wish.copy)
-        if not self._fetch(request, wishes, whole=whole):
+        if cost > budget - self.granted:
+            if whole:
+                return False
+            found = _head(found, grants=budget - self.granted)
+        self._grant(request, [copy for index, copy in found if not index])
+        missing = [one for one in found if one[0]]
+        brought = self._fetch(request, missing, whole=whole)
+        if brought is None:
             self._take_back(request)
             return False
-        self._cut(request, wishes)
+        if brought < len(missing):
+            self._cut(request, found[found.index(missing[brought]) :])
         request.phase = Phase.WAITING
         request.asked.clear()
         request.wanting = False
@@ -267,21 +275,25 @@ class Promoter:
             self._settle_request(request)
         return True
 
-    def _fetch(self, request: RequestState, wishes: Sequence[_Wish], *, whole: bool) -> bool:
-        """Bring up what of ``wishes`` is not in RAM, or the head of it when not ``whole``.
+    def _fetch(
+        self, request: RequestState, missing: Sequence[_Found], *, whole: bool
+    ) -> int | None:
+        """Bring up ``missing``, or the head of it when not ``whole``.
 
         Returns:
-            False when all was wanted and there is no room for it now.
+            How many; None when all was wanted and there is no room for it now.
         """
-        missing = [wish for wish in wishes if wish.copy is None]
         ram = self._ladder.ram
         short = len(missing) - ram.room
-        if whole and short > 0:
-            ram.want(len(missing))
-            return False
         if short > 0:
+            if whole:
+                ram.want(len(missing))
+                return None
             self._ladder.retention.give_way(short)
-        return self._bring_up(request, missing[: ram.room]) or not whole
+        head = missing[: ram.room]
+        if self._bring_up(request, head):
+            return len(head)
+        return None if whole else 0
 
     def _settle_request(self, request: RequestState) -> None:
         request.phase = Phase.SETTLED
@@ -310,95 +322,94 @@ class Promoter:
             if request.lookups >= self._ladder.limits.patience_arrivals:
                 self._settle_request(request)
 
-    def _survey(self, request: RequestState) -> list[_Wish]:
+    def _survey(self, request: RequestState) -> list[_Found]:
         """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
-        wishes: list[_Wish] = []
+        found: list[_Found] = []
         copies = self._ladder.ram.copies
         for key in request.asked:
             copy = copies.get(key)
             if copy is None:
-                found = self._ladder.slower_copy(key)
-                if found is None:
+                below = self._ladder.slower_copy(key)
+                if below is None:
                     break
-                wishes.append(_Wish(key, None, *found))
+                found.append((below[0].index, below[1]))
             elif copy.state == CopyState.LATE:
                 break
             else:
-                wishes.append(_Wish(key, copy, None, None))
-        return wishes
+                found.append((0, copy))
+        return found
 
-    def _bring_up(self, request: RequestState, missing: Sequence[_Wish]) -> bool:
+    def _bring_up(self, request: RequestState, missing: Sequence[_Found]) -> bool:
         """Plan the promotion of ``missing`` into slots granted to ``request``."""
         if not missing:
             return True
         ladder = self._ladder
-        if ladder.make_room(ladder.ram, [wish.key for wish in missing]) is None:
+        if ladder.make_room(ladder.ram, [copy.key for _, copy in missing]) is None:
             return False
         ladder.ram.counters.misses += len(missing)
         slots = ladder.ram.slots.allocate(len(missing))
         ladder.truth.withdraw(slots)
-        by_tier: dict[int, list[tuple[_Wish, int]]] = {}
-        for wish, slot in zip(missing, slots, strict=True):
-            if wish.tier is None:
-                raise ValueError("a chunk that is in RAM cannot be brought up")
-            by_tier.setdefault(wish.tier.index, []).append((wish, slot))
-        for index, found in by_tier.items():
-            for at in range(0, len(found), BATCH_CHUNKS):
-                self._promote(request, index, found[at : at + BATCH_CHUNKS])
+        by_tier: dict[int, tuple[list[ChunkCopy], list[int]]] = {}
+        for (index, source), slot in zip(missing, slots, strict=True):
+            sources, places = by_tier.setdefault(index, ([], []))
+            sources.append(source)
+            places.append(slot)
+        for index, (sources, places) in by_tier.items():
+            for at in range(0, len(sources), BATCH_CHUNKS):
+                batch = slice(at, at + BATCH_CHUNKS)
+                self._promote(request, index, sources[batch], places[batch])
         return True
 
     def _promote(
-        self, request: RequestState, index: int, found: Sequence[tuple[_Wish, int]]
+        self,
+        request: RequestState,
+        index: int,
+        sources: Sequence[ChunkCopy],
+        slots: Sequence[int],
     ) -> None:
-        """Plan one job that brings chunks of tier ``index`` up into the slots beside them."""
+        """Plan one job that brings ``sources``, of tier ``index``, up into ``slots``."""
         ladder = self._ladder
-        sources: list[ChunkCopy] = []
-        copies: list[ChunkCopy] = []
+        keys = [source.key for source in sources]
+        copies = ladder.ram.begin_writing(
+            keys,
+            slots,
+            [source.parent for source in sources],
+            [source.depth for source in sources],
+            ladder.next_generation(),
+        )
+        ladder.tiers[index].pin_many(sources)
         moved: set[ChunkCopy] = set()
-        generation = ladder.next_generation()
-        for wish, slot in found:
-            source = wish.source
-            if source is None:
-                raise ValueError("a chunk that is in RAM cannot be brought up")
-            how = ladder.placement.promote(source, index, ladder.ctx)
+        ways = ladder.placement.promote_many(sources, index, ladder.ctx)
+        for source, copy, how in zip(sources, copies, ways, strict=True):
             source.hits += 1
-            copy = ChunkCopy(wish.key, slot, source.parent, source.depth)
             copy.origin = index
-            copy.transient = how.keep_source and not how.stay
-            copy.generation = generation
-            wish.copy = copy
-            ladder.tiers[index].pin(source)
             if not how.keep_source:
                 moved.add(source)
-            sources.append(source)
-            copies.append(copy)
-        ladder.ram.add_writing(copies)
-        ladder.ram.passing += sum(copy.transient for copy in copies)
-        for copy in copies:
-            self._grant(request, copy)
+            elif not how.stay:
+                copy.transient = True
+                ladder.ram.passing += 1
+        self._grant(request, copies)
         record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
         timeout_s = ladder.limits.load_timeout_s
         job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
         request.jobs.add(job_id)
 
-    def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
-        """Give back grants behind the first chunk that could not be brought up."""
-        whole = True
-        for wish in wishes:
-            if wish.copy is None:
-                whole = False
-            elif not whole:
-                self._give_back(request, wish.copy)
+    def _cut(self, request: RequestState, found: Sequence[_Found]) -> None:
+        """Give back the grants among ``found``, which follows on what was not brought up."""
+        for index, copy in found:
+            if not index:
+                self._give_back(request, copy)
 
-    def _grant(self, request: RequestState, copy: ChunkCopy) -> None:
-        if not copy.grants:
-            self.granted += 1
-        copy.grants += 1
-        self._ladder.ram.pin(copy)
-        request.granted.append(copy)
-        if copy.state != CopyState.RESIDENT:
-            request.pending += 1
-            self._waiters.setdefault(copy, []).append(request)
+    def _grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        for copy in copies:
+            if not copy.grants:
+                self.granted += 1
+            copy.grants += 1
+            if copy.state != _RESIDENT:
+                request.pending += 1
+                self._waiters.setdefault(copy, []).append(request)
+        self._ladder.ram.pin_many(copies)
+        request.granted += copies
 
     def _give_back(self, request: RequestState, copy: ChunkCopy) -> None:
         request.granted.remove(copy)
@@ -415,22 +426,20 @@ class Promoter:
         copy.grants -= 1
         if not copy.grants:
             self.granted -= 1
+        if copy.pins > 1:
+            copy.pins -= 1
+            return
         ram = self._ladder.ram
         ram.unpin(copy)
         if copy.transient and not copy.pins and copy.state == CopyState.RESIDENT:
             self._ladder.drop(ram, copy)
 
 
-def _cost(wishes: Sequence[_Wish]) -> int:
-    """Return how many RAM slots granting ``wishes`` would newly hold."""
-    return sum(wish.copy is None or not wish.copy.grants for wish in wishes)
-
-
-def _head(wishes: list[_Wish], *, grants: int) -> list[_Wish]:
-    """Return the longest head of ``wishes`` that newly holds at most ``grants`` slots."""
-    for end, wish in enumerate(wishes):
-        if wish.copy is None or not wish.copy.grants:
+def _head(found: Sequence[_Found], *, grants: int) -> Sequence[_Found]:
+    """Return the longest head of ``found`` that newly holds at most ``grants`` slots."""
+    for end, (index, copy) in enumerate(found):
+        if index or not copy.grants:
             grants -= 1
             if grants < 0:
-                return wishes[:end]
-    return wishes
+                return found[:end]
+    return found

@@ -42,7 +42,9 @@ class ReuseGaps:
     def evicted(self, keys: Iterable[ChunkKey]) -> None:
         """Note that ``keys`` left the tier to make room in this step."""
         mask = self._mask
-        self._left += [key for key in keys if not key[_SAMPLING_BYTE] & mask]
+        self._left += (
+            [key for key in keys if not key[_SAMPLING_BYTE] & mask] if mask else keys
+        )
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` was asked for in this step and is not in the tier."""

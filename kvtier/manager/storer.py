@@ -10,8 +10,8 @@ fits is taken, because the engine forgets what it was refused.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
-from itertools import chain, count, repeat
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, count
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.demoter import Demoter
@@ -44,12 +44,14 @@ class Storer:
     ) -> StorePlan | None:
         """Do :meth:`TieredOffloadingManager.prepare_store`."""
         members = self._ram.copies
+        if not keys:
+            return _NOTHING
+        if self._nowhere(keys):
+            return self._store_new(keys, keys, request)
         new = [key for key in keys if key not in members]
         if not new:
             self._touch_offered(keys)
             return _NOTHING
-        if len(new) == len(keys) and len(self._ladder.tiers) == 1:
-            return self._store_new(new, keys, request)
         # The prefix that is offered along is no victim for its own tail.
         there = [copy for key in keys if (copy := members.get(key)) is not None]
         for copy in there:
@@ -105,10 +107,14 @@ class Storer:
         slots = ram.slots.allocate(fits)
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
-        copies = self._make_copies(new, slots, generation, keys, request)
-        ram.add_writing(copies)
+        parents, depths = _places(new, keys, {} if request is None else request.tails)
+        ram.begin_writing(new, slots, parents, depths, generation)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
+
+    def _nowhere(self, keys: Sequence[ChunkKey]) -> bool:
+        """Return whether no tier holds any of ``keys``."""
+        return all(tier.copies.keys().isdisjoint(keys) for tier in self._ladder.tiers)
 
     def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
         """Return how many of ``chunks`` new chunks to take, or None to be asked again."""
@@ -138,40 +144,41 @@ class Storer:
             if there:
                 tier.touch(there, self._ladder.ctx)
 
-    def _make_copies(
-        self,
-        new: Sequence[ChunkKey],
-        slots: Sequence[int],
-        generation: int,
-        offered: Sequence[ChunkKey],
-        request: RequestState | None,
-    ) -> list[ChunkCopy]:
-        """Make the copies of ``new``, each linked to the chunk before it in its group."""
-        tails = {} if request is None else request.tails
-        group = offered[0][-GROUP_NBYTES:]
-        if len(new) == len(offered) and all(map(operator.methodcaller("endswith", group), new)):
+
+def _places(
+    new: Sequence[ChunkKey],
+    offered: Sequence[ChunkKey],
+    tails: dict[bytes, tuple[ChunkKey, int]],
+) -> tuple[Iterable[ChunkKey | None], Iterable[int]]:
+    """Return the chunk before each of ``new`` in its group, and its depth.
+
+    Args:
+        new: Chunks to store, those of each group root to leaf.
+        offered: The chunks they were chosen from.
+        tails: The last chunk of each group so far, and its depth; brought up to date.
+    """
+    group = offered[0][-GROUP_NBYTES:]
+    if len(new) == len(offered) and all(map(operator.methodcaller("endswith", group), new)):
+        parent, depth = tails.get(group, _ROOT)
+        tails[group] = (new[-1], depth + len(new))
+        return chain((parent,), new), count(depth + 1)
+    parents: list[ChunkKey | None] = []
+    depths: list[int] = []
+    wanted = iter(new)
+    expected = next(wanted, None)
+    group, parent, depth = b"\0", None, -1
+    for key in offered:
+        if parent is None or not key.endswith(group):
+            if parent is not None:
+                tails[group] = (parent, depth)
+            group = key[-GROUP_NBYTES:]
             parent, depth = tails.get(group, _ROOT)
-            tails[group] = (new[-1], depth + len(new))
-            parents = chain((parent,), new)
-            return list(
-                map(ChunkCopy, new, slots, parents, count(depth + 1), repeat(generation))
-            )
-        copies: list[ChunkCopy] = []
-        places = iter(slots)
-        wanted = iter(new)
-        expected = next(wanted, None)
-        group, parent, depth = b"\0", None, -1
-        for key in offered:
-            if parent is None or not key.endswith(group):
-                if parent is not None:
-                    tails[group] = (parent, depth)
-                group = key[-GROUP_NBYTES:]
-                parent, depth = tails.get(group, _ROOT)
-            depth += 1
-            if key is expected:
-                copies.append(ChunkCopy(key, next(places), parent, depth, generation))
-                expected = next(wanted, None)
-            parent = key
-        if parent is not None:
-            tails[group] = (parent, depth)
-        return copies
+        depth += 1
+        if key is expected:
+            parents.append(parent)
+            depths.append(depth)
+            expected = next(wanted, None)
+        parent = key
+    if parent is not None:
+        tails[group] = (parent, depth)
+    return parents, depths

@@ -11,7 +11,9 @@ from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyCon
 
 __all__ = ["TierCounters", "TierSnapshot", "TierState"]
 
+_WRITING = CopyState.WRITING
 _RESIDENT = CopyState.RESIDENT
+_GONE = CopyState.GONE
 
 
 @dataclass(slots=True)
@@ -79,9 +81,15 @@ class TierState:
     that were picked but must first reach a slower tier; they are hits until then, but no longer
     in the eviction order. ``passing`` counts the transient copies, which leave by themselves.
     ``wanted`` is the most slots somebody asked for in vain in this step.
+
+    A slot keeps its copy object when its chunk is evicted, and the next chunk takes it over:
+    nothing refers to a copy that could be evicted, and making an object costs more than all
+    else that becomes of a chunk here. What is dropped may still be referred to, so the slot
+    then gets a new one.
     """
 
     __slots__ = (
+        "_copy_at",
         "copies",
         "counters",
         "dirty",
@@ -102,6 +110,7 @@ class TierState:
         self.index = index
         self.slots = SlotAllocator(capacity)
         self.copies: dict[ChunkKey, ChunkCopy] = {}
+        self._copy_at: list[ChunkCopy | None] = [None] * capacity
         self.eviction = eviction
         self.idle = 0
         self.dirty = 0
@@ -117,31 +126,63 @@ class TierState:
         """Slots that are free or could be made free right now."""
         return self.slots.free + self.idle
 
-    def add_writing(self, copies: Sequence[ChunkCopy]) -> None:
-        """Add copies whose bytes are on their way; each holds one pin for its writer."""
-        members = self.copies
-        for copy in copies:
-            copy.pins += 1
-            members[copy.key] = copy
+    def begin_writing(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Iterable[int],
+        parents: Iterable[ChunkKey | None],
+        depths: Iterable[int],
+        generation: int = 0,
+    ) -> list[ChunkCopy]:
+        """Add chunks whose bytes are on their way; each copy holds one pin for its writer.
+
+        Args:
+            keys: The chunks, none of them here.
+            slots: Where each goes; allocated.
+            parents: The chunk before each in its prefix, or None.
+            depths: How many chunks are before it.
+            generation: Stamp of the write.
+        """
+        copies: list[ChunkCopy] = []
+        copy_at = self._copy_at
+        for key, slot, parent, depth in zip(keys, slots, parents, depths, strict=False):
+            copy = copy_at[slot]
+            if copy is None:
+                copy = copy_at[slot] = ChunkCopy(key, slot, parent, depth, generation)
+            else:
+                # Evicted, so it was not pinned, dirty, granted or passing.
+                copy.key = key
+                copy.parent = parent
+                copy.depth = depth
+                copy.generation = generation
+                copy.state = _WRITING
+                copy.hits = copy.kids = copy.queued = copy.origin = 0
+                copy.policy = None
+            copy.pins = 1
+            copies.append(copy)
+        self.copies.update(zip(keys, copies, strict=True))
         self.writing += len(copies)
+        return copies
 
     def add_resident(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Add copies that are whole already: what survived a restart."""
         for copy in copies:
             copy.state = _RESIDENT
-            self.copies[copy.key] = copy
+            self.copies[copy.key] = self._copy_at[copy.slot] = copy
         self.idle += len(copies)
         self.eviction.on_insert_many(copies, ctx)
 
     def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Make written copies hits and drop their writer's pin."""
-        leaf_only = self.eviction.leaf_only
+        idle = 0
         for copy in copies:
             copy.state = _RESIDENT
-            copy.pins -= 1
-            if not copy.pins and not copy.dirty:
-                self.idle += 1
-            if leaf_only:
+            copy.pins = pins = copy.pins - 1
+            if not pins and not copy.dirty:
+                idle += 1
+        self.idle += idle
+        if self.eviction.leaf_only:
+            for copy in copies:
                 self._count_kid(copy, 1)
         self.writing -= len(copies)
         self.counters.stored += len(copies)
@@ -158,7 +199,7 @@ class TierState:
         copy.pins -= 1
         if copy.pins:
             return
-        if copy.state == CopyState.GONE:
+        if copy.state == _GONE:
             self.slots.release((copy.slot,))
         elif not copy.dirty and copy.state == _RESIDENT:
             self.idle += 1
@@ -180,6 +221,19 @@ class TierState:
             else:
                 self.unpin(copy)
 
+    def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`pin` and :meth:`mark_dirty` for resident ``copies``."""
+        held = dirtied = 0
+        for copy in copies:
+            if not copy.dirty:
+                dirtied += 1
+                if not copy.pins:
+                    held += 1
+            copy.pins += 1
+            copy.dirty += 1
+        self.idle -= held
+        self.dirty += dirtied
+
     def mark_dirty(self, copy: ChunkCopy) -> None:
         """Note that ``copy`` must still reach one more slower tier."""
         if not copy.dirty:
@@ -187,6 +241,18 @@ class TierState:
             if not copy.pins and copy.state == _RESIDENT:
                 self.idle -= 1
         copy.dirty += 1
+
+    def mark_dirty_many(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`mark_dirty` for resident ``copies``."""
+        held = dirtied = 0
+        for copy in copies:
+            if not copy.dirty:
+                dirtied += 1
+                if not copy.pins:
+                    held += 1
+            copy.dirty += 1
+        self.idle -= held
+        self.dirty += dirtied
 
     def mark_clean(self, copy: ChunkCopy) -> None:
         """Note that ``copy`` reached one of them, or will not."""
@@ -204,25 +270,30 @@ class TierState:
 
     def sent(self, copies: Iterable[ChunkCopy]) -> None:
         """Do :meth:`unpin` and :meth:`mark_clean` for what a job was to bring down."""
+        cleaned = freed = 0
         for copy in copies:
-            copy.pins -= 1
-            if copy.dirty:
-                copy.dirty -= 1
-                if not copy.dirty:
-                    self.dirty -= 1
-            if copy.pins:
+            copy.pins = pins = copy.pins - 1
+            dirty = copy.dirty
+            if dirty:
+                copy.dirty = dirty = dirty - 1
+                if not dirty:
+                    cleaned += 1
+            if pins:
                 continue
-            if copy.state == CopyState.GONE:
+            if copy.state == _GONE:
                 self.slots.release((copy.slot,))
-            elif not copy.dirty:
-                self.idle += 1
+            elif not dirty:
+                freed += 1
+        self.dirty -= cleaned
+        self.idle += freed
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""
-        if copy.state == CopyState.GONE:
+        if copy.state == _GONE:
             return
         was_resident = copy.state == _RESIDENT
-        copy.state = CopyState.GONE
+        copy.state = _GONE
+        self._copy_at[copy.slot] = None
         if was_resident:
             self._leave_order(copy)
         else:
@@ -262,23 +333,33 @@ class TierState:
 
     def let_go(self, victims: Sequence[ChunkCopy]) -> None:
         """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted."""
+        dirty = 0
         for victim in victims:
             if victim.dirty:
                 victim.dirty = 0
-                self.dirty -= 1
-            else:
-                self.idle -= 1
-            victim.state = CopyState.GONE
-            del self.copies[victim.key]
+                dirty += 1
+        self.dirty -= dirty
+        self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        self.counters.evicted += len(victims)
-        self.slots.release([victim.slot for victim in victims])
+        self._evict(victims)
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
         if copy in self.leaving:
             self.leaving.discard(copy)
             self._enter_order(copy, ctx)
+
+    def lead(self, keys: Iterable[ChunkKey], ctx: PolicyContext) -> int:
+        """Return how many leading ``keys`` are hits, and keep those that were leaving."""
+        found = map(self.copies.get, keys)
+        hits = 0
+        for copy in found:
+            if copy is None or copy.state != _RESIDENT:
+                break
+            hits += 1
+            if self.leaving:
+                self.stay(copy, ctx)
+        return hits
 
     def expect(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> None:
         """Note that chunks that are not here are about to be let in."""
@@ -304,12 +385,8 @@ class TierState:
             for victim in victims:
                 self._enter_order(victim, ctx)
             return None
-        for victim in victims:
-            victim.state = CopyState.GONE
-            del self.copies[victim.key]
         self.idle -= shortage
-        self.counters.evicted += shortage
-        self.slots.release([victim.slot for victim in victims])
+        self._evict(victims)
         return victims
 
     def touch(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
@@ -334,6 +411,15 @@ class TierState:
             quarantined=self.quarantined,
             counters=replace(self.counters),
         )
+
+    def _evict(self, victims: Sequence[ChunkCopy]) -> None:
+        """Make copies that left the order misses, and their slots free."""
+        members = self.copies
+        for victim in victims:
+            victim.state = _GONE
+            del members[victim.key]
+        self.counters.evicted += len(victims)
+        self.slots.release([victim.slot for victim in victims])
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:

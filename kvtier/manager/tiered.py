@@ -15,8 +15,8 @@ keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
@@ -44,6 +44,7 @@ __all__ = ["TieredOffloadingManager"]
 _depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
 _ASKING = Phase.ASKING
+_SETTLED = Phase.SETTLED
 _HIT = Lookup.HIT
 
 
@@ -109,15 +110,19 @@ class TieredOffloadingManager:
             request = self._requests[req_id] = RequestState(req_id)
         phase = request.phase
         if phase != _ASKING:
-            if phase != Phase.SETTLED:
+            if phase != _SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
+        return self._look(request, key)
+
+    def _look(self, request: RequestState, key: ChunkKey) -> Lookup:
+        """Answer for one chunk to a request that need not wait."""
         copy = self._resident.get(key)
         if copy is not None and copy.state == _RESIDENT:
             if self._ram.leaving:
                 self._ram.stay(copy, self._ladder.ctx)
-            if phase == _ASKING:
-                self._promoter.note(request, key)
+            if request.phase == _ASKING:
+                self._promoter.note(request, (key,))
             return _HIT
         return self._look_below(request, copy, key)
 
@@ -126,10 +131,19 @@ class TieredOffloadingManager:
 
         The batch form of :meth:`lookup` for a full-attention prefix.
         """
-        hits = 0
+        request = self._requests.get(req_id)
+        if request is None:
+            request = self._requests[req_id] = RequestState(req_id)
+        if request.phase != _ASKING:
+            if request.phase != _SETTLED:
+                return None
+            request.asked_at = self._promoter.step
+        hits = self._ram.lead(keys, self._ladder.ctx)
+        if hits and request.phase == _ASKING:
+            self._promoter.note(request, keys[:hits])
         deferred = False
-        for key in keys:
-            answer = self.lookup(key, req_id)
+        for key in islice(keys, hits, None):
+            answer = self._look(request, key)
             if answer is Lookup.MISS:
                 break
             deferred = deferred or answer is Lookup.RETRY
@@ -143,17 +157,18 @@ class TieredOffloadingManager:
             KeyError: A key is not resident: the caller did not look it up in this step. Loading
                 anything else in its place would be a wrong token, so there is no other answer.
         """
-        members = self._ram.copies
+        members = self._resident
         copies = [members[key] for key in keys]
         for copy in copies:
             if copy.state != _RESIDENT:
                 raise KeyError(copy.key)
         self._ram.pin_many(copies)
+        origins: list[int] = []
         for copy in copies:
             copy.hits += 1
-        origins = [copy.origin for copy in copies]
-        for tier, hits in Counter(origins).items():
-            self._ladder.tiers[tier].counters.hits += hits
+            origins.append(copy.origin)
+        for tier in self._ladder.tiers:
+            tier.counters.hits += origins.count(tier.index)
         self._ram.touch(copies, self._ladder.ctx)
         self._demoter.used(copies)
         request = self._requests.get(req_id)
@@ -171,12 +186,15 @@ class TieredOffloadingManager:
 
     def complete_load(self, keys: Collection[ChunkKey]) -> None:
         """Take back the pins of a ``prepare_load``; keys of before a reset are ignored."""
-        ram = self._ram
+        ram, members = self._ram, self._resident
         for key in keys:
-            copy = ram.copies.get(key)
+            copy = members.get(key)
             if copy is None or copy.state != _RESIDENT or not copy.pins:
                 continue
             copy.origin = 0
+            if copy.pins > 1:
+                copy.pins -= 1
+                continue
             ram.unpin(copy)
             if copy.transient and not copy.pins:
                 self._ladder.drop(ram, copy)
@@ -378,7 +396,7 @@ class TieredOffloadingManager:
         if request.phase == _ASKING:
             self._ladder.asked(key)
             if self._comes(copy, key):
-                self._promoter.note(request, key)
+                self._promoter.note(request, (key,))
                 request.wanting = True
                 return Lookup.RETRY
         self._count_miss(request)

@@ -66,7 +66,7 @@ class ChunkCopy:
         parent: Key of the preceding chunk of the prefix, None at the root or where unknown.
         depth: Chunks before it in the prefix.
         kids: Copies in this tier whose parent this is; kept only for ``leaf_only`` policies.
-        queued: For the eviction policy: entries of its queue that name this copy.
+        queued: For the eviction policy: stale entries of its queue that name this copy.
         policy: For the eviction policy: anything else.
         grants: Waiting requests this copy is kept for; each is also a pin.
         origin: Index of the tier the bytes came from when it is loaded the first time.
@@ -282,9 +282,27 @@ class Placement(ABC):
     def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried."""
 
+    def place_many(
+        self, copies: Sequence[ChunkCopy], ctx: PolicyContext
+    ) -> Sequence[Sequence[int]]:
+        """Do :meth:`place` for ``copies``; worth its own lines where all are treated alike."""
+        return [self.place(copy, ctx) for copy in copies]
+
+    def admit_many(
+        self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
+    ) -> Sequence[bool]:
+        """Do :meth:`admit` for ``copies``."""
+        return [self.admit(copy, tier, why, ctx) for copy in copies]
+
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         """Return how to bring up ``copy``, found in tier ``source`` for a waiting request."""
+
+    def promote_many(
+        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
+    ) -> Sequence[Promotion]:
+        """Do :meth:`promote` for ``copies``."""
+        return [self.promote(copy, source, ctx) for copy in copies]
 
     def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
         """Return the tiers that :meth:`demote` may name for victims of ``source``.
@@ -304,3 +322,9 @@ class Placement(ABC):
 
         The manager asks only for victims without a copy in a slower tier.
         """
+
+    def demote_many(
+        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
+    ) -> Sequence[int | None]:
+        """Do :meth:`demote` for ``copies``."""
+        return [self.demote(copy, source, ctx) for copy in copies]

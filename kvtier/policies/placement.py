@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from typing_extensions import override
 
@@ -12,6 +12,10 @@ from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.types import Why
 
 __all__ = ["LadderPlacement"]
+
+_COPY: Final = Promotion()
+_MOVE: Final = Promotion(keep_source=False)
+_PASS: Final = Promotion(stay=False)
 
 
 class LadderPlacement(Placement):
@@ -75,10 +79,34 @@ class LadderPlacement(Placement):
         return not self._admissions or admits_all(self._admissions, copy, tier, ctx)
 
     @override
+    def place_many(
+        self, copies: Sequence[ChunkCopy], ctx: PolicyContext
+    ) -> Sequence[Sequence[int]]:
+        if self._write_after > 1:
+            return super().place_many(copies, ctx)
+        return [self._slower] * len(copies)
+
+    @override
+    def admit_many(
+        self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
+    ) -> Sequence[bool]:
+        if self._admissions:
+            return super().admit_many(copies, tier, why, ctx)
+        return [True] * len(copies)
+
+    @override
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
         if self._moves:
-            return Promotion(keep_source=False)
-        return Promotion(stay=(copy.hits + 1) % self._promote_after == 0)
+            return _MOVE
+        return _PASS if (copy.hits + 1) % self._promote_after else _COPY
+
+    @override
+    def promote_many(
+        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
+    ) -> Sequence[Promotion]:
+        if self._promote_after > 1:
+            return super().promote_many(copies, source, ctx)
+        return [_MOVE if self._moves else _COPY] * len(copies)
 
     @override
     def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
@@ -87,3 +115,9 @@ class LadderPlacement(Placement):
     @override
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         return source + 1 if source < self._last else None
+
+    @override
+    def demote_many(
+        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
+    ) -> Sequence[int | None]:
+        return [source + 1 if source < self._last else None] * len(copies)

@@ -120,6 +120,19 @@ class RecordingManager(TieredOffloadingManager):
         return answer
 
     @override
+    def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
+        # One by one, for each answer is noted.
+        hits = 0
+        deferred = False
+        for key in keys:
+            answer = self.lookup(key, req_id)
+            if answer is Lookup.MISS:
+                break
+            deferred = deferred or answer is Lookup.RETRY
+            hits += 1
+        return None if deferred else hits
+
+    @override
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         plan = super().prepare_load(keys, req_id)
         self._tell(

@@ -28,23 +28,21 @@ class LazyQueue(Eviction):
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         self._members += 1
-        copy.queued = 1
+        copy.queued = 0
         self._queue.append(copy)
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
         self._members += len(copies)
-        for copy in copies:
-            copy.queued = 1
         self._queue.extend(copies)
 
     def _tidy(self) -> None:
         """Drop every entry that is not its copy's last."""
         kept: deque[ChunkCopy] = deque()
         for copy in self._queue:
-            copy.queued -= 1
-            if not copy.queued and copy.state != GONE:
+            if copy.queued:
+                copy.queued -= 1
+            elif copy.state != GONE:
                 kept.append(copy)
-        for copy in kept:
-            copy.queued = 1
         self._queue = kept

@@ -3,8 +3,8 @@
 The textbook structure, a doubly linked list, costs a dozen attribute writes per touch in
 Python, and an ``OrderedDict`` hashes every key again and keeps a second table of them. Here a
 touch appends the copy to a queue and leaves its older entries where they are; ``copy.queued``
-counts them. An entry met at the old end is the copy's true place only if it is its last one,
-otherwise it is skipped. Every entry is appended once and popped once, so the cost is O(1)
+counts these stale ones. An entry met at the old end is the copy's true place only if none is
+left, otherwise it is skipped. Every entry is appended once and popped once, so the cost is O(1)
 amortised. When stale entries outnumber live ones the queue is rebuilt, which bounds it by
 twice the copies.
 """
@@ -59,19 +59,19 @@ class Lru(LazyQueue):
     ) -> list[ChunkCopy]:
         queue = self._queue
         victims: list[ChunkCopy] = []
-        unasked = self._members  # whoever was rejected is not asked again
+        rejected: list[ChunkCopy] = []
         oldest = queue.popleft
-        while count and queue and unasked:
+        while count and queue:
             copy = oldest()
-            copy.queued -= 1
-            if copy.queued or copy.state == GONE:
+            if copy.queued:
+                copy.queued -= 1
+            elif copy.state == GONE:
                 continue
-            unasked -= 1
-            if evictable(copy):
+            elif evictable(copy):
                 count -= 1
                 victims.append(copy)
-                continue
-            copy.queued = 1
-            queue.append(copy)
+            else:
+                rejected.append(copy)
+        queue.extend(rejected)
         self._members -= len(victims)
         return victims

@@ -16,7 +16,7 @@ brings back one copy at most, so the cost is O(1) amortised.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from typing_extensions import override
 
@@ -25,6 +25,9 @@ from kvtier.policies.base import ChunkCopy, Evictable, PolicyContext
 from kvtier.policies.eviction._lazy_queue import GONE, SLACK, LazyQueue
 
 __all__ = ["PrefixLru"]
+
+_ASIDE: Final = -1
+"""The ``queued`` of a copy that has no entry at all; a touch makes it 0, one that is not stale."""
 
 
 class PrefixLru(LazyQueue):
@@ -38,7 +41,7 @@ class PrefixLru(LazyQueue):
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        if not copy.queued:
+        if copy.queued == _ASIDE:
             del self._aside[copy.key]
         copy.queued += 1
         queue = self._queue
@@ -50,7 +53,7 @@ class PrefixLru(LazyQueue):
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
         touched = list(copies)
         for copy in touched:
-            if not copy.queued:
+            if copy.queued == _ASIDE:
                 del self._aside[copy.key]
             copy.queued += 1
         self._queue.extend(touched)
@@ -60,7 +63,7 @@ class PrefixLru(LazyQueue):
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         self._members -= 1
-        if not copy.queued:
+        if copy.queued == _ASIDE:
             del self._aside[copy.key]
         self._bring_back(copy.parent)
         if len(self._queue) > 2 * self._members + SLACK:
@@ -72,10 +75,13 @@ class PrefixLru(LazyQueue):
         rejected = 0
         while queue and rejected < self._members - len(aside):
             copy = queue.popleft()
-            copy.queued -= 1
-            if copy.queued or copy.state == GONE:
+            if copy.queued:
+                copy.queued -= 1
+                continue
+            if copy.state == GONE:
                 continue
             if copy.kids > 0:
+                copy.queued = _ASIDE
                 aside[copy.key] = copy
             elif evictable(copy):
                 self._members -= 1
@@ -84,11 +90,10 @@ class PrefixLru(LazyQueue):
                 return copy
             else:
                 rejected += 1
-                copy.queued = 1
                 queue.append(copy)
         return None
 
     def _bring_back(self, key: ChunkKey | None) -> None:
         if key is not None and (copy := self._aside.pop(key, None)) is not None:
-            copy.queued = 1
+            copy.queued = 0
             self._queue.appendleft(copy)
