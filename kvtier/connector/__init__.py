@@ -1,0 +1,1 @@
+"""A KV connector for any engine: a scheduler half and a worker half."""
