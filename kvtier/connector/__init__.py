@@ -1,1 +1,1 @@
-"""A KV connector for any engine: a scheduler half and a worker half."""
+"""kvtier as a KV connector, for any engine: nothing here imports one."""
