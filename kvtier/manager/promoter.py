@@ -182,7 +182,7 @@ class Promoter:
                 continue
             self.settle(copy, arrived=False)
             ram.abort(copy)
-            self._blame(source_tier, source, outcome)
+            self._blame(record, source, outcome)
         self._ladder.truth.publish(
             [copy.slot for copy in arrived], [copy.generation for copy in arrived]
         )
@@ -209,6 +209,7 @@ class Promoter:
 
     def _expire(self, record: JobRecord) -> None:
         record.late = True
+        self._ladder.tiers[record.source].counters.expired += len(record.sources)
         for copy in record.destinations:
             if copy.state == CopyState.WRITING:
                 copy.state = CopyState.LATE
@@ -226,12 +227,13 @@ class Promoter:
                 self._ladder.drop(tier, source)
         return moved
 
-    def _blame(self, tier: TierState, source: ChunkCopy, outcome: Outcome) -> None:
+    def _blame(self, record: JobRecord, source: ChunkCopy, outcome: Outcome) -> None:
         """Count a chunk that did not come up, and forget one whose bytes are wrong."""
+        tier = self._ladder.tiers[record.source]
         if outcome is Outcome.CORRUPT:
             self._ladder.condemn(tier, source)
-        elif outcome is not Outcome.CANCELLED:
-            tier.counters.read_failed += 1
+        elif not record.late:  # else it was counted when its deadline passed
+            tier.counters.note_failure(outcome, reading=True)
 
     def _start(self, request: RequestState, *, whole: bool) -> bool:
         """Grant ``request`` what it asked for.
