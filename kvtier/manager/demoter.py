@@ -95,6 +95,7 @@ class Demoter:
             # refused.
             record.late = True
             self._in_flight[record.destination] -= len(record.sources)
+            self._ladder.tiers[record.destination].counters.expired += len(record.sources)
             return
         ladder = self._ladder
         source_tier = ladder.tiers[record.source]
@@ -106,6 +107,7 @@ class Demoter:
             arrived = self._arrived(record, result)
         source_tier.sent(record.sources)
         self._let_go(source_tier, record.sources)
+        source_tier.counters.demoted += len(arrived)
         ladder.publish(target, arrived)
         self.adopt(target, arrived)
 
@@ -139,7 +141,8 @@ class Demoter:
                 arrived.append(copy)
                 continue
             target.abort(copy)
-            target.counters.failed += outcome is not Outcome.CANCELLED
+            if not record.late:  # else it was counted when its deadline passed
+                target.counters.note_failure(outcome, reading=False)
             source_tier.counters.lost += 1
             if outcome is Outcome.CORRUPT and record.source:
                 self._ladder.condemn(source_tier, source)

@@ -199,7 +199,7 @@ class Promoter:
                 continue
             self.settle(copy, arrived=False)
             self._ladder.ram.abort(copy)
-            self._blame(self._ladder.tiers[record.source], source, outcome)
+            self._blame(record, source, outcome)
         return arrived
 
     def clear(self) -> None:
@@ -213,6 +213,7 @@ class Promoter:
 
     def _expire(self, record: JobRecord) -> None:
         record.late = True
+        self._ladder.tiers[record.source].counters.expired += len(record.sources)
         for copy in record.destinations:
             if copy.state == CopyState.WRITING:
                 copy.state = CopyState.LATE
@@ -232,12 +233,13 @@ class Promoter:
                 self._ladder.drop(tier, source)
         return moved
 
-    def _blame(self, tier: TierState, source: ChunkCopy, outcome: Outcome) -> None:
+    def _blame(self, record: JobRecord, source: ChunkCopy, outcome: Outcome) -> None:
         """Count a chunk that did not come up, and forget one whose bytes are wrong."""
+        tier = self._ladder.tiers[record.source]
         if outcome is Outcome.CORRUPT:
             self._ladder.condemn(tier, source)
-        elif outcome is not Outcome.CANCELLED:
-            tier.counters.read_failed += 1
+        elif not record.late:  # else it was counted when its deadline passed
+            tier.counters.note_failure(outcome, reading=True)
 
     def _start(self, request: RequestState, *, whole: bool) -> bool:
         """Grant ``request`` what it asked for.

@@ -43,12 +43,14 @@ class RequestState:
         queued_s: When it began to wait for it.
         refusals: Stores refused since one was accepted.
         missed: Whether its first miss was counted.
+        broken: Whether a chunk it stored was in no tier: what follows it was stranded.
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
     """
 
     __slots__ = (
         "asked",
         "asked_at",
+        "broken",
         "deferred",
         "deferred_at",
         "granted",
@@ -79,6 +81,7 @@ class RequestState:
         self.queued_s = 0.0
         self.refusals = 0
         self.missed = False
+        self.broken = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
     def remember(self, keys: Iterable[ChunkKey]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import operator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment, slot_nbytes
+from kvtier.connector.observer import Positions
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
@@ -18,11 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "block_hashes_are_stable",
+    "chunk_positions",
     "fingerprint",
     "region_geometry",
     "require_supported_layout",
 ]
 
+_POSITIONS = "_offload_key_positions"
 _FORMAT = "kvtier-vllm-1"
 """Raised when the bytes of a slot are laid out differently."""
 
@@ -123,3 +129,10 @@ def _model_files(model: Path) -> str:
             status = path.stat()
             digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
+
+
+def chunk_positions() -> Positions | None:
+    """Return what tells the chunks of a request; None in a vLLM that does not keep them."""
+    if _POSITIONS not in {field.name for field in dataclasses.fields(ReqContext)}:
+        return None
+    return operator.attrgetter(_POSITIONS)

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.vllm.statistics import EngineStatistics, TierFigures
+from kvtier.connector.statistics import EngineStatistics, TierFigures
 
 __all__ = ["StatsReporter", "metric_definitions"]
 

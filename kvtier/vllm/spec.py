@@ -20,13 +20,19 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.config import load_config
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
 from kvtier.memory import HostRegion
 from kvtier.vllm.compat import require_supported_vllm
-from kvtier.vllm.layout import fingerprint, region_geometry, require_supported_layout
+from kvtier.vllm.layout import (
+    chunk_positions,
+    fingerprint,
+    region_geometry,
+    require_supported_layout,
+)
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
-from kvtier.vllm.storage import open_storage
 from kvtier.vllm.worker import KVTierWorker
 
 if TYPE_CHECKING:
@@ -92,17 +98,21 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     fingerprint(self.config, settings),
                     tokens_per_chunk=chunk_tokens,
                     record_events=self.kv_events_config.enable_kv_cache_events,
+                    positions=chunk_positions(),
                 )
             except BaseException:
                 region.close()
                 raise
-            self._manager = KVTierManager(
+            service = CacheService(
                 storage,
                 tokens_per_chunk=chunk_tokens,
                 retain_s=settings.placement.retain_s or 0.0,
-                report_metrics=settings.metrics.enabled,
                 close_timeout_s=settings.transfer.close_timeout_s,
-                observer=storage.observer,
+            )
+            self._manager = KVTierManager(
+                service,
+                persistent=bool(storage.tiers),
+                report_metrics=settings.metrics.enabled,
             )
         return self._manager
 

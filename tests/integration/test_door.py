@@ -31,6 +31,8 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.connector import service as service_module
+from kvtier.connector.statistics import TierFigures
 from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.types import Outcome, TransferResult
@@ -38,7 +40,6 @@ from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.specs import SlotLoadStoreSpec
-from kvtier.vllm.statistics import TierFigures
 
 BLOCKS = 24
 PAGE_NBYTES = 4096
@@ -360,9 +361,11 @@ def test_a_reset_that_fails_is_loud_and_reaches_every_tier(
 
         return reset
 
-    for tier in door.manager._storage.tiers:
+    for tier in door.manager._service._storage.tiers:
         monkeypatch.setattr(tier, "reset", failing(tier.name))
-    monkeypatch.setattr(door_module.logger, "error", lambda text, *_, **__: said.append(text))
+    monkeypatch.setattr(
+        service_module.logger, "error", lambda text, *_, **__: said.append(text)
+    )
     door.manager.reset_cache()
     assert reached == ["nvme", "big"]
     assert "remove the stores' directories" in said[-1]
@@ -435,8 +438,8 @@ def test_an_unexpected_error_is_a_miss_or_a_refusal_and_is_counted(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(door.manager._manager, "lookup", fail)
-    monkeypatch.setattr(door.manager._manager, "prepare_store", fail)
+    monkeypatch.setattr(door.manager._service._manager, "lookup", fail)
+    monkeypatch.setattr(door.manager._service._manager, "prepare_store", fail)
     with caplog.at_level(logging.ERROR):
         assert door.manager.lookup(key(1), context) is LookupResult.MISS
         assert door.manager.prepare_store([key(1)], context).keys_to_store == []
@@ -460,8 +463,10 @@ def test_a_result_that_cannot_be_applied_does_not_take_the_others_with_it(
         if len(applied) == 1:
             raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(door.manager._engine, "poll", lambda: arrived.pop() if arrived else [])
-    monkeypatch.setattr(door.manager._manager, "apply", fail_at_first)
+    monkeypatch.setattr(
+        door.manager._service._engine, "poll", lambda: arrived.pop() if arrived else []
+    )
+    monkeypatch.setattr(door.manager._service._manager, "apply", fail_at_first)
     with caplog.at_level(logging.ERROR):
         assert door.manager.lookup(key(1), context) is LookupResult.MISS
     assert applied == [1, 2, 3]
@@ -580,7 +585,7 @@ def test_a_prefix_larger_than_ram_makes_progress_within_five_steps(
             del waiting[number]
         door.manager.on_schedule_end(ScheduleEndContext(started, ()))
         # A step of a real model takes longer than the disk: let it catch up.
-        door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+        door.manager._service._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
         steps += 1
         assert steps <= 5
 
@@ -593,9 +598,9 @@ def test_a_hit_stays_a_hit_until_the_step_ends_although_its_demotion_has_finishe
     )
     keys = fill_and_store(door, 50, 8)
     # The step above began to send the oldest chunks down; let them arrive unseen.
-    assert door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+    assert door.manager._service._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
     context = door.request()
-    door.manager._step_begins = False  # another request was looked up before
+    door.manager._service._step_begins = False  # another request was looked up before
     assert door.lookup(keys, context) == 8
     spec = door.manager.prepare_load(keys, context)
     assert door.worker.submit_load(9, spec, GPULoadStoreSpec(list(range(8)), [8], [0]))

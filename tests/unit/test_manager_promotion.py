@@ -100,7 +100,9 @@ def test_a_promotion_that_does_not_arrive_is_a_miss_and_gives_its_slot_back(
     assert bench.manager.lookup(prefix(3)[2], "reader") is HIT
     assert bench.ram.slots.free == 2
     failures = bench.tiers[1].counters
-    assert failures.read_failed == (outcome not in {Outcome.CORRUPT, Outcome.CANCELLED})
+    assert failures.read_failed == (outcome is Outcome.FAILED)
+    assert failures.expired == (outcome is Outcome.EXPIRED)
+    assert failures.shut_out == (outcome is Outcome.REFUSED)
     assert failures.corrupt == (outcome is Outcome.CORRUPT)
     bench.step(started=["reader"])
     assert bench.manager.snapshot().granted == 0

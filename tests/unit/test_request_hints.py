@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.hints import HintReader, RequestHints
+from kvtier.connector.hints import HintReader, RequestHints
 
 
 def test_a_request_without_hints_asks_for_nothing() -> None:

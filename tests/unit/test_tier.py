@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count, repeat
 from typing import ClassVar, Literal
 
 from kvtier.keys import ChunkKey
@@ -50,12 +51,7 @@ def make_tier(capacity: int = 4, eviction: Eviction | None = None) -> TierState:
 def fill(tier: TierState, keys: Sequence[ChunkKey]) -> list[ChunkCopy]:
     """Make ``keys``, a chain from its root, resident."""
     slots = tier.slots.allocate(len(keys))
-    parents = [None, *keys]
-    copies = [
-        ChunkCopy(key, slot, parents[at], at)
-        for at, (key, slot) in enumerate(zip(keys, slots, strict=True))
-    ]
-    tier.add_writing(copies)
+    copies = tier.begin_writing(keys, slots, [None, *keys], count())
     tier.publish(copies, CTX)
     return copies
 
@@ -63,8 +59,7 @@ def fill(tier: TierState, keys: Sequence[ChunkKey]) -> list[ChunkCopy]:
 def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
     tier = make_tier(2)
     slots = tier.slots.allocate(2)
-    copies = [ChunkCopy(key, slot) for key, slot in zip(prefix(2), slots, strict=True)]
-    tier.add_writing(copies)
+    copies = tier.begin_writing(prefix(2), slots, repeat(None), count())
     assert (tier.room, tier.idle, tier.writing) == (0, 0, 2)
     assert tier.make_room(1, CTX) is None
     tier.publish(copies, CTX)
@@ -73,8 +68,7 @@ def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
 
 def test_a_write_that_failed_gives_its_slot_back() -> None:
     tier = make_tier(2)
-    copy = ChunkCopy(prefix(1)[0], tier.slots.allocate(1)[0])
-    tier.add_writing([copy])
+    (copy,) = tier.begin_writing(prefix(1), tier.slots.allocate(1), [None], [0])
     tier.abort(copy)
     assert (tier.slots.free, tier.copies, copy.state) == (2, {}, CopyState.GONE)
 

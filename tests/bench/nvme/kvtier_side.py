@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import Storage, open_storage
 from kvtier.keys import ChunkKey
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.storage import Storage, open_storage
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 
 __all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier"]
@@ -76,10 +77,13 @@ class KvtierSide:
 
     def __init__(self, storage: Storage, config: KvtierConfig) -> None:
         self.manager: Any = KVTierManager(
-            storage,
-            tokens_per_chunk=1,
+            CacheService(
+                storage,
+                tokens_per_chunk=1,
+                close_timeout_s=config.transfer.close_timeout_s,
+            ),
+            persistent=False,
             report_metrics=True,
-            close_timeout_s=config.transfer.close_timeout_s,
         )
         self.ram_share_for_waiting = config.placement.pin_budget
         self._storage = storage

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.config import KvtierConfig
+from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import ConfigError
 from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool
@@ -21,7 +22,6 @@ from kvtier.tiers.registry import open_tier
 from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
 from kvtier.types import LayoutFingerprint
 from kvtier.units import format_size
-from kvtier.vllm.observer import Observer, build_observer
 
 __all__ = ["Storage", "open_storage"]
 
@@ -66,6 +66,7 @@ def open_storage(
     *,
     tokens_per_chunk: int,
     record_events: bool,
+    positions: Positions | None = None,
 ) -> Storage:
     """Open every tier, recover what survived and start the storage engine.
 
@@ -75,6 +76,7 @@ def open_storage(
         fingerprint: What stored bytes mean.
         tokens_per_chunk: Tokens of a chunk of the first KV cache group.
         record_events: Whether somebody listens to residency events.
+        positions: Says what a request is made of, for a recording and for shadow policies.
 
     Raises:
         KvtierError: A tier cannot be opened; nothing is left open.
@@ -96,7 +98,13 @@ def open_storage(
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
         ladder = Ladder(config, capacities, slot_nbytes, tokens_per_chunk)
         recorder = _open_recorder(ladder)
-        observer = build_observer(config, recorder, capacities, chunk_tokens=tokens_per_chunk)
+        observer = build_observer(
+            config,
+            recorder,
+            capacities,
+            positions=positions,
+            chunk_tokens=tokens_per_chunk,
+        )
         manager = _build_manager(ladder, region, recorder, record_events=record_events)
         _recover(manager, tiers, slot_nbytes)
     except BaseException:
