@@ -234,8 +234,10 @@ class Demoter:
         target = ladder.tiers[index]
         fits = min(len(batch), target.room)
         keys = [copy.key for copy in batch]
-        if ladder.make_room(target, keys[:fits]) is None:
+        room = ladder.make_room(target, keys[:fits])
+        if room is None:
             fits = target.slots.free
+        slots = target.slots.allocate(fits) if room is None else room[0]
         if fits < len(batch):
             target.want(len(batch))
             target.counters.refused += len(batch) - fits
@@ -246,7 +248,7 @@ class Demoter:
         sources = batch[:fits]
         copies = target.begin_writing(
             keys[:fits],
-            target.slots.allocate(fits),
+            slots,
             [copy.parent for copy in sources],
             [copy.depth for copy in sources],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.ledger import JobLedger
@@ -55,6 +55,9 @@ class Ladder:
         self.epoch = 0
         self.corrupt: list[tuple[int, int]] = []
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
+        self._passed = [
+            (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
+        ]
         self._generation = 0
         self._record_events = record_events
         self._events: list[ResidencyEvent] = []
@@ -81,20 +84,21 @@ class Ladder:
 
     def make_room(
         self, tier: TierState, newcomers: Sequence[ChunkKey]
-    ) -> list[ChunkKey] | None:
-        """Do :meth:`TierState.make_room` for ``newcomers`` and record who left.
+    ) -> tuple[list[int], list[ChunkKey]] | None:
+        """Do :meth:`TierState.take_slots` for ``newcomers`` and record who left.
 
         Returns:
-            The keys of the victims; None, and nothing changed, when there is not enough to
-            evict.
+            A slot for each newcomer and the keys of the victims; None, and nothing changed,
+            when there is not enough to evict.
         """
         if len(newcomers) > tier.room:
             return None
         tier.expect(newcomers, self.ctx)
-        victims = tier.make_room(len(newcomers), self.ctx)
-        if victims is None:
+        taken = tier.take_slots(len(newcomers), self.ctx)
+        if taken is None:
             return None
-        return self._left(tier, victims) if victims else []
+        slots, victims = taken
+        return slots, self._left(tier, victims) if victims else []
 
     def evict(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
         """Let go of leaving copies that nothing keeps any more, and record it."""
@@ -102,10 +106,24 @@ class Ladder:
             tier.let_go(victims)
             self._left(tier, victims)
 
+    def lead_below(self, keys: Iterable[ChunkKey]) -> int:
+        """Return how many leading ``keys`` are not in RAM but whole in a slower tier.
+
+        They are noted as wanted, like those of :meth:`asked`.
+        """
+        found = 0
+        in_ram = self.ram.copies
+        for key in keys:
+            if key in in_ram or self.slower_copy(key) is None:
+                break
+            self.asked(key)
+            found += 1
+        return found
+
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` is wanted, in every tier that is passed before it is found."""
-        for tier, gaps in zip(self.tiers, self.gaps, strict=True):
-            if key in tier.copies:
+        for copies, gaps in self._passed:
+            if key in copies:
                 return
             gaps.asked(key)
 

@@ -86,6 +86,17 @@ class Promoter:
     def end_step(self) -> None:
         """Grant what this step's requests asked for, first come first served."""
         self.step += 1
+        if self._asking:
+            self._queue_up()
+        if self._waiting:
+            self._give_up()
+        if self._settled:
+            self._let_lapse()
+        if self._queue:
+            self._serve()
+
+    def _queue_up(self) -> None:
+        """Let the requests that want something brought up wait for their turn."""
         for request in self._asking:
             if request.wanting:
                 request.phase = Phase.QUEUED
@@ -94,8 +105,9 @@ class Promoter:
             else:
                 request.asked.clear()
         self._asking.clear()
-        self._give_up()
-        self._let_lapse()
+
+    def _serve(self) -> None:
+        """Grant what those in the queue asked for, as far as the budget goes."""
         blocked = False
         limits, now = self._ladder.limits, self._ladder.ctx.now
         for request in list(self._queue):
@@ -346,10 +358,11 @@ class Promoter:
         if not missing:
             return True
         ladder = self._ladder
-        if ladder.make_room(ladder.ram, [copy.key for _, copy in missing]) is None:
+        room = ladder.make_room(ladder.ram, [copy.key for _, copy in missing])
+        if room is None:
             return False
+        slots, _ = room
         ladder.ram.counters.misses += len(missing)
-        slots = ladder.ram.slots.allocate(len(missing))
         ladder.truth.withdraw(slots)
         by_tier: dict[int, tuple[list[ChunkCopy], list[int]]] = {}
         for (index, source), slot in zip(missing, slots, strict=True):

@@ -26,11 +26,15 @@ class ReuseGaps:
 
     Args:
         capacity: Slots of the tier.
+
+    Attributes:
+        busy: Whether there is anything for :meth:`end_step` to do.
     """
 
     def __init__(self, capacity: int) -> None:
         shift = min((capacity // _KEPT).bit_length(), 8)
         self._mask = (1 << shift) - 1
+        self.busy = False
         self._left: list[ChunkKey] = []
         self._asked: list[float] = []
         self._gaps: list[float] = []
@@ -41,6 +45,7 @@ class ReuseGaps:
 
     def evicted(self, keys: Iterable[ChunkKey]) -> None:
         """Note that ``keys`` left the tier to make room in this step."""
+        self.busy = True
         mask = self._mask
         self._left += (
             [key for key in keys if not key[_SAMPLING_BYTE] & mask] if mask else keys
@@ -53,9 +58,11 @@ class ReuseGaps:
             left_s = self._older.pop(key, None)
         if left_s is not None:
             self._asked.append(left_s)
+            self.busy = True
 
     def end_step(self, now: float) -> None:
         """Close a step that ends ``now``, in seconds on the clock of the steps before."""
+        self.busy = False
         if self._asked:
             self._gaps += [now - left_s for left_s in self._asked]
             self._asked.clear()

@@ -11,7 +11,7 @@ the slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 __all__ = ["SlotAllocator"]
@@ -30,7 +30,7 @@ class SlotAllocator:
         free: How many slots are free.
     """
 
-    __slots__ = ("_bins", "_end_of", "_start_of", "capacity", "free")
+    __slots__ = ("_bins", "_end_of", "_filled", "_start_of", "capacity", "free")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -39,6 +39,7 @@ class SlotAllocator:
         self._start_of: dict[int, int] = {}
         # A dict is an insertion-ordered set with O(1) removal: extents of a bin, oldest first.
         self._bins: list[dict[int, None]] = [{} for _ in range(capacity.bit_length() + 1)]
+        self._filled = 0  # bit b is set if bin b holds anything
         if capacity:
             self._add(0, capacity)
             self.free = capacity
@@ -66,6 +67,13 @@ class SlotAllocator:
         taken.sort()
         return taken
 
+    def exchange(self, slots: Sequence[int], count: int) -> list[int]:
+        """Give ``slots`` back and take ``count``: :meth:`release`, then :meth:`allocate`."""
+        if not self.free and len(slots) == count:
+            return sorted(slots)  # a full tier takes what it was just given back
+        self.release(slots)
+        return self.allocate(count)
+
     def take(self, slots: Iterable[int]) -> None:
         """Take exactly ``slots``, which must be free; for what survived a restart."""
         for start, end in _extents(slots):
@@ -81,15 +89,16 @@ class SlotAllocator:
 
     def release(self, slots: Iterable[int]) -> None:
         """Give ``slots`` back."""
+        start_of, end_of = self._start_of, self._end_of
         for start, end in _extents(slots):
             self.free += end - start
-            before = self._start_of.get(start)
-            if before is not None:
-                self._remove(before)
-                start = before  # noqa: PLW2901 - the extent grows to the left
-            if end in self._end_of:
-                end = self._remove(end)  # noqa: PLW2901 - and to the right
-            self._add(start, end)
+            first, last = start, end
+            if start in start_of:
+                first = start_of[start]
+                self._remove(first)
+            if end in end_of:
+                last = self._remove(end)
+            self._add(first, last)
 
     def extents(self) -> list[tuple[int, int]]:
         """Return the free extents as ``(first, last + 1)``, ascending."""
@@ -97,20 +106,21 @@ class SlotAllocator:
 
     def _best(self, wanted: int) -> int:
         """Return the start of an extent of at least ``wanted`` slots, or of a long one."""
-        bins = self._bins
         # Extents in bin b have 2**(b-1) to 2**b - 1 slots: in the bin of ``wanted`` some fit,
         # of which the oldest few are tried, and from the bin above on all do.
         exact = wanted.bit_length()
-        for start in islice(bins[exact], _TRIED):
-            if self._end_of[start] - start >= wanted:
-                return start
-        for number in range(exact + 1, len(bins)):
-            if bins[number]:
-                return next(iter(bins[number]))
-        for number in range(exact, 0, -1):
-            if bins[number]:
-                return next(iter(bins[number]))
-        raise ValueError("no free slot")
+        filled = self._filled
+        if filled >> exact & 1:
+            ends = self._end_of
+            for start in islice(self._bins[exact], _TRIED):
+                if ends[start] - start >= wanted:
+                    return start
+        longer = filled >> exact + 1
+        if longer:
+            number = exact + (longer & -longer).bit_length()
+        else:
+            number = filled.bit_length() - 1
+        return next(iter(self._bins[number]))
 
     def _extent_around(self, slot: int) -> int | None:
         """Return the start of the free extent that holds ``slot``."""
@@ -126,12 +136,18 @@ class SlotAllocator:
     def _add(self, start: int, end: int) -> None:
         self._end_of[start] = end
         self._start_of[end] = start
-        self._bins[(end - start).bit_length()][start] = None
+        number = (end - start).bit_length()
+        self._bins[number][start] = None
+        self._filled |= 1 << number
 
     def _remove(self, start: int) -> int:
         end = self._end_of.pop(start)
         del self._start_of[end]
-        del self._bins[(end - start).bit_length()][start]
+        number = (end - start).bit_length()
+        extents = self._bins[number]
+        del extents[start]
+        if not extents:
+            self._filled ^= 1 << number
         return end
 
 

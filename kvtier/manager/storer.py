@@ -147,13 +147,14 @@ class Storer:
         fits = self._room_for(len(new), request)
         if fits is None:
             return None
-        evicted = self._ladder.make_room(ram, new[:fits])
-        if evicted is None:
+        head = new[:fits]
+        room = self._ladder.make_room(ram, head)
+        if room is None:
             ram.counters.refused += len(new)
             return _NOTHING
+        slots, evicted = room
         ram.counters.refused += len(new) - fits
-        new = new[:fits]
-        slots = ram.slots.allocate(fits)
+        new = head
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
         parents, depths = _places(new, keys, {} if request is None else request.tails)

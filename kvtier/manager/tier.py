@@ -375,7 +375,8 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        self._evict(victims)
+        self._forget(victims)
+        self.slots.release([victim.slot for victim in victims])
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
@@ -402,16 +403,18 @@ class TierState:
             for key in keys:
                 eviction.on_miss(key, ctx)
 
-    def make_room(self, slots: int, ctx: PolicyContext) -> list[ChunkCopy] | None:
-        """Evict until ``slots`` slots are free.
+    def take_slots(
+        self, count: int, ctx: PolicyContext
+    ) -> tuple[list[int], list[ChunkCopy]] | None:
+        """Allocate ``count`` slots, evicting as many copies as it takes.
 
         Returns:
-            The victims, whose slots are free now; None, and nothing changed, when there is not
+            The slots, ascending, and the victims; None, and nothing changed, when there is not
             enough to evict.
         """
-        shortage = slots - self.slots.free
+        shortage = count - self.slots.free
         if shortage <= 0:
-            return []
+            return self.slots.allocate(count), []
         if shortage > self.idle:
             return None
         victims = self._pick(shortage, ctx)
@@ -420,8 +423,8 @@ class TierState:
                 self._enter_order(victim, ctx)
             return None
         self.idle -= shortage
-        self._evict(victims)
-        return victims
+        self._forget(victims)
+        return self.slots.exchange([victim.slot for victim in victims], count), victims
 
     def touch(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of resident ``copies``, given root to leaf."""
@@ -446,14 +449,13 @@ class TierState:
             counters=self.counters.snapshot(),
         )
 
-    def _evict(self, victims: Sequence[ChunkCopy]) -> None:
-        """Make copies that left the order misses, and their slots free."""
+    def _forget(self, victims: Sequence[ChunkCopy]) -> None:
+        """Make copies that left the order misses, and count them as evicted."""
         members = self.copies
         for victim in victims:
             victim.state = _GONE
             del members[victim.key]
         self.counters.evicted += len(victims)
-        self.slots.release([victim.slot for victim in victims])
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:

@@ -141,7 +141,15 @@ class TieredOffloadingManager:
         hits = self._ram.lead(keys, self._ladder.ctx)
         if hits and request.phase == _ASKING:
             self._promoter.note(request, keys[:hits])
+        if hits == len(keys):
+            return hits
         deferred = False
+        if request.phase == _ASKING:
+            below = self._ladder.lead_below(islice(keys, hits, None))
+            if below:
+                self._promoter.note(request, keys[hits : hits + below])
+                request.wanting = deferred = True
+                hits += below
         for key in islice(keys, hits, None):
             answer = self._look(request, key)
             if answer is Lookup.MISS:
@@ -269,7 +277,8 @@ class TieredOffloadingManager:
         self._promoter.end_step()
         self._demoter.flush()
         for gaps in self._ladder.gaps:
-            gaps.end_step(now)
+            if gaps.busy:
+                gaps.end_step(now)
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""

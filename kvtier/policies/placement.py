@@ -82,7 +82,7 @@ class LadderPlacement(Placement):
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        if self._write_after > 1:
+        if self._write_after > 1 or not self._has_own("place"):
             return super().place_many(copies, ctx)
         return [self._slower] * len(copies)
 
@@ -90,7 +90,7 @@ class LadderPlacement(Placement):
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
     ) -> Sequence[bool]:
-        if self._admissions:
+        if self._admissions or not self._has_own("admit"):
             return super().admit_many(copies, tier, why, ctx)
         return [True] * len(copies)
 
@@ -104,7 +104,7 @@ class LadderPlacement(Placement):
     def promote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[Promotion]:
-        if self._promote_after > 1:
+        if self._promote_after > 1 or not self._has_own("promote"):
             return super().promote_many(copies, source, ctx)
         return [_MOVE if self._moves else _COPY] * len(copies)
 
@@ -120,4 +120,10 @@ class LadderPlacement(Placement):
     def demote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[int | None]:
+        if not self._has_own("demote"):
+            return super().demote_many(copies, source, ctx)
         return [source + 1 if source < self._last else None] * len(copies)
+
+    def _has_own(self, name: str) -> bool:
+        """Return whether no derived class decides ``name``, chunk by chunk, otherwise."""
+        return getattr(type(self), name) is getattr(LadderPlacement, name)

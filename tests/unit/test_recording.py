@@ -44,7 +44,6 @@ READ_ONLY = {
     "dropped",
     "has_work",
     "load_source",
-    "lookup_prefix",  # made of lookups
     "snapshot",
     "take_cancels",
     "take_corrupt",
