@@ -37,6 +37,9 @@ class Demoter:
         self._ladder = ladder
         self._queues: list[deque[ChunkCopy]] = [deque() for _ in ladder.tiers]
         self._in_flight = [0] * len(ladder.tiers)
+        self._reserves = [
+            int(ladder.limits.reserve * tier.slots.capacity) for tier in ladder.tiers
+        ]
         self._evicting = [
             tier
             for tier in ladder.tiers
@@ -285,9 +288,8 @@ class Demoter:
         first, and those that just came up from below, the hot ones, are the clean ones.
         """
         ladder = self._ladder
-        reserve = int(ladder.limits.reserve * tier.slots.capacity)
         # What passes through will be free in a moment; an unmet wish does not wait for it.
-        wanted = max(reserve - tier.passing, tier.wanted)
+        wanted = max(self._reserves[tier.index] - tier.passing, tier.wanted)
         tier.wanted = 0
         short = wanted - tier.slots.free - len(tier.leaving)
         if short <= 0:
@@ -319,36 +321,43 @@ class Demoter:
         """
         ladder = self._ladder
         gone: list[ChunkCopy] = []
-        batches: dict[int, list[ChunkCopy]] = {}
+        alone: list[ChunkCopy] = []
+        used: dict[TierState, list[ChunkCopy]] = {}
         for victim in victims:
             below = ladder.slower_copy(victim.key, than=tier.index)
-            target = None
-            if below is not None:
-                # It was used up here, which the slower tier did not hear of.
-                below[0].touch((below[1],), ladder.ctx)
+            if below is None:
+                alone.append(victim)
             else:
-                target = self._target(tier, victim)
-            if target is None:
+                used.setdefault(below[0], []).append(below[1])
                 gone.append(victim)
-                continue
-            if not victim.dirty:
-                tier.mark_dirty(victim)
-            batches.setdefault(target, []).append(victim)
+        for slower, copies in used.items():
+            # They were used up here, which the slower tier did not hear of.
+            slower.use(copies, ladder.ctx)
+        batches: dict[int, list[ChunkCopy]] = {}
+        for target, group in self._targets(tier, alone).items():
+            admitted: Sequence[ChunkCopy] = ()
+            if target is not None:
+                answers = ladder.placement.admit_many(group, target, Why.DEMOTE, ladder.ctx)
+                admitted = batches[target] = list(compress(group, answers))
+                tier.counters.lost += len(group) - len(admitted)
+                tier.mark_dirty_many([copy for copy in admitted if not copy.dirty])
+            gone += _without(group, admitted)
         ladder.evict(tier, gone)
-        return batches
+        return {target: batch for target, batch in batches.items() if batch}
 
-    def _target(self, tier: TierState, victim: ChunkCopy) -> int | None:
-        """Return the tier that ``victim``, which is in no slower one, must reach, or None."""
+    def _targets(
+        self, tier: TierState, victims: Sequence[ChunkCopy]
+    ) -> dict[int | None, list[ChunkCopy]]:
+        """Return ``victims``, which are in no slower tier, by the one they must reach or None."""
         ladder = self._ladder
-        if not victim.dirty and victim.depth + 1 < ladder.placement.min_chunks:
-            return None  # never was to go down, or it would be dirty
-        target = ladder.placement.demote(victim, tier.index, ladder.ctx)
-        if target is None:
-            return None
-        if ladder.placement.admit(victim, target, Why.DEMOTE, ladder.ctx):
-            return target
-        tier.counters.lost += 1
-        return None
+        shortest = ladder.placement.min_chunks
+        targets = ladder.placement.demote_many(victims, tier.index, ladder.ctx)
+        groups: dict[int | None, list[ChunkCopy]] = {}
+        for victim, target in zip(victims, targets, strict=True):
+            # One of too short a prefix never was to go down, or it would be dirty.
+            never = not victim.dirty and victim.depth + 1 < shortest
+            groups.setdefault(None if never else target, []).append(victim)
+        return groups
 
     def _takes(self, target: TierState) -> int:
         """Return how many chunks may be sent to ``target`` now.

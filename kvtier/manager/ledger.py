@@ -103,12 +103,16 @@ class JobLedger:
 
     def take_unsent(self) -> list[Job]:
         """Return the jobs planned since the last call."""
-        unsent, self._unsent = self._unsent, []
+        unsent = self._unsent
+        if unsent:
+            self._unsent = []
         return unsent
 
     def take_cancels(self) -> list[JobId]:
         """Return the jobs to cancel since the last call."""
-        cancels, self._cancels = self._cancels, []
+        cancels = self._cancels
+        if cancels:
+            self._cancels = []
         return cancels
 
     def records(self) -> Sequence[JobRecord]:

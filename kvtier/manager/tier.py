@@ -431,10 +431,14 @@ class TierState:
         ordered = list(copies)
         if self.eviction.touch_order == "reverse":
             ordered.reverse()
+        self.use(ordered, ctx)
+
+    def use(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Note a use of one resident copy after the other."""
         if self.leaving:
-            for copy in ordered:
+            for copy in copies:
                 self.stay(copy, ctx)
-        self.eviction.on_hit_many(ordered, ctx)
+        self.eviction.on_hit_many(copies, ctx)
 
     def snapshot(self) -> TierSnapshot:
         """Return the tier's figures now."""

@@ -135,12 +135,16 @@ class ModelEngine:
         self._steps += 1
         if not self._steps % _ASK_AFTER_STEPS:
             self._may_answer = True
-        self._admit()
+        if self._queue and self._open < self._model.concurrency:
+            self._admit()
         while True:
-            self._store()
-            self._compute()
+            if self._unstored:
+                self._store()
+            if self._ready and not self._computing:
+                self._compute()
             self._manager.end_step(started=self._started, now=self._now_s)
-            self._started = []
+            if self._started:
+                self._started = []
             for job in self._manager.take_jobs():
                 self._send(job)
             self._manager.take_cancels()
@@ -160,6 +164,8 @@ class ModelEngine:
     def _ask_again(self) -> bool:
         """Look up the requests that were put off; return whether one of them started."""
         self._may_answer = False
+        if not self._deferred:
+            return False
         answered = [request for request in self._deferred if self._look(request)]
         for request in answered:
             del self._deferred[request]
@@ -183,9 +189,7 @@ class ModelEngine:
         return True
 
     def _compute(self) -> None:
-        """Begin computing the first request that is ready, if none is being computed."""
-        if self._computing or not self._ready:
-            return
+        """Begin computing the first request that is ready."""
         self._computing = True
         _, request = heapq.heappop(self._ready)
         # An engine computes at least the last token, whose logits it needs.

@@ -56,12 +56,21 @@ def fill(tier: TierState, keys: Sequence[ChunkKey]) -> list[ChunkCopy]:
     return copies
 
 
+def make_room(tier: TierState, slots: int) -> list[ChunkCopy] | None:
+    """Have so many slots free, and return the victims."""
+    taken = tier.take_slots(slots, CTX)
+    if taken is None:
+        return None
+    tier.slots.release(taken[0])
+    return taken[1]
+
+
 def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
     tier = make_tier(2)
     slots = tier.slots.allocate(2)
     copies = tier.begin_writing(prefix(2), slots, repeat(None), count())
     assert (tier.room, tier.idle, tier.writing) == (0, 0, 2)
-    assert tier.make_room(1, CTX) is None
+    assert make_room(tier, 1) is None
     tier.publish(copies, CTX)
     assert (tier.room, tier.idle, tier.writing, tier.counters.stored) == (2, 2, 0, 2)
 
@@ -77,10 +86,10 @@ def test_a_pinned_copy_stays_and_the_next_one_leaves() -> None:
     tier = make_tier(2)
     first, second = fill(tier, prefix(2))
     tier.pin(first)
-    assert tier.make_room(1, CTX) == [second]
-    assert tier.make_room(2, CTX) is None
+    assert make_room(tier, 1) == [second]
+    assert make_room(tier, 2) is None
     tier.unpin(first)
-    assert tier.make_room(2, CTX) == [first]
+    assert make_room(tier, 2) == [first]
 
 
 def test_a_dirty_copy_stays_until_it_is_clean_as_often_as_it_was_marked() -> None:
@@ -127,7 +136,7 @@ def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
     tier.stay(first, CTX)
     assert not tier.leaving
     tier.mark_clean(first)
-    assert tier.make_room(2, CTX) == [second, first]
+    assert make_room(tier, 2) == [second, first]
 
 
 def test_a_leaving_copy_may_be_dropped() -> None:
@@ -143,7 +152,7 @@ def test_of_a_touched_prefix_the_root_stays_longest() -> None:
     tier = make_tier(3)
     copies = fill(tier, prefix(3))
     tier.touch(copies, CTX)
-    assert tier.make_room(3, CTX) == copies[::-1]
+    assert make_room(tier, 3) == copies[::-1]
 
 
 def test_with_a_leaf_only_policy_a_parent_leaves_after_its_children() -> None:
@@ -152,9 +161,9 @@ def test_with_a_leaf_only_policy_a_parent_leaves_after_its_children() -> None:
     (other,) = fill(tier, prefix(1, of=1))
     tier.touch([root], CTX)
     assert (root.kids, middle.kids, leaf.kids) == (1, 1, 0)
-    assert tier.make_room(2, CTX) == [leaf, middle]
+    assert make_room(tier, 2) == [leaf, middle]
     assert root.kids == 0
-    assert tier.make_room(4, CTX) == [other, root]
+    assert make_room(tier, 4) == [other, root]
 
 
 def test_with_a_leaf_only_policy_a_pinned_leaf_keeps_its_ancestors_and_nothing_changes() -> (
@@ -164,9 +173,9 @@ def test_with_a_leaf_only_policy_a_pinned_leaf_keeps_its_ancestors_and_nothing_c
     root, middle, leaf = fill(tier, prefix(3))
     (other,) = fill(tier, prefix(1, of=1))
     tier.pin(leaf)
-    assert tier.make_room(2, CTX) is None
+    assert make_room(tier, 2) is None
     assert (root.kids, middle.kids, tier.idle, tier.slots.free) == (1, 1, 3, 0)
-    assert tier.make_room(1, CTX) == [other]
+    assert make_room(tier, 1) == [other]
     tier.unpin(leaf)
     tier.drop(leaf)
     assert middle.kids == 0
@@ -176,7 +185,7 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
     tier = make_tier(3)
     fill(tier, prefix(2))
     before = tier.snapshot()
-    tier.make_room(3, CTX)
+    make_room(tier, 3)
     assert (before.used, before.resident, before.held, before.counters.evicted) == (2, 2, 0, 0)
     assert tier.snapshot().counters.evicted == 2
 
