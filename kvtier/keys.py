@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-__all__ = ["GROUP_NBYTES", "ChunkKey", "group_of", "is_of_first_group", "make_key", "short"]
+__all__ = [
+    "GROUP_NBYTES",
+    "ChunkKey",
+    "group_of",
+    "is_of_first_group",
+    "make_key",
+    "of_one_group",
+    "short",
+]
 
 ChunkKey = bytes
 """Names a chunk's content: equal keys mean equal bytes, whoever computed them."""
@@ -36,6 +44,19 @@ is_of_first_group: Final[Callable[[ChunkKey], bool]] = operator.methodcaller(
     "endswith", make_key(b"", 0)
 )
 """Whether a key is of KV cache group 0; no Python runs per key."""
+
+
+def of_one_group(keys: Sequence[ChunkKey]) -> bool:
+    """Return whether all ``keys``, of which there are some, are of one KV cache group.
+
+    >>> of_one_group([make_key(b"a", 3), make_key(b"b", 3)])
+    True
+    >>> of_one_group([make_key(b"a", 3), make_key(b"b", 2)])
+    False
+    """
+    if is_of_first_group(keys[0]):
+        return all(map(is_of_first_group, keys))
+    return all(map(operator.methodcaller("endswith", keys[0][-GROUP_NBYTES:]), keys))
 
 
 def short(key: ChunkKey) -> str:

@@ -82,14 +82,20 @@ class Demoter:
         for tier in self._evicting:
             self._reclaim(tier)
         for index, queue in enumerate(self._queues):
-            while queue:
-                room = self._ladder.limits.queue - self._in_flight[index]
-                batch = self._take(index, min(room, BATCH_CHUNKS))
-                sent = self._send(self._ladder.ram, batch, index)
-                # The pins of those in the queue are the job's from now on.
-                self._ladder.ram.unpin_many(batch[sent:])
-                if not batch or sent < len(batch):
-                    break
+            if queue:
+                self._drain(index)
+
+    def _drain(self, index: int) -> None:
+        """Plan jobs for what is queued for tier ``index``, within its queue limit."""
+        queue, ram = self._queues[index], self._ladder.ram
+        while queue:
+            room = self._ladder.limits.queue - self._in_flight[index]
+            batch = self._take(index, min(room, BATCH_CHUNKS))
+            sent = self._send(ram, batch, index)
+            # The pins of those in the queue are the job's from now on.
+            ram.unpin_many(batch[sent:])
+            if not batch or sent < len(batch):
+                break
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
         """Take a demotion job's outcome into account."""
@@ -179,14 +185,18 @@ class Demoter:
         """Queue ``copies`` for the tiers that must have them soon, or see that none is lost."""
         ladder = self._ladder
         new = [copy for copy in copies if not copy.dirty]
-        if ladder.below(new, 0):
+        if ladder.holds_any([copy.key for copy in new], slower_than=0):
             new = [copy for copy in new if ladder.slower_copy(copy.key) is None]
-        staying = new
+        staying: Sequence[ChunkCopy] = new
         for target, group in self._placed(new).items():
             answers = ladder.placement.admit_many(group, target, Why.DEMOTE, ladder.ctx)
             admitted = list(compress(group, answers))
             self._enqueue(admitted, target)
-            staying = _without(staying, admitted)
+            if len(admitted) == len(new):
+                staying = ()
+            else:
+                taken = set(admitted)
+                staying = [copy for copy in staying if copy not in taken]
         self.adopt(ladder.ram, staying)
 
     def _placed(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
@@ -241,23 +251,30 @@ class Demoter:
         if room is None:
             fits = target.slots.free
         slots = target.slots.allocate(fits) if room is None else room[0]
+        sources = batch
         if fits < len(batch):
+            sources, keys = batch[:fits], keys[:fits]
             target.want(len(batch))
             target.counters.refused += len(batch) - fits
             source.counters.lost += len(batch) - fits
             self._settle_sources(source, batch[fits:])
         if not fits:
             return 0
-        sources = batch[:fits]
         copies = target.begin_writing(
-            keys[:fits],
+            keys,
             slots,
             [copy.parent for copy in sources],
             [copy.depth for copy in sources],
         )
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
-        ladder.ledger.open(record, names=ladder.names, timeout_s=ladder.limits.store_timeout_s)
+        ladder.ledger.open(
+            record,
+            keys=keys,
+            slots=slots,
+            names=ladder.names,
+            timeout_s=ladder.limits.store_timeout_s,
+        )
         return fits
 
     def _settle_sources(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
@@ -348,7 +365,7 @@ class Demoter:
     def _targets(
         self, tier: TierState, victims: Sequence[ChunkCopy]
     ) -> dict[int | None, list[ChunkCopy]]:
-        """Return ``victims``, which are in no slower tier, by the one they must reach or None."""
+        """Return ``victims``, which are in no slower tier, by the one each must reach."""
         ladder = self._ladder
         shortest = ladder.placement.min_chunks
         targets = ladder.placement.demote_many(victims, tier.index, ladder.ctx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.ledger import JobLedger
@@ -77,10 +77,12 @@ class Ladder:
                 return tier, copy
         return None
 
-    def below(self, copies: Sequence[ChunkCopy], tier: int) -> bool:
-        """Return whether a tier slower than ``tier`` holds any chunk of ``copies``."""
-        keys = [copy.key for copy in copies]
-        return not all(slower.copies.keys().isdisjoint(keys) for slower in self._slower[tier])
+    def holds_any(self, keys: Collection[ChunkKey], *, slower_than: int = -1) -> bool:
+        """Return whether a tier slower than ``slower_than`` has any of ``keys``."""
+        for tier in self.tiers[slower_than + 1 :]:
+            if not tier.copies.keys().isdisjoint(keys):
+                return True
+        return False
 
     def make_room(
         self, tier: TierState, newcomers: Sequence[ChunkKey]
@@ -132,7 +134,8 @@ class Ladder:
         if not copies:
             return
         tier.publish(copies, self.ctx)
-        self.announce(tier, [copy.key for copy in copies], removed=False)
+        if self._record_events:
+            self.announce(tier, [copy.key for copy in copies], removed=False)
 
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
         """Make a resident ``copy`` a miss and record that it left."""

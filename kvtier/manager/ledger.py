@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy
 from kvtier.types import Job, JobId, Why
 
@@ -70,8 +71,24 @@ class JobLedger:
             if record.source == tier and not record.late
         )
 
-    def open(self, record: JobRecord, *, names: Sequence[str], timeout_s: float) -> JobId:
-        """Number ``record``, remember it and queue its job for the engine."""
+    def open(
+        self,
+        record: JobRecord,
+        *,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        names: Sequence[str],
+        timeout_s: float,
+    ) -> JobId:
+        """Number ``record``, remember it and queue its job for the engine.
+
+        Args:
+            record: The job.
+            keys: Of its chunks.
+            slots: Of its destinations.
+            names: Of the tiers.
+            timeout_s: Its deadline.
+        """
         job_id = self._next_id
         self._next_id += 1
         self._records[job_id] = record
@@ -81,9 +98,9 @@ class JobLedger:
                 why=record.why,
                 source=names[record.source],
                 destination=names[record.destination],
-                keys=[copy.key for copy in record.destinations],
+                keys=keys,
                 source_slots=[copy.slot for copy in record.sources],
-                destination_slots=[copy.slot for copy in record.destinations],
+                destination_slots=slots,
                 timeout_s=timeout_s,
             )
         )

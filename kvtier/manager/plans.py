@@ -6,7 +6,7 @@ import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.tier import TierSnapshot
@@ -33,8 +33,7 @@ class Lookup(enum.Enum):
     """On its way; ask again at the next step."""
 
 
-@dataclass(frozen=True, slots=True)
-class StorePlan:
+class StorePlan(NamedTuple):
     """Where a request's new chunks go.
 
     Attributes:
@@ -50,8 +49,7 @@ class StorePlan:
     evicted: Sequence[ChunkKey]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(NamedTuple):
     """Where a request's chunks are.
 
     Attributes:

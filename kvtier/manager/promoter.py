@@ -23,7 +23,7 @@ runs. So:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
@@ -31,7 +31,6 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
-from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult, Why
 
@@ -61,12 +60,17 @@ class Promoter:
         self.step = 0
         self.granted = 0
 
-    def note(self, request: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Note that ``request`` found ``keys`` somewhere."""
+    def note(self, request: RequestState, key: ChunkKey) -> None:
+        """Note that ``request`` found ``key`` somewhere."""
         asked = request.asked
         if not asked:
             self._asking[request] = None
-        asked.update(dict.fromkeys(keys))
+        asked[key] = None
+
+    def note_many(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """Do :meth:`note` for ``keys``, at least one."""
+        self._asking[request] = None
+        request.asked.update(dict.fromkeys(keys))
 
     def defer(self, request: RequestState, key: ChunkKey) -> Lookup:
         """Answer a request that waits, in as few calls as its engine allows.
@@ -264,7 +268,7 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        found = self._survey(request)
+        found: Sequence[_Found] = self._survey(request)
         cost = sum(1 for index, copy in found if index or not copy.grants)
         if cost > budget:
             whole = False
@@ -406,7 +410,9 @@ class Promoter:
         self._grant(request, copies)
         record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
         timeout_s = ladder.limits.load_timeout_s
-        job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
+        job_id = ladder.ledger.open(
+            record, keys=keys, slots=slots, names=ladder.names, timeout_s=timeout_s
+        )
         request.jobs.add(job_id)
 
     def _cut(self, request: RequestState, found: Sequence[_Found]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import ClassVar
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.policies import ChunkCopy
 from kvtier.types import JobId
 
@@ -84,8 +84,13 @@ class RequestState:
         self.broken = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
-    def remember(self, keys: Iterable[ChunkKey]) -> None:
+    def remember(self, keys: Sequence[ChunkKey]) -> None:
         """Note that ``keys`` follow, group by group, on what was stored or loaded before."""
+        if keys and of_one_group(keys):
+            group = keys[0][-GROUP_NBYTES:]
+            _, depth = self.tails.get(group, (b"", -1))
+            self.tails[group] = (keys[-1], depth + len(keys))
+            return
         for key in keys:
             group = key[-GROUP_NBYTES:]
             tail = self.tails.get(group)

@@ -11,6 +11,7 @@ distribution is the same.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 from typing import Final
 
 from kvtier.keys import ChunkKey
@@ -47,9 +48,7 @@ class ReuseGaps:
         """Note that ``keys`` left the tier to make room in this step."""
         self.busy = True
         mask = self._mask
-        self._left += (
-            [key for key in keys if not key[_SAMPLING_BYTE] & mask] if mask else keys
-        )
+        self._left += [key for key in keys if not key[_SAMPLING_BYTE] & mask] if mask else keys
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` was asked for in this step and is not in the tier."""
@@ -69,7 +68,7 @@ class ReuseGaps:
             del self._gaps[2 * _KEPT :]  # nobody takes them
         if not self._left:
             return
-        self._recent.update(dict.fromkeys(self._left, now))
+        self._recent.update(zip(self._left, repeat(now)))
         self._left.clear()
         if len(self._recent) > _KEPT:
             self._older, self._recent = self._recent, {}

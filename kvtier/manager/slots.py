@@ -116,10 +116,8 @@ class SlotAllocator:
                 if ends[start] - start >= wanted:
                     return start
         longer = filled >> exact + 1
-        if longer:
-            number = exact + (longer & -longer).bit_length()
-        else:
-            number = filled.bit_length() - 1
+        shortest = exact + (longer & -longer).bit_length()
+        number = shortest if longer else filled.bit_length() - 1
         return next(iter(self._bins[number]))
 
     def _extent_around(self, slot: int) -> int | None:

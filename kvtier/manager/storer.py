@@ -13,7 +13,7 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, count
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
@@ -46,7 +46,7 @@ class Storer:
         members = self._ram.copies
         if not keys:
             return _NOTHING
-        if self._nowhere(keys):
+        if not self._ladder.holds_any(keys):
             plan = self._store_new(keys, keys, request)
             if plan is not None and request is not None and not request.broken:
                 request.broken = any(map(is_of_first_group, keys))
@@ -115,11 +115,10 @@ class Storer:
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Do :meth:`TieredOffloadingManager.complete_store`."""
         ram = self._ram
-        found = map(ram.copies.get, keys)
         written = [
             copy
-            for copy in found
-            if copy is not None and copy.state == _WRITING and copy.origin == 0
+            for copy in map(ram.copies.get, keys)
+            if copy is not None and copy.state == _WRITING and not copy.origin
         ]
         # The engine hands the keys over as a set; slots ascend along the prefix.
         written.sort(key=_slot_of)
@@ -161,10 +160,6 @@ class Storer:
         ram.begin_writing(new, slots, parents, depths, generation)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
-
-    def _nowhere(self, keys: Sequence[ChunkKey]) -> bool:
-        """Return whether no tier holds any of ``keys``."""
-        return all(tier.copies.keys().isdisjoint(keys) for tier in self._ladder.tiers)
 
     def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
         """Return how many of ``chunks`` new chunks to take, or None to be asked again."""
@@ -208,7 +203,7 @@ def _places(
         tails: The last chunk of each group so far, and its depth; brought up to date.
     """
     group = offered[0][-GROUP_NBYTES:]
-    if len(new) == len(offered) and all(map(operator.methodcaller("endswith", group), new)):
+    if len(new) == len(offered) and of_one_group(new):
         parent, depth = tails.get(group, _ROOT)
         tails[group] = (new[-1], depth + len(new))
         return chain((parent,), new), count(depth + 1)

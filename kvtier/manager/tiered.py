@@ -113,16 +113,12 @@ class TieredOffloadingManager:
             if phase != _SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
-        return self._look(request, key)
-
-    def _look(self, request: RequestState, key: ChunkKey) -> Lookup:
-        """Answer for one chunk to a request that need not wait."""
         copy = self._resident.get(key)
         if copy is not None and copy.state == _RESIDENT:
             if self._ram.leaving:
                 self._ram.stay(copy, self._ladder.ctx)
-            if request.phase == _ASKING:
-                self._promoter.note(request, (key,))
+            if phase == _ASKING:
+                self._promoter.note(request, key)
             return _HIT
         return self._look_below(request, copy, key)
 
@@ -134,29 +130,15 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is None:
             request = self._requests[req_id] = RequestState(req_id)
-        if request.phase != _ASKING:
-            if request.phase != _SETTLED:
-                return None
-            request.asked_at = self._promoter.step
-        hits = self._ram.lead(keys, self._ladder.ctx)
-        if hits and request.phase == _ASKING:
-            self._promoter.note(request, keys[:hits])
-        if hits == len(keys):
-            return hits
-        deferred = False
         if request.phase == _ASKING:
-            below = self._ladder.lead_below(islice(keys, hits, None))
-            if below:
-                self._promoter.note(request, keys[hits : hits + below])
-                request.wanting = deferred = True
-                hits += below
-        for key in islice(keys, hits, None):
-            answer = self._look(request, key)
-            if answer is Lookup.MISS:
-                break
-            deferred = deferred or answer is Lookup.RETRY
-            hits += 1
-        return None if deferred else hits
+            return self._ask(request, keys)
+        if request.phase != _SETTLED:
+            return None
+        request.asked_at = self._promoter.step
+        hits = self._ram.lead(keys, self._ladder.ctx)
+        if hits < len(keys):
+            self._count_miss(request)
+        return hits
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin ``keys``, which lookups of this step called hits, and say where they are.
@@ -265,14 +247,10 @@ class TieredOffloadingManager:
             if request is not None:
                 self._promoter.release(request)
         for req_id in preempted:
-            request = self._requests.get(req_id)
-            if request is not None:
-                self._promoter.release(request)
-                # Its chunks will be loaded, or offered, from the root again.
-                request.tails.clear()
-        if self._quarantine:
+            self._preempt(req_id)
+        if self._ladder.epoch:
             self._quarantine.release()
-        if self._ladder.retention:
+        if self._ladder.limits.retained:
             self._ladder.retention.expire(now)
         self._promoter.end_step()
         self._demoter.flush()
@@ -398,6 +376,34 @@ class TieredOffloadingManager:
 
     # -- internals --------------------------------------------------------------------------
 
+    def _ask(self, request: RequestState, keys: Sequence[ChunkKey]) -> int | None:
+        """Do :meth:`lookup_prefix` for a request that has not been answered yet."""
+        hits = self._ram.lead(keys, self._ladder.ctx)
+        if hits:
+            self._promoter.note_many(request, keys[:hits])
+        if hits == len(keys):
+            return hits
+        below = self._ladder.lead_below(islice(keys, hits, None))
+        if below:
+            self._promoter.note_many(request, keys[hits : hits + below])
+            request.wanting = True
+        # What is in RAM behind that, or on its way, is found one by one.
+        deferred = below > 0
+        for key in islice(keys, hits + below, None):
+            answer = self.lookup(key, request.req_id)
+            if answer is Lookup.MISS:
+                break
+            deferred = deferred or answer is Lookup.RETRY
+            hits += 1
+        return None if deferred else hits + below
+
+    def _preempt(self, req_id: str) -> None:
+        request = self._requests.get(req_id)
+        if request is not None:
+            self._promoter.release(request)
+            # Its chunks will be loaded, or offered, from the root again.
+            request.tails.clear()
+
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey
     ) -> Lookup:
@@ -405,7 +411,7 @@ class TieredOffloadingManager:
         if request.phase == _ASKING:
             self._ladder.asked(key)
             if self._comes(copy, key):
-                self._promoter.note(request, (key,))
+                self._promoter.note(request, key)
                 request.wanting = True
                 return Lookup.RETRY
         self._count_miss(request)

@@ -152,7 +152,8 @@ class Eviction(ABC):
 
     Every method is O(1) amortised (O(log n) where scored). A policy may remember keys that left
     (ghosts), at most twice the tier's capacity of them. It keeps no reference to a copy that
-    it picked: the driver may reuse the object for another chunk.
+    it picked: the driver may reuse the object for another chunk, and what the policy wrote to
+    its ``queued`` and ``policy`` is then still there.
 
     Args:
         capacity: Slots of the tier.

@@ -59,6 +59,11 @@ class LadderPlacement(Placement):
         self._promote_after = promote_after
         self._min_chunks = min_chunks
         self._admissions = tuple(admissions)
+        # A derived class may decide any of these chunk by chunk.
+        self._places_alike = write_after == 1 and self._has_own("place")
+        self._admits_all = not admissions and self._has_own("admit")
+        self._promotes_alike = promote_after == 1 and self._has_own("promote")
+        self._demotes_alike = self._has_own("demote")
 
     @property
     @override
@@ -82,7 +87,7 @@ class LadderPlacement(Placement):
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        if self._write_after > 1 or not self._has_own("place"):
+        if not self._places_alike:
             return super().place_many(copies, ctx)
         return [self._slower] * len(copies)
 
@@ -90,7 +95,7 @@ class LadderPlacement(Placement):
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
     ) -> Sequence[bool]:
-        if self._admissions or not self._has_own("admit"):
+        if not self._admits_all:
             return super().admit_many(copies, tier, why, ctx)
         return [True] * len(copies)
 
@@ -104,7 +109,7 @@ class LadderPlacement(Placement):
     def promote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[Promotion]:
-        if self._promote_after > 1 or not self._has_own("promote"):
+        if not self._promotes_alike:
             return super().promote_many(copies, source, ctx)
         return [_MOVE if self._moves else _COPY] * len(copies)
 
@@ -120,10 +125,10 @@ class LadderPlacement(Placement):
     def demote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[int | None]:
-        if not self._has_own("demote"):
+        if not self._demotes_alike:
             return super().demote_many(copies, source, ctx)
         return [source + 1 if source < self._last else None] * len(copies)
 
     def _has_own(self, name: str) -> bool:
-        """Return whether no derived class decides ``name``, chunk by chunk, otherwise."""
+        """Return whether ``name`` is this class's method and no derived one's."""
         return getattr(type(self), name) is getattr(LadderPlacement, name)

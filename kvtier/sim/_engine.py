@@ -142,14 +142,17 @@ class ModelEngine:
                 self._store()
             if self._ready and not self._computing:
                 self._compute()
-            self._manager.end_step(started=self._started, now=self._now_s)
-            if self._started:
-                self._started = []
-            for job in self._manager.take_jobs():
-                self._send(job)
-            self._manager.take_cancels()
+            self._end_step()
             if not self._may_answer or not self._ask_again():
                 return
+
+    def _end_step(self) -> None:
+        self._manager.end_step(started=self._started, now=self._now_s)
+        if self._started:
+            self._started = []
+        for job in self._manager.take_jobs():
+            self._send(job)
+        self._manager.take_cancels()
 
     def _admit(self) -> None:
         """Look up the requests at the head of the queue."""

@@ -267,13 +267,13 @@ def _settle(manager: TieredOffloadingManager, started: Sequence[str], now_s: flo
 
 
 def _requests(trace: Trace) -> Iterator[ModelRequest]:
-    keys = chunk_keys(trace.distinct)
+    key_of = chunk_keys(trace.distinct).__getitem__
     # A queue has an order: a request stamped earlier than the one before it came with it.
     arrivals = np.maximum.accumulate(trace.timestamps_s).tolist()
     tokens = trace.input_tokens.tolist()
     for number, chain in enumerate(trace.chains()):
         # A chunk named twice in one prompt is stored once.
-        chunks = [keys[chunk] for chunk in dict.fromkeys(chain)]
+        chunks = list(map(key_of, dict.fromkeys(chain)))
         yield ModelRequest(number, arrivals[number], tokens[number], chunks)
 
 

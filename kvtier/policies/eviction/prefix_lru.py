@@ -27,7 +27,7 @@ from kvtier.policies.eviction._lazy_queue import GONE, SLACK, LazyQueue
 __all__ = ["PrefixLru"]
 
 _ASIDE: Final = -1
-"""The ``queued`` of a copy that has no entry at all; a touch makes it 0, one that is not stale."""
+"""The ``queued`` of a copy without an entry; a touch makes it 0: one, and it is not stale."""
 
 
 class PrefixLru(LazyQueue):
