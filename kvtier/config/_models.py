@@ -145,6 +145,15 @@ class PlacementConfig(_Section):
     )
     """How long a chunk is kept after its last use where its request does not say."""
 
+    load_if: Literal["always", "worthwhile"] = "worthwhile"
+    """Bring chunks up `always`, or only where computing them is not estimated to be faster."""
+    recompute_per_token_s: Duration | None = Field(
+        default=None,
+        validation_alias="recompute_per_token",
+        serialization_alias="recompute_per_token",
+    )
+    """What computing a prompt token takes, for `load_if: worthwhile`; measured if not given."""
+
     @model_validator(mode="after")
     def _words_agree(self) -> Self:
         if self.write_after > 1 and self.write != "through":

@@ -168,6 +168,7 @@ def _build_manager(
         config,
         build_tiers(config, ladder.capacities),
         slot_nbytes=ladder.slot_nbytes,
+        chunk_tokens=ladder.chunk_tokens,
         truth=region.control,
         record_events=record_events,
         make=partial(RecordingManager, note=recorder.call)

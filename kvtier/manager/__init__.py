@@ -13,9 +13,13 @@ from kvtier.manager.plans import (
 )
 from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
 from kvtier.manager.tiered import TieredOffloadingManager
+from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, WorthFigures
 
 __all__ = [
+    "LoadChoice",
     "LoadPlan",
+    "LoadPrice",
+    "LoadWorth",
     "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
@@ -26,4 +30,5 @@ __all__ = [
     "TierSnapshot",
     "TierState",
     "TieredOffloadingManager",
+    "WorthFigures",
 ]

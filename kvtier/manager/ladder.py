@@ -10,6 +10,7 @@ from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import ReuseGaps
 from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
 __all__ = ["Ladder"]
@@ -31,6 +32,7 @@ class Ladder:
         epoch: Counts resets.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
         gaps: Per tier, how soon what it evicted was asked for again.
+        worth: Says which loads are worth their time.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Ladder:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool,
+        worth: LoadWorth,
     ) -> None:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
@@ -49,6 +52,7 @@ class Ladder:
         self.placement = placement
         self.limits = limits
         self.truth = truth
+        self.worth = worth
         self.ledger = JobLedger()
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.tier import TierSnapshot
+from kvtier.manager.worth import WorthFigures
 
 __all__ = [
     "LoadPlan",
@@ -125,6 +126,7 @@ class ManagerSnapshot:
         granted: RAM slots kept for waiting requests.
         retained: RAM slots of chunks kept until a deadline.
         jobs: Storage jobs in flight.
+        worth: What loading and computing take, and what was therefore not loaded.
     """
 
     tiers: Sequence[TierSnapshot]
@@ -133,6 +135,7 @@ class ManagerSnapshot:
     granted: int
     retained: int
     jobs: int
+    worth: WorthFigures
 
 
 class SlotTruth(Protocol):

@@ -32,6 +32,7 @@ from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
 from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadChoice
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult, Why
 
@@ -246,7 +247,7 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        wishes = self._survey(request)
+        wishes, choice = self._worthwhile(self._survey(request))
         cost = _cost(wishes)
         if cost > budget:
             whole = False
@@ -260,6 +261,7 @@ class Promoter:
             self._take_back(request)
             return False
         self._cut(request, wishes)
+        self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
         request.wanting = False
@@ -268,6 +270,16 @@ class Promoter:
         if not request.pending:
             self._settle_request(request)
         return True
+
+    def _worthwhile(self, wishes: list[_Wish]) -> tuple[list[_Wish], LoadChoice | None]:
+        """Return the head of ``wishes`` that is worth its time, and why no more is."""
+        sources = [0 if wish.tier is None else wish.tier.index for wish in wishes]
+        if not any(sources):
+            return wishes, None
+        groups = len({wish.key[-GROUP_NBYTES:] for wish in wishes})
+        now = self._ladder.ctx.now
+        choice = self._ladder.worth.choose(sources, groups=groups, now=now)
+        return (wishes, None) if choice is None else (wishes[: choice.kept], choice)
 
     def _fetch(self, request: RequestState, wishes: Sequence[_Wish], *, whole: bool) -> bool:
         """Bring up what of ``wishes`` is not in RAM, or the head of it when not ``whole``.
@@ -381,6 +393,7 @@ class Promoter:
         record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
         timeout_s = ladder.limits.load_timeout_s
         job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
+        ladder.worth.sent(job_id, index, len(found))
         request.jobs.add(job_id)
 
     def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:

@@ -36,6 +36,7 @@ from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.requests import Phase, RequestState
 from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
 from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 
@@ -56,6 +57,7 @@ class TieredOffloadingManager:
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        worth: Says which loads are worth their time; all of them when omitted.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class TieredOffloadingManager:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        worth: LoadWorth | None = None,
     ) -> None:
         self._ladder = Ladder(
             tiers,
@@ -73,6 +76,7 @@ class TieredOffloadingManager:
             limits=limits,
             truth=truth,
             record_events=record_events,
+            worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
         )
         self._ram = self._ladder.ram
         self._resident = self._ram.copies
@@ -290,7 +294,9 @@ class TieredOffloadingManager:
         Not to be called between a lookup and the ``prepare_load`` that relies on it: a victim
         that has arrived below leaves RAM here, though it was a hit until now.
         """
-        ledger = self._ladder.ledger
+        ladder, ledger = self._ladder, self._ladder.ledger
+        timeout_s = ladder.limits.load_timeout_s
+        ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
         record = ledger.find(result.job_id)
         if record is None:
             return
@@ -302,6 +308,13 @@ class TieredOffloadingManager:
             self._demoter.apply(record, result)
         if result.settled:
             ledger.close(result.job_id)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Note that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
+
+        What a load is compared with, unless the configuration says what a token takes.
+        """
+        self._ladder.worth.computed(tokens, seconds)
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""
@@ -367,6 +380,7 @@ class TieredOffloadingManager:
             granted=self._promoter.granted,
             retained=len(self._ladder.retention),
             jobs=len(self._ladder.ledger),
+            worth=self._ladder.worth.figures(),
         )
 
     # -- internals --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ __all__ = ["CALLS_MARK", "CallEncoder", "Ladder", "decisive"]
 CALLS_MARK: Final = "kvtier_calls"
 """The key of the first line that says what the file is; its value is the format's version."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _PART: Final = 4096
 
 
@@ -141,7 +141,13 @@ class CallEncoder:
 
     def _result(self, result: TransferResult) -> dict[str, Any]:
         outcomes = [outcome.value for outcome in result.outcomes]
-        return {"id": result.job_id, "settled": result.settled, "outcomes": outcomes}
+        return {
+            "id": result.job_id,
+            "settled": result.settled,
+            "outcomes": outcomes,
+            "seconds": result.seconds,
+            "queued_s": result.queued_s,
+        }
 
     def _recovery(
         self, tier: int, keys: Sequence[ChunkKey], slots: Sequence[int]

@@ -15,6 +15,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import (
     LoadPlan,
+    LoadWorth,
     Lookup,
     ManagerLimits,
     SlotTruth,
@@ -71,10 +72,11 @@ class RecordingManager(TieredOffloadingManager):
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        worth: Says which loads are worth their time; all of them when omitted.
         note: Told each call; it must not raise and must not change what it is given.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the manager's own, and one more
         self,
         tiers: Sequence[TierState],
         *,
@@ -82,6 +84,7 @@ class RecordingManager(TieredOffloadingManager):
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        worth: LoadWorth | None = None,
         note: Note,
     ) -> None:
         self._witness = _Witness(truth)
@@ -91,6 +94,7 @@ class RecordingManager(TieredOffloadingManager):
             limits=limits,
             truth=self._witness,
             record_events=record_events,
+            worth=worth,
         )
         self._note = note
         self._quiet = False
@@ -183,6 +187,11 @@ class RecordingManager(TieredOffloadingManager):
     def apply(self, result: TransferResult) -> None:
         super().apply(result)
         self._tell("apply", result=result)
+
+    @override
+    def computed(self, tokens: int, seconds: float) -> None:
+        super().computed(tokens, seconds)
+        self._tell("computed", tokens=tokens, seconds=seconds)
 
     @override
     def flush(self) -> None:

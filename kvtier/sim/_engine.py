@@ -190,8 +190,9 @@ class ModelEngine:
         _, request = heapq.heappop(self._ready)
         # An engine computes at least the last token, whose logits it needs.
         left = max(request.tokens - request.hits * self._chunk_tokens, 1)
-        done_s = self._now_s + left / self._model.prefill_tokens_per_s
-        self._at(done_s, partial(self._computed, request))
+        seconds = left / self._model.prefill_tokens_per_s
+        self._manager.computed(left, seconds)
+        self._at(self._now_s + seconds, partial(self._computed, request))
 
     def _store(self) -> None:
         """Offer the new chunks of computed requests; one that finds no room comes again."""

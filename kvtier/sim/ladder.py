@@ -189,7 +189,12 @@ def simulate_ladder(
     slot = slot_nbytes(chunk_bytes)
     tiers = build_tiers(config, [tier.capacity_bytes // slot for tier in config.tiers])
     manager = build_manager(
-        config, tiers, slot_nbytes=slot, truth=HonestTruth(), record_events=False
+        config,
+        tiers,
+        slot_nbytes=slot,
+        chunk_tokens=trace.chunk_tokens,
+        truth=HonestTruth(),
+        record_events=False,
     )
     engine = ModelEngine(
         manager,

@@ -120,6 +120,7 @@ class _Replay:
             ladder.config,
             self._tiers,
             slot_nbytes=ladder.slot_nbytes,
+            chunk_tokens=ladder.chunk_tokens,
             truth=self._truth,
             record_events=False,
         )
@@ -142,6 +143,7 @@ class _Replay:
             "end_step": self._end_step,
             "take_jobs": self._take_jobs,
             "apply": self._apply,
+            "computed": self._computed,
             "flush": self._flush,
             "recover": self._recover,
             "reset": self._reset,
@@ -281,7 +283,18 @@ class _Replay:
     def _apply(self, line: Line) -> None:
         result = line["result"]
         outcomes = [Outcome(outcome) for outcome in result["outcomes"]]
-        self._manager.apply(TransferResult(result["id"], outcomes, settled=result["settled"]))
+        self._manager.apply(
+            TransferResult(
+                result["id"],
+                outcomes,
+                settled=result["settled"],
+                seconds=result["seconds"],
+                queued_s=result["queued_s"],
+            )
+        )
+
+    def _computed(self, line: Line) -> None:
+        self._manager.computed(line["tokens"], line["seconds"])
 
     def _flush(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.flush()

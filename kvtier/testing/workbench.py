@@ -8,6 +8,7 @@ from typing import Literal
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import (
     LoadPlan,
+    LoadWorth,
     Lookup,
     ManagerLimits,
     StorePlan,
@@ -44,6 +45,7 @@ class Workbench:
         eviction: The eviction policy of every tier, by name.
         truth: What the workers say; instant workers when omitted.
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
+        worth: Which loads are worth their time; all when omitted.
 
     Attributes:
         manager: The manager.
@@ -52,7 +54,7 @@ class Workbench:
         truth: What the workers say.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         *capacities: int,
         write: Literal["through", "evict"] = "through",
@@ -61,6 +63,7 @@ class Workbench:
         eviction: str = "lru",
         truth: RecordingTruth | None = None,
         limits: ManagerLimits | None = None,
+        worth: LoadWorth | None = None,
     ) -> None:
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
@@ -75,6 +78,7 @@ class Workbench:
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
             truth=self.truth,
             record_events=True,
+            worth=worth,
         )
 
     # -- what an engine does ----------------------------------------------------------------

@@ -213,7 +213,12 @@ def test_a_file_says_what_is_written(
     config = parse_config(configured(*lines), source="a.yaml")
     tiers = build_tiers(config, [4, 16])
     manager = build_manager(
-        config, tiers, slot_nbytes=MIB, truth=RecordingTruth(), record_events=False
+        config,
+        tiers,
+        slot_nbytes=MIB,
+        chunk_tokens=16,
+        truth=RecordingTruth(),
+        record_events=False,
     )
     plan = manager.prepare_store(prefix(4), "writer")
     assert plan is not None
