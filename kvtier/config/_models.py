@@ -8,7 +8,7 @@ the descriptions in the JSON Schema.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -87,6 +87,8 @@ class RamTierConfig(TierConfig):
 
     kind: str = Field(default="ram", pattern="^ram$")
     """Pinned host memory."""
+    huge_pages: Literal["auto", "require", "off"] = "auto"
+    """Reserved huge pages (`vm.nr_hugepages`): `auto` if enough are free, `require`, `off`."""
 
 
 class NvmeTierConfig(TierConfig):
@@ -303,6 +305,11 @@ class KvtierConfig(_Section):
     def origin(self) -> Origin:
         """Where the configuration was written down."""
         return self._origin
+
+    @property
+    def ram(self) -> RamTierConfig:
+        """The first tier."""
+        return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
         """Keep the origin that the loader passes along."""
