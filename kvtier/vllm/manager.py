@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
+
+from kvtier.connector.service import CacheService
+from kvtier.connector.statistics import EngineStatistics
+from kvtier.manager import Lookup
+from kvtier.vllm.contract import (
+    CHUNK_LEVEL,
+    DISK_HIT,
+    HOST_HIT,
+    RAM_MEDIUM,
+    STORAGE_MEDIUM,
     LoadStoreSpec,
     LookupResult,
-    Medium,
+    OffloadingConnectorStats,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
-    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from kvtier.connector.service import CacheService
-from kvtier.connector.statistics import EngineStatistics
-from kvtier.manager import Lookup
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.specs import SlotLoadStoreSpec
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
 
 __all__ = ["KVTierManager"]
 
@@ -72,7 +70,7 @@ class KVTierManager(OffloadingManager):
                     "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
                 )
         self._service.begin_request(req_context)
-        return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
+        return RequestOffloadingContext(policy=CHUNK_LEVEL)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -101,10 +99,13 @@ class KVTierManager(OffloadingManager):
         plan = self._service.prepare_load(list(keys), req_context.req_id)
         return SlotLoadStoreSpec(plan.slots, plan.generations)
 
-    @override
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def get_load_source(
+        self,
+        key: OffloadKey,
+        req_context: ReqContext,  # noqa: ARG002 - no override before vLLM 0.32
+    ) -> Any:  # noqa: ANN401 - vLLM's CacheHitSource
         """Say where a hit's bytes came from."""
-        return CacheHitSource.DISK if self._service.load_source(key) else CacheHitSource.HOST
+        return DISK_HIT if self._service.load_source(key) else HOST_HIT
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -155,7 +156,7 @@ class KVTierManager(OffloadingManager):
         for event in self._service.take_events():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
-                medium=Medium.STORAGE if event.tier else Medium.CPU,
+                medium=STORAGE_MEDIUM if event.tier else RAM_MEDIUM,
                 removed=event.removed,
             )
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+from kvtier.connector.statistics import EngineStatistics, TierFigures
+from kvtier.vllm.contract import (
     OffloadingConnectorStats,
-)
-from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
-
-from kvtier.connector.statistics import EngineStatistics, TierFigures
 
 __all__ = ["StatsReporter", "metric_definitions"]
 

@@ -8,23 +8,23 @@ The spec object is built in every one of them from the same configuration.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
-    OffloadingManager,
-    OffloadingMetricMetadata,
-    OffloadingSpec,
-    OffloadingWorker,
-)
 
 from kvtier.config import load_config
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
 from kvtier.memory import HostRegion
-from kvtier.vllm.compat import require_supported_vllm
+from kvtier.vllm.compat import adopt_chunk_size, read_engine, require_supported_vllm
+from kvtier.vllm.contract import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
 from kvtier.vllm.layout import (
     chunk_positions,
     fingerprint,
@@ -34,9 +34,6 @@ from kvtier.vllm.layout import (
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.worker import KVTierWorker
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 __all__ = ["KVTierOffloadingSpec"]
 
@@ -50,27 +47,29 @@ class KVTierOffloadingSpec(OffloadingSpec):
     """Builds kvtier's halves for vLLM.
 
     Args:
-        config: vLLM's offloading configuration; ``extra_config["kvtier_config"]`` is the path
-            of
-            kvtier's own file.
+        arguments: vLLM's offloading configuration, or what vLLM 0.25 has instead: its own
+            configuration and that of its KV cache. ``kvtier_config`` in
+            ``kv_connector_extra_config`` is the path of kvtier's own file.
 
     Raises:
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
         UnsupportedError: This vLLM or this layout is not supported.
     """
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - vLLM's configurations
         require_supported_vllm(KVTierManager, KVTierWorker)
-        super().__init__(config)
-        path = config.extra_config.get("kvtier_config")
+        super().__init__(*arguments)
+        adopt_chunk_size(self, arguments)
+        self._engine = read_engine(self, arguments)
+        path = self._engine.extra_config.get("kvtier_config")
         if not path:
             raise ConfigError(
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
                 "`kvtier vllm-args FILE` prints"
             )
         self._settings = load_config(path)
-        require_supported_layout(config, self._settings)
-        self._geometry = region_geometry(config, self._settings)
+        require_supported_layout(self._engine, self._settings)
+        self._geometry = region_geometry(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
 
@@ -87,17 +86,17 @@ class KVTierOffloadingSpec(OffloadingSpec):
         """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
             settings = self._settings
-            chunk_tokens = self.tokens_per_block[0] * self.blocks_per_chunk
+            chunk_tokens = self._engine.chunk_tokens
             region = HostRegion.attach(
-                self.config.engine_id, self._geometry, timeout_s=_MEET_TIMEOUT_S
+                self._engine.engine_id, self._geometry, timeout_s=_MEET_TIMEOUT_S
             )
             try:
                 storage = open_storage(
                     settings,
                     region,
-                    fingerprint(self.config, settings),
+                    fingerprint(self._engine, settings),
                     tokens_per_chunk=chunk_tokens,
-                    record_events=self.kv_events_config.enable_kv_cache_events,
+                    record_events=self._engine.records_events,
                     positions=chunk_positions(),
                 )
             except BaseException:
@@ -120,13 +119,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker half; the first worker creates the memory, the others attach."""
         if self._worker is None:
-            rank = self.config.parallel.rank
-            name = self.config.engine_id
+            rank = self._engine.rank
+            name = self._engine.engine_id
             region = (
                 HostRegion.create(
                     name,
                     self._geometry,
-                    attachers=self.config.parallel.world_size,
+                    attachers=self._engine.world_size,
                     timeout_s=_MEET_TIMEOUT_S,
                 )
                 if rank == 0
@@ -137,7 +136,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     kv_caches,
                     region,
                     rank=rank,
-                    blocks_per_chunk=self.blocks_per_chunk,
+                    blocks_per_chunk=self._engine.blocks_per_chunk,
                     close_timeout_s=self._settings.transfer.close_timeout_s,
                 )
             except BaseException:

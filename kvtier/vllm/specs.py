@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm.v1.kv_offload.base import LoadStoreSpec
+from kvtier.vllm.contract import LoadStoreSpec
 
 __all__ = ["SlotLoadStoreSpec"]
 
@@ -20,6 +20,11 @@ class SlotLoadStoreSpec(LoadStoreSpec):
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         self.slots = list(slots)
         self.generations = list(generations)
+
+    @staticmethod
+    def medium() -> str:
+        """Name the memory the slots are in; nobody asks since vLLM 0.26."""
+        return "CPU"
 
     def __repr__(self) -> str:
         return f"SlotLoadStoreSpec({self.slots})"

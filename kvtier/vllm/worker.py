@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
+
+from kvtier.connector.device import DeviceEngine, DeviceResult
+from kvtier.errors import UnsupportedError
+from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.types import Why
+from kvtier.vllm.contract import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
-
-from kvtier.connector.device import DeviceEngine, DeviceResult
-from kvtier.errors import UnsupportedError
-from kvtier.memory.copy import BlockCopyPlan, KVBlocks
-from kvtier.types import Why
 from kvtier.vllm.specs import SlotLoadStoreSpec
 
 if TYPE_CHECKING:
