@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
+from kvtier.memory.slot_layout import RankShare
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
 from kvtier.types import Job, JobId, Outcome, Why
@@ -67,6 +68,7 @@ class DeviceEngine:
         kv: The rank's KV memory.
         region: The RAM tier; closed with the engine.
         rank: This rank.
+        share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest :meth:`close`.
 
@@ -80,13 +82,14 @@ class DeviceEngine:
         region: HostRegion,
         *,
         rank: int,
+        share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
     ) -> None:
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._close_timeout_s = close_timeout_s
-        self._copier = BlockCopier(kv, region, rank=rank, blocks_per_chunk=blocks_per_chunk)
+        self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         # One thread: copies share a link, and a block stored and loaded again keeps its order.
         self._pool = IoPool(1, name=f"kvtier-copy-{rank}")
         control = region.control
@@ -97,7 +100,7 @@ class DeviceEngine:
                 ("gpu", "ram"): self._store,
                 ("ram", "gpu"): DeviceLoad(self._copier, control, rank=rank, pool=self._pool),
             },
-            chunk_nbytes=region.geometry.shard_nbytes,
+            chunk_nbytes=region.geometry.stripe_nbytes * len(share.stripes),
             limits=EngineLimits(
                 queued_bytes=_UNBOUNDED,
                 running_bytes=_UNBOUNDED,

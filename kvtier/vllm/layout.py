@@ -7,7 +7,7 @@ import hashlib
 import operator
 from pathlib import Path
 
-from kvtier.config import KvtierConfig, check_chunk_fits, environment, slot_nbytes
+from kvtier.config import KvtierConfig, check_chunk_fits, environment
 from kvtier.connector.observer import Positions
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
@@ -19,12 +19,11 @@ __all__ = [
     "block_hashes_are_stable",
     "chunk_positions",
     "fingerprint",
-    "region_geometry",
     "require_supported_layout",
 ]
 
 _POSITIONS = "_offload_key_positions"
-_FORMAT = "kvtier-vllm-1"
+_FORMAT = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
 
 
@@ -33,7 +32,8 @@ def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
 
     Raises:
         UnsupportedError: A parallelism or layout kvtier does not support.
-        ConfigError: The engine was started with another chunk size than the file says.
+        ConfigError: The engine was started with another chunk size than the file says, or a
+            tier is smaller than a chunk.
     """
     if engine.pp_size > 1 or engine.pcp_size > 1 or engine.dcp_size > 1:
         raise UnsupportedError(
@@ -50,27 +50,13 @@ def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
             f"vLLM was started with {engine.blocks_per_chunk}: start it with what "
             "`kvtier vllm-args` prints"
         )
+    # What a chunk has at least: one worker's part. The workers know the rest, and check it.
+    check_chunk_fits(config, engine.worker_kv_bytes_per_block * engine.blocks_per_chunk)
 
 
-def region_geometry(engine: EngineFacts, config: KvtierConfig) -> RegionGeometry:
-    """Return the shape of the RAM tier.
-
-    Raises:
-        ConfigError: A tier is smaller than one chunk.
-    """
-    shard_nbytes = engine.worker_kv_bytes_per_block * engine.blocks_per_chunk
-    chunk_nbytes = shard_nbytes * engine.world_size
-    check_chunk_fits(config, chunk_nbytes)
-    size = slot_nbytes(chunk_nbytes)
-    return RegionGeometry(
-        slots=config.tiers[0].capacity_bytes // size,
-        slot_nbytes=size,
-        shard_nbytes=shard_nbytes,
-        ranks=engine.world_size,
-    )
-
-
-def fingerprint(engine: EngineFacts, config: KvtierConfig) -> LayoutFingerprint:
+def fingerprint(
+    engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
+) -> LayoutFingerprint:
     """Return everything stored bytes depend on besides the tokens, which the keys name."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     return LayoutFingerprint(
@@ -85,9 +71,9 @@ def fingerprint(engine: EngineFacts, config: KvtierConfig) -> LayoutFingerprint:
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
             "tokens_per_hash": engine.tokens_per_hash,
             "blocks_per_chunk": engine.blocks_per_chunk,
-            "worker_kv_bytes_per_block": engine.worker_kv_bytes_per_block,
-            "world_size": engine.world_size,
-            "tp_size": engine.tp_size,
+            "ranks": "any" if geometry.is_portable else geometry.ranks,
+            "stripes": geometry.stripes,
+            "stripe_nbytes": geometry.stripe_nbytes,
             "hash_seed": environment().python_hash_seed or "",
         }
     )

@@ -28,11 +28,11 @@ from kvtier.vllm.contract import (
 from kvtier.vllm.layout import (
     chunk_positions,
     fingerprint,
-    region_geometry,
     require_supported_layout,
 )
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
+from kvtier.vllm.slots import lay_out_slots, require_same_file
 from kvtier.vllm.worker import KVTierWorker
 
 __all__ = ["KVTierOffloadingSpec"]
@@ -69,7 +69,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             )
         self._settings = load_config(path)
         require_supported_layout(self._engine, self._settings)
-        self._geometry = region_geometry(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
 
@@ -87,14 +86,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             settings = self._settings
             chunk_tokens = self._engine.chunk_tokens
-            region = HostRegion.attach(
-                self._engine.engine_id, self._geometry, timeout_s=_MEET_TIMEOUT_S
-            )
+            # The workers chose its shape: only they see how the KV memory is laid out.
+            region = HostRegion.attach(self._engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
             try:
+                require_same_file(region.geometry, self._engine, settings)
                 storage = open_storage(
                     settings,
                     region,
-                    fingerprint(self._engine, settings),
+                    fingerprint(self._engine, settings, region.geometry),
                     tokens_per_chunk=chunk_tokens,
                     record_events=self._engine.records_events,
                     positions=chunk_positions(),
@@ -121,21 +120,23 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             rank = self._engine.rank
             name = self._engine.engine_id
+            geometry, share = lay_out_slots(self._engine, self._settings, kv_caches)
             region = (
                 HostRegion.create(
                     name,
-                    self._geometry,
+                    geometry,
                     attachers=self._engine.world_size,
                     timeout_s=_MEET_TIMEOUT_S,
                 )
                 if rank == 0
-                else HostRegion.attach(name, self._geometry, timeout_s=_MEET_TIMEOUT_S)
+                else HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
             )
             try:
                 self._worker = KVTierWorker(
                     kv_caches,
                     region,
                     rank=rank,
+                    share=share,
                     blocks_per_chunk=self._engine.blocks_per_chunk,
                     close_timeout_s=self._settings.transfer.close_timeout_s,
                 )

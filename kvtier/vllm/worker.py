@@ -17,6 +17,7 @@ from typing_extensions import override
 from kvtier.connector.device import DeviceEngine, DeviceResult
 from kvtier.errors import UnsupportedError
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Why
 from kvtier.vllm.contract import (
     CanonicalKVCaches,
@@ -42,6 +43,7 @@ class KVTierWorker(OffloadingWorker):
         kv_caches: The rank's KV memory.
         region: The RAM tier; closed with the worker.
         rank: This rank.
+        share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest :meth:`shutdown`.
     """
@@ -52,6 +54,7 @@ class KVTierWorker(OffloadingWorker):
         region: HostRegion,
         *,
         rank: int,
+        share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
     ) -> None:
@@ -59,6 +62,7 @@ class KVTierWorker(OffloadingWorker):
             _kv_blocks(kv_caches),
             region,
             rank=rank,
+            share=share,
             blocks_per_chunk=blocks_per_chunk,
             close_timeout_s=close_timeout_s,
         )
