@@ -107,7 +107,10 @@ class DeviceEngine:
                 breaker_failures=_UNBOUNDED,
             ),
         )
+        self._rank = rank
+        self._control = control
         self._reasons: dict[JobId, Why] = {}
+        self._failed: list[DeviceResult] = []
 
     def plan(
         self,
@@ -151,14 +154,40 @@ class DeviceEngine:
         """
         self._submit(job_id, Why.LOAD, plan, generations)
 
+    def fail(
+        self,
+        job_id: JobId,
+        why: Why,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        error: Exception,
+    ) -> None:
+        """End a job that could not be started, as one that ran and failed.
+
+        Args:
+            job_id: The job; not known to :meth:`poll` yet.
+            why: Whether it was a store or a load.
+            slots: Its slots.
+            generations: Their stamps.
+            error: What kept it from being started.
+        """
+        self._reasons.pop(job_id, None)
+        if why is Why.LOAD:
+            self._control.refuse(self._rank, slots, generations)
+        self._control.acknowledge(self._rank, slots)
+        outcomes = [Outcome.FAILED] * len(slots)
+        text = f"{type(error).__name__}: {error}"
+        self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
+
     @property
     def idle(self) -> bool:
         """Whether every job ended."""
-        return self._engine.idle
+        return self._engine.idle and not self._failed
 
     def poll(self) -> list[DeviceResult]:
         """Return the jobs that ended since the last call, in the order they did."""
-        return [
+        failed, self._failed = self._failed, []
+        return failed + [
             DeviceResult(
                 job_id=result.job_id,
                 why=self._reasons.pop(result.job_id),
@@ -189,7 +218,7 @@ class DeviceEngine:
         Returns:
             False when ``timeout_s`` passed first.
         """
-        return self._engine.wait_any(timeout_s=timeout_s)
+        return bool(self._failed) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let running copies end and release the memory. Idempotent."""

@@ -156,8 +156,8 @@ class Cache(Protocol):
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin chunks that were hits in this step and say where they are."""
 
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        """Take back a load's pins."""
+    def complete_load(self, req_id: str) -> None:
+        """End a request's oldest load: chunks a worker could not load are dropped."""
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
         """Give new chunks slots; None when there is no room now."""

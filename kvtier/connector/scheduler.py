@@ -298,7 +298,7 @@ class ConnectorScheduler:
                 # The same answer again could fail again, for ever.
                 tracked.recomputes = True
                 tracked.offer_anew()
-            self._cache.complete_load(job.keys)
+            self._cache.complete_load(tracked.req_id)
         self._forget_if_over(tracked)
 
     def _end(self, req_id: str) -> None:

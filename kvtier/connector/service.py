@@ -160,9 +160,9 @@ class CacheService:
         return self._manager.load_source(key)
 
     @answered_with(_nothing)
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        """Take back a load's pins."""
-        self._manager.complete_load(keys)
+    def complete_load(self, req_id: str) -> None:
+        """End a request's load: chunks a worker could not load are dropped."""
+        self._manager.complete_load(req_id)
 
     # -- store ---------------------------------------------------------------------------------
 

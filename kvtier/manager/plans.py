@@ -154,6 +154,9 @@ class SlotTruth(Protocol):
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether every rank's bytes of that generation are whole."""
 
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether no rank failed to load the bytes of that generation."""
+
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Stamp slots whose bytes came from a slower tier, so that workers may load them."""
 

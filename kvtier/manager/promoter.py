@@ -140,7 +140,22 @@ class Promoter:
         request.wanting = False
         request.pending = 0
         request.lookups = 0
-        request.phase = Phase.ASKING
+        if request.phase != Phase.FAILED:
+            request.phase = Phase.ASKING
+
+    def give_up(self, request: RequestState) -> None:
+        """Keep and promise nothing more for ``request``: a load of its did not work.
+
+        It would be asked again and answered the same for as long as what broke the load lasts.
+        """
+        self.release(request)
+        request.phase = Phase.FAILED
+
+    def take_from_all(self, copy: ChunkCopy) -> None:
+        """End the grants of a whole copy that must leave; it will be a miss for everybody."""
+        for request in (*self._waiting, *self._settled):
+            while copy in request.granted:
+                self._give_back(request, copy)
 
     def settle(self, copy: ChunkCopy, *, arrived: bool) -> None:
         """Tell the requests that wait for ``copy`` that it is whole, or will not be in time."""

@@ -23,6 +23,8 @@ class Phase:
     """Its chunks are on their way."""
     SETTLED: ClassVar[int] = 3
     """Answers show RAM alone: hits are kept for it, all else is recomputed."""
+    FAILED: ClassVar[int] = 4
+    """A load of its did not work: every answer is a miss until it ends."""
 
 
 class RequestState:

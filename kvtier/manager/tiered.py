@@ -15,13 +15,13 @@ keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
+from kvtier.manager.loader import Loader
 from kvtier.manager.plans import (
     LoadPlan,
     Lookup,
@@ -84,6 +84,7 @@ class TieredOffloadingManager:
         self._promoter = Promoter(self._ladder)
         self._demoter = Demoter(self._ladder)
         self._storer = Storer(self._ladder, self._promoter, self._demoter)
+        self._loader = Loader(self._ladder, self._promoter, self._demoter)
         self._quarantine = Quarantine(self._ladder)
         self._requests: dict[str, RequestState] = {}
 
@@ -113,6 +114,8 @@ class TieredOffloadingManager:
             request = self._requests[req_id] = RequestState(req_id)
         phase = request.phase
         if phase != _ASKING:
+            if phase == Phase.FAILED:
+                return Lookup.MISS
             if phase != Phase.SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
@@ -147,43 +150,20 @@ class TieredOffloadingManager:
             KeyError: A key is not resident: the caller did not look it up in this step. Loading
                 anything else in its place would be a wrong token, so there is no other answer.
         """
-        members = self._ram.copies
-        copies = [members[key] for key in keys]
-        for copy in copies:
-            if copy.state != _RESIDENT:
-                raise KeyError(copy.key)
-        self._ram.pin_many(copies)
-        for copy in copies:
-            copy.hits += 1
-        origins = [copy.origin for copy in copies]
-        for tier, hits in Counter(origins).items():
-            self._ladder.tiers[tier].counters.hits += hits
-        self._ram.touch(copies, self._ladder.ctx)
-        self._demoter.used(copies)
-        request = self._requests.get(req_id)
-        if request is not None:
-            self._promoter.release(request)
-            request.remember(keys)
-        slots = [copy.slot for copy in copies]
-        self._truth.issue(slots)
-        return LoadPlan(slots, [copy.generation for copy in copies], origins)
+        return self._loader.prepare(keys, req_id, self._requests.get(req_id))
 
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
         copy = self._ram.copies.get(key)
         return 0 if copy is None else copy.origin
 
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        """Take back the pins of a ``prepare_load``; keys of before a reset are ignored."""
-        ram = self._ram
-        for key in keys:
-            copy = ram.copies.get(key)
-            if copy is None or copy.state != _RESIDENT or not copy.pins:
-                continue
-            copy.origin = 0
-            ram.unpin(copy)
-            if copy.transient and not copy.pins:
-                self._ladder.drop(ram, copy)
+    def complete_load(self, req_id: str) -> None:
+        """End the oldest load of ``req_id``, which may have ended itself.
+
+        Chunks that a worker recorded it could not load leave RAM, and the request is answered
+        MISS from now on. A load of before a reset is ignored.
+        """
+        self._loader.complete(req_id, self._requests.get(req_id))
 
     # -- store ------------------------------------------------------------------------------
 
@@ -359,7 +339,8 @@ class TieredOffloadingManager:
             self._promoter.release(request)
         unsent = self.take_jobs()
         self._ladder.retention.clear()
-        self._quarantine.evacuate()
+        self._quarantine.evacuate(self._loader.in_flight())
+        self._loader.clear()
         self._demoter.clear()
         for gaps in self._ladder.gaps:
             gaps.clear()

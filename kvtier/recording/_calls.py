@@ -9,6 +9,7 @@ name them by number. Requests are numbered too, for their ids may be their clien
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,6 +25,9 @@ CALLS_MARK: Final = "kvtier_calls"
 
 _VERSION: Final = 2
 _PART: Final = 4096
+_NO_LOAD: Final = -1
+"""Stands for a load of before a reset, whose end the manager ignores."""
+_LOAD_ENDS: Final = ("complete_load", "request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,14 @@ class CallEncoder:
         self._keys: dict[ChunkKey, int] = {}
         self._new: list[str] = []
         self._requests: dict[str, int] = {}
+        self._loading: dict[str, deque[int]] = {}
         self._begun = 0
         self._plain: Mapping[str, Callable[[Any], Any]] = {
             "keys": self._numbers,
             "stored": self._numbers,
             "evicted": self._numbers,
             "request": self._number_of,
+            "load": self._number_of_load,
             "started": self._known,
             "preempted": self._known,
             "jobs": self._described,
@@ -98,9 +104,13 @@ class CallEncoder:
             return
         line: dict[str, Any] = {"call": name}
         for field, value in values.items():
-            plain = self._plain.get(field)
+            plain = self._plain.get("load" if (name, field) == _LOAD_ENDS else field)
             line[field] = value if plain is None else plain(value)
-        if name == "end_request":
+        if name == "prepare_load":
+            self._loading.setdefault(values["request"], deque()).append(line["request"])
+        elif name == "reset":
+            self._loading.clear()
+        elif name == "end_request":
             del self._requests[values["request"]]
         yield self._finish(line)
 
@@ -127,6 +137,16 @@ class CallEncoder:
         if number is None:
             number = self._requests[req_id] = self._begun
             self._begun += 1
+        return number
+
+    def _number_of_load(self, req_id: str) -> int:
+        """Return the number of the request whose load is over; the request may be, too."""
+        loads = self._loading.get(req_id)
+        if loads is None:
+            return _NO_LOAD
+        number = loads.popleft()
+        if not loads:
+            del self._loading[req_id]
         return number
 
     def _job(self, job: Job) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class _Witness:
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         return self._remember(self._truth.stored(slots, generations))
 
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        return self._remember(self._truth.loaded(slots, generations))
+
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         return self._remember(self._truth.quiet(slots))
 
@@ -136,11 +139,9 @@ class RecordingManager(TieredOffloadingManager):
         return plan
 
     @override
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        # A set's order is its own, and the order slots are freed in decides who gets them.
-        ordered = list(keys)
-        super().complete_load(ordered)
-        self._tell("complete_load", keys=ordered)
+    def complete_load(self, req_id: str) -> None:
+        super().complete_load(req_id)
+        self._tell("complete_load", request=req_id)
 
     @override
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
@@ -157,6 +158,7 @@ class RecordingManager(TieredOffloadingManager):
 
     @override
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
+        # A set's order is its own, and the order slots are freed in decides who gets them.
         ordered = list(keys)
         super().complete_store(ordered)
         self._tell("complete_store", keys=ordered)

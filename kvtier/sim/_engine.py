@@ -224,7 +224,7 @@ class ModelEngine:
             self._may_answer = True
 
     def _loaded(self, request: ModelRequest) -> None:
-        self._manager.complete_load(request.keys[: request.hits])
+        self._manager.complete_load(request.req_id)
         heapq.heappush(self._ready, (request.number, request))
 
     def _computed(self, request: ModelRequest) -> ModelRequest:

@@ -63,6 +63,10 @@ class HonestTruth:
         """Return that all bytes are whole."""
         return [True for _ in zip(slots, generations, strict=True)]
 
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return that all bytes were loaded."""
+        return [True for _ in zip(slots, generations, strict=True)]
+
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         """Return that no worker is busy."""
         return [True] * len(slots)
@@ -253,7 +257,7 @@ def _reference(
         answer = manager.lookup(key, req_id)
     if answer is Lookup.HIT:
         manager.prepare_load((key,), req_id)
-        manager.complete_load((key,))
+        manager.complete_load(req_id)
     else:
         plan = manager.prepare_store((key,), req_id)
         if plan is not None and plan.keys:

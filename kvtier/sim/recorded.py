@@ -101,6 +101,9 @@ class _Recalled(HonestTruth):
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         return self._next() or super().stored(slots, generations)
 
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        return self._next() or super().loaded(slots, generations)
+
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         return self._next() or super().quiet(slots)
 
@@ -235,7 +238,7 @@ class _Replay:
         self._compare("tiers loaded from", list(plan.origins), line["origins"], count=0)
 
     def _complete_load(self, line: Line) -> None:
-        self._manager.complete_load(self._named(line["keys"]))
+        self._manager.complete_load(str(line["request"]))
 
     def _prepare_store(self, line: Line) -> None:
         plan = self._manager.prepare_store(*self._chain(line))

@@ -104,7 +104,7 @@ class Workbench:
     def load(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> LoadPlan:
         """Load ``keys`` at once."""
         plan = self.manager.prepare_load(keys, req_id)
-        self.manager.complete_load(set(keys))
+        self.manager.complete_load(req_id)
         self.check()
         return plan
 

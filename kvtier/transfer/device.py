@@ -93,9 +93,12 @@ class DeviceLoad(_DeviceRoute):
             self._copier.load(payload.plan, after=payload.after)
             return self._control.bears(self._rank, slots, payload.generations)
 
+        whole = False
         try:
             whole = await self._pool.run(copy, priority=int(job.why))
         finally:
+            if not whole:
+                self._control.refuse(self._rank, slots, payload.generations)
             self._control.acknowledge(self._rank, slots)
         if not whole:
             return SlotOutcomes(

@@ -109,8 +109,8 @@ class KVTierManager(OffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Take back a load's pins."""
-        self._service.complete_load(keys)
+        """End a load: what a worker could not load is dropped, and missed by its request."""
+        self._service.complete_load(req_context.req_id)
 
     # -- store ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ The spec object is built in every one of them from the same configuration.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -35,7 +35,7 @@ from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.slots import lay_out_slots, require_same_file
 from kvtier.vllm.worker import KVTierWorker
 
-__all__ = ["KVTierOffloadingSpec"]
+__all__ = ["KVTierConnectorSpec", "KVTierOffloadingSpec"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
@@ -55,6 +55,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
         UnsupportedError: This vLLM or this layout is not supported.
     """
+
+    _reports_failed_loads: ClassVar[bool] = False
 
     def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - vLLM's configurations
         require_supported_vllm(KVTierManager, KVTierWorker)
@@ -139,8 +141,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     share=share,
                     blocks_per_chunk=self._engine.blocks_per_chunk,
                     close_timeout_s=self._settings.transfer.close_timeout_s,
+                    reports_failed_loads=self._reports_failed_loads,
                 )
             except BaseException:
                 region.close()
                 raise
         return self._worker
+
+
+class KVTierConnectorSpec(KVTierOffloadingSpec):
+    """What :class:`~kvtier.vllm.connector.KVTierConnector` builds its halves from."""
+
+    _reports_failed_loads = True

@@ -1,9 +1,11 @@
 """The worker half: copies blocks between the device and RAM slots.
 
-vLLM kills the engine when a worker reports a failure, so every store is acknowledged as a
-success and the truth is left in the control block. A load that found another stamp than it
-was promised is the one exception: serving those bytes would be a wrong token, and no later
-message could undo it.
+vLLM's half of the worker asserts that every job worked, and the engine dies if one did not. So
+every job is acknowledged as a success and the truth is left in the control block. Of a load
+somebody must be told more, because a request waits for its bytes: the connector is, which
+reports it to vLLM. Behind the offloading spec there is nobody to tell, and a load that did not
+work is the one job that is not acknowledged: serving those bytes would be a wrong token, and no
+later message could undo it.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ class KVTierWorker(OffloadingWorker):
         share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest :meth:`shutdown`.
+        reports_failed_loads: Whether somebody asks :meth:`take_ended_loads`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         kv_caches: CanonicalKVCaches,
         region: HostRegion,
@@ -57,6 +60,7 @@ class KVTierWorker(OffloadingWorker):
         share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
+        reports_failed_loads: bool = False,
     ) -> None:
         self._device = DeviceEngine(
             _kv_blocks(kv_caches),
@@ -66,6 +70,8 @@ class KVTierWorker(OffloadingWorker):
             blocks_per_chunk=blocks_per_chunk,
             close_timeout_s=close_timeout_s,
         )
+        self._reports_failed_loads = reports_failed_loads
+        self._ended_loads: dict[int, str] = {}
 
     @override
     def submit_store(
@@ -73,7 +79,11 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """Start copying blocks to RAM slots."""
         chunks = _slots(dst_spec)
-        self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
+        try:
+            self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
+        except Exception as error:
+            logger.exception("store %d was not started", job_id)
+            self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, error)
         return True
 
     @override
@@ -86,13 +96,26 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """Start copying RAM slots to blocks."""
         chunks = _slots(src_spec)
-        self._device.load(job_id, self._plan(dst_spec, chunks), chunks.generations)
+        try:
+            self._device.load(job_id, self._plan(dst_spec, chunks), chunks.generations)
+        except Exception as error:
+            logger.exception("load %d was not started", job_id)
+            self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
         return True
 
     @override
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        return [_acknowledgement(result) for result in self._device.poll()]
+        return [self._acknowledgement(result) for result in self._device.poll()]
+
+    def take_ended_loads(self) -> dict[int, str]:
+        """Return the loads that :meth:`get_finished` named since the last call.
+
+        Returns:
+            Job ids, and what went wrong with each; empty where nothing did.
+        """
+        ended, self._ended_loads = self._ended_loads, {}
+        return ended
 
     @override
     def wait(self, job_ids: set[int]) -> None:
@@ -104,6 +127,23 @@ class KVTierWorker(OffloadingWorker):
         """Let running copies end and release the memory. Idempotent."""
         self._device.close()
 
+    def _acknowledgement(self, result: DeviceResult) -> TransferResult:
+        lost = result.why is Why.LOAD and not result.is_whole
+        if self._reports_failed_loads:
+            if result.why is Why.LOAD:
+                error = result.error or "not every byte arrived"
+                self._ended_loads[result.job_id] = error if lost else ""
+        elif lost:
+            logger.critical(
+                "refusing to let a request continue on KV that was not loaded: %s", result.error
+            )
+        return TransferResult(
+            job_id=result.job_id,
+            success=self._reports_failed_loads or not lost,
+            transfer_size=result.nbytes,
+            transfer_time=result.seconds,
+        )
+
     def _plan(self, blocks: GPULoadStoreSpec, chunks: SlotLoadStoreSpec) -> BlockCopyPlan:
         return self._device.plan(
             blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
@@ -114,20 +154,6 @@ def _slots(spec: LoadStoreSpec) -> SlotLoadStoreSpec:
     if not isinstance(spec, SlotLoadStoreSpec):
         raise UnsupportedError(f"{type(spec).__name__} is not a spec of kvtier's")
     return spec
-
-
-def _acknowledgement(result: DeviceResult) -> TransferResult:
-    lost = result.why is Why.LOAD and not result.is_whole
-    if lost:
-        logger.critical(
-            "refusing to let a request continue on KV that was not loaded: %s", result.error
-        )
-    return TransferResult(
-        job_id=result.job_id,
-        success=not lost,
-        transfer_size=result.nbytes,
-        transfer_time=result.seconds,
-    )
 
 
 def _kv_blocks(kv_caches: CanonicalKVCaches) -> KVBlocks:

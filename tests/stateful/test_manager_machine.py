@@ -51,6 +51,7 @@ class Request:
     running: bool = False
     lookups: int = 0
     loading: bool = False
+    failed: bool = False
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class WorkerOp:
     epoch: int
     writes: bool
     request: Request | None = None
+    failed: bool = False
 
 
 @dataclass(eq=False)
@@ -178,6 +180,11 @@ class ManagerMachine(RuleBasedStateMachine):
         """Look a request up like vLLM does: every group, up to its first miss."""
         request.lookups += 1
         hits, deferred = request.chunks, False
+        if request.failed:
+            for group in range(GROUPS):
+                keys = prefix(hits, of=request.prompt, group=group)
+                assert self.manager.lookup_prefix(keys, request.req_id) == 0
+            return 0
         for group in range(GROUPS):
             keys = prefix(hits, of=request.prompt, group=group)
             found = self.manager.lookup_prefix(keys, request.req_id)
@@ -300,7 +307,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.orders)
     @rule(data=st.data(), fails=st.integers(0, 4))
     def work(self, data: st.DataObject, fails: int) -> None:
-        """The workers do the oldest thing they were told to; a store's chunk may fail."""
+        """The workers do the oldest thing they were told to; a chunk of it may fail."""
         op = self.orders.pop(0)
         for at, (key, slot, generation) in enumerate(
             zip(op.keys, op.slots, op.generations, strict=True)
@@ -308,6 +315,9 @@ class ManagerMachine(RuleBasedStateMachine):
             if not op.writes:
                 assert self.contents[0].get(slot) == (key, op.epoch), "a wrong byte was loaded"
                 assert self.truth.generations[slot] == generation
+                if fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
+                    self.truth.refuse([slot], [generation])
+                    op.failed = True
             elif fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
                 self.contents[0][slot] = None
             else:
@@ -325,9 +335,15 @@ class ManagerMachine(RuleBasedStateMachine):
         if op.writes:
             self.manager.complete_store(set(op.keys))
             return
-        self.manager.complete_load(set(op.keys))
+        self.end_load(op)
+
+    def end_load(self, op: WorkerOp) -> None:
         if op.request is not None:
+            self.manager.complete_load(op.request.req_id)
             op.request.loading = False
+            if op.failed:  # the engine computes it, after asking again
+                op.request.failed = True
+                op.request.running = False
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -507,11 +523,10 @@ class ManagerMachine(RuleBasedStateMachine):
             op = self.orders[0]
             self.work_well(op)
         for op in self.acknowledged:
-            if op.request is not None:
-                op.request.loading = False
-            (self.manager.complete_store if op.writes else self.manager.complete_load)(
-                set(op.keys)
-            )
+            if op.writes:
+                self.manager.complete_store(set(op.keys))
+            else:
+                self.end_load(op)
         self.acknowledged = []
         for storage in list(self.storage):
             self.finish(storage, [Outcome.DONE] * len(storage.job.keys))

@@ -49,7 +49,7 @@ def test_a_load_in_flight_keeps_its_slots_until_it_is_over() -> None:
     bench.truth.not_quiet = {0}
     bench.manager.prepare_load(prefix(1), "a")
     bench.manager.reset()
-    bench.manager.complete_load(prefix(1))
+    bench.manager.complete_load("a")
     assert bench.ram.slots.free == 1
     bench.truth.not_quiet = set()
     bench.step()

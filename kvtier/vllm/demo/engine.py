@@ -20,7 +20,7 @@ import prometheus_client
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from kvtier.config import load_config
+from kvtier.config import load_config, vllm_transfer_config
 from kvtier.vllm.demo.model import BLOCK_TOKENS
 from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
 
@@ -63,17 +63,9 @@ def connector(scenario: Scenario) -> KVTransferConfig | None:
     """Return how vLLM is told of kvtier."""
     if scenario.config is None:
         return None
-    wishes = load_config(scenario.config).engine
+    settings = load_config(scenario.config)
     return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "spec_name": "KVTierOffloadingSpec",
-            "spec_module_path": "kvtier.vllm.spec",
-            "kvtier_config": str(scenario.config),
-            "blocks_per_chunk": wishes.blocks_per_chunk,
-            "offload_prompt_only": not wishes.store_decode,
-        },
+        **vllm_transfer_config(scenario.config, settings, door=scenario.door)
     )
 
 

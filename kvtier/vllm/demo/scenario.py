@@ -8,6 +8,8 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtier.config import Door
+
 __all__ = [
     "Answer",
     "Prompt",
@@ -57,6 +59,8 @@ class Scenario(_Value):
     """kvtier's YAML file; None runs vLLM alone."""
     waves: tuple[Wave, ...]
     gpu_blocks: int = 140
+    door: Door = Door.CONNECTOR
+    """The way into vLLM."""
     ranks: int = 1
     """Tensor-parallel workers."""
     context_tokens: int = 4096
