@@ -20,9 +20,11 @@ from kvtier.connector.context import RequestContext
 from kvtier.connector.hints import HintReader, RequestHints
 from kvtier.connector.pressure import PressureLog
 from kvtier.connector.statistics import EngineStatistics, engine_statistics
+from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+from kvtier.types import JobId, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
 
@@ -97,6 +99,8 @@ class CacheService:
         self._hints: dict[str, RequestHints] = {}
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
+        self._transfers = ConnectorStats()
+        self._ways: dict[JobId, tuple[str, str]] = {}
         self._pressure = PressureLog(
             [tier.name for tier in storage.manager.snapshot().tiers],
             storage.region.geometry.slot_nbytes,
@@ -213,6 +217,15 @@ class CacheService:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""
         return self._manager.take_reuse_gaps()
 
+    def take_transfers(self) -> ConnectorStats:
+        """Return the transfers between tiers that ended since the last call."""
+        return self._transfers.clone_and_reset()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there will be another step: a request runs, or work is pending."""
+        return bool(self._manager.requests) or self.has_pending_work()
+
     def statistics(self) -> EngineStatistics:
         """Return all figures of this engine now."""
         recorder = self._storage.recorder
@@ -277,6 +290,7 @@ class CacheService:
 
     def _take_results(self) -> None:
         for result in self._engine.poll():
+            self._note_transfer(result)
             try:
                 self._manager.apply(result)
             except Exception as error:  # noqa: BLE001 - the other results must not be lost
@@ -284,10 +298,18 @@ class CacheService:
         for tier, slot in self._manager.take_corrupt():
             self._storage.tiers[tier - 1].forget((slot,))
 
+    def _note_transfer(self, result: TransferResult) -> None:
+        if not result.settled:
+            return
+        way = self._ways.pop(result.job_id, None)
+        if way is not None and result.nbytes:
+            self._transfers.record_transfer(result.nbytes, result.seconds, way)
+
     def _hand_over(self) -> list[int]:
         """Give the storage engine the jobs and cancellations planned since the last call."""
         jobs = self._manager.take_jobs()
         for job in jobs:
+            self._ways[job.job_id] = job.source, job.destination
             self._engine.submit(job)
         for job_id in self._manager.take_cancels():
             self._engine.cancel(job_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.manager import ManagerSnapshot, TierSnapshot
 from kvtier.recording import RecorderStatistics
@@ -12,8 +13,7 @@ from kvtier.transfer import ChannelStatistics
 __all__ = ["EngineStatistics", "ShadowFigures", "TierFigures", "engine_statistics"]
 
 
-@dataclass(frozen=True, slots=True)
-class TierFigures:
+class TierFigures(NamedTuple):
     """One tier; counters since the engine started, the rest as it is now.
 
     Attributes:
@@ -22,16 +22,23 @@ class TierFigures:
         hit_tokens: Prompt tokens they stand for.
         miss_chunks: Chunks asked for and not here: those found in a slower tier, and one per
             request for the first that was nowhere.
+        stranded_chunks: Chunks that were here and were computed all the same, because one that
+            comes before them was in no tier.
+        skipped_load_chunks: Chunks not loaded because computing them was expected to be faster.
+        skipped_load_tokens: Prompt tokens they stand for.
         stored_chunks: Chunks that became resident.
         evicted_chunks: Chunks that left to make room.
         promoted_chunks: Chunks that came up from here to RAM to stay.
+        demoted_chunks: Chunks that went down from here and arrived.
         refused_chunks: Chunks not taken for lack of room or by policy.
         lost_chunks: Chunks that did not reach the slower tier they were meant for.
         unretained_chunks: Chunks asked to be kept that were not, or not as long.
         dropped_chunks: Chunks meant for the tier and not sent because it did not keep up.
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
-        failed_reads: Chunks whose transfer out failed or expired.
-        failed_writes: Chunks whose transfer in failed or expired.
+        failed_reads: Chunks whose transfer out failed.
+        failed_writes: Chunks whose transfer in failed.
+        expired_chunks: Chunks whose transfer did not end before its deadline.
+        shut_out_chunks: Chunks whose transfer was refused: out of service, or queue full.
         read_bytes: Bytes that left for another tier.
         written_bytes: Bytes that arrived from another tier.
         transfer_seconds: Run time of storage transfers.
@@ -50,9 +57,13 @@ class TierFigures:
     hit_chunks: int
     hit_tokens: int
     miss_chunks: int
+    stranded_chunks: int
+    skipped_load_chunks: int
+    skipped_load_tokens: int
     stored_chunks: int
     evicted_chunks: int
     promoted_chunks: int
+    demoted_chunks: int
     refused_chunks: int
     lost_chunks: int
     unretained_chunks: int
@@ -60,6 +71,8 @@ class TierFigures:
     corrupt_chunks: int
     failed_reads: int
     failed_writes: int
+    expired_chunks: int
+    shut_out_chunks: int
     read_bytes: int
     written_bytes: int
     transfer_seconds: float
@@ -140,10 +153,14 @@ def engine_statistics(
         shadows: Shadow policies, tier by tier.
         recorder: The recording's, if there is one.
     """
+    worth = manager.worth
+    skips = zip(worth.skipped_chunks, worth.skipped_tokens, strict=True)
     return EngineStatistics(
         tiers=[
-            _tier_figures(tier, channels, hit_tokens[number], fastest=not number)
-            for number, tier in enumerate(manager.tiers)
+            _tier_figures(tier, channels, tokens, skipped, fastest=not number)
+            for number, (tier, tokens, skipped) in enumerate(
+                zip(manager.tiers, hit_tokens, skips, strict=True)
+            )
         ],
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,
@@ -159,20 +176,39 @@ def _tier_figures(
     tier: TierSnapshot,
     channels: Mapping[tuple[str, str], ChannelStatistics],
     hit_tokens: int,
+    skipped: tuple[int, int],
     *,
     fastest: bool,
 ) -> TierFigures:
     counters = tier.counters
-    out = [stats for (source, _), stats in channels.items() if source == tier.name]
-    into = [stats for (_, target), stats in channels.items() if target == tier.name]
+    read_bytes = written_bytes = queued_bytes = refused = expired = 0
+    seconds = queued_s = 0.0
+    out_of_service = False
+    for ends, channel in channels.items():
+        if tier.name not in ends:
+            continue
+        if tier.name == ends[0]:
+            read_bytes += channel.nbytes
+        else:
+            written_bytes += channel.nbytes
+        seconds += channel.seconds
+        queued_s += channel.queued_s
+        queued_bytes += channel.queued_bytes
+        refused += channel.refused
+        expired += channel.expired
+        out_of_service = out_of_service or channel.out_of_service
     return TierFigures(
         name=tier.name,
         hit_chunks=counters.hits,
         hit_tokens=hit_tokens,
         miss_chunks=counters.misses,
+        stranded_chunks=counters.stranded,
+        skipped_load_chunks=skipped[0],
+        skipped_load_tokens=skipped[1],
         stored_chunks=counters.stored,
         evicted_chunks=counters.evicted,
         promoted_chunks=counters.promoted,
+        demoted_chunks=counters.demoted,
         refused_chunks=counters.refused,
         lost_chunks=counters.lost,
         unretained_chunks=counters.unretained,
@@ -180,17 +216,19 @@ def _tier_figures(
         corrupt_chunks=counters.corrupt,
         failed_reads=counters.read_failed,
         failed_writes=counters.failed,
-        read_bytes=sum(stats.nbytes for stats in out),
-        written_bytes=sum(stats.nbytes for stats in into),
-        transfer_seconds=sum(stats.seconds for stats in (*out, *into)),
-        queue_seconds=sum(stats.queued_s for stats in (*out, *into)),
-        refused_jobs=sum(stats.refused for stats in (*out, *into)),
-        expired_jobs=sum(stats.expired for stats in (*out, *into)),
+        expired_chunks=counters.expired,
+        shut_out_chunks=counters.shut_out,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        transfer_seconds=seconds,
+        queue_seconds=queued_s,
+        refused_jobs=refused,
+        expired_jobs=expired,
         capacity_chunks=tier.capacity,
         used_chunks=tier.used,
         held_chunks=tier.held,
         dirty_chunks=tier.dirty,
-        queued_bytes=sum(stats.queued_bytes for stats in (*out, *into)),
+        queued_bytes=queued_bytes,
         # A channel's breaker is about the slower of its two ends.
-        out_of_service=int(not fastest and any(s.out_of_service for s in (*out, *into))),
+        out_of_service=int(out_of_service and not fastest),
     )

@@ -264,6 +264,11 @@ class TieredOffloadingManager:
         return [gaps.take() for gaps in self._ladder.gaps]
 
     @property
+    def requests(self) -> int:
+        """Requests that began and did not end."""
+        return len(self._requests)
+
+    @property
     def dropped(self) -> list[int]:
         """Chunks, tier by tier, that were not sent there because the tier did not keep up."""
         return [tier.counters.dropped for tier in self._ladder.tiers]

@@ -55,7 +55,7 @@ class KVTierManager(OffloadingManager):
         self._service = service
         self._lookup = service.lookup
         self._warn_of_random_hashes = persistent
-        self._reporter = StatsReporter() if report_metrics else None
+        self._reporter = StatsReporter(service) if report_metrics else None
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -162,11 +162,11 @@ class KVTierManager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what changed since the last call."""
+        """Return what changed since it was last told, if it is time to say so."""
         if self._reporter is None:
             return None
         try:
-            return self._reporter.report(self.statistics(), self._service.take_reuse_gaps())
+            return self._reporter.report()
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self._service.note_internal_error("get_stats", error)
             return None
