@@ -17,7 +17,7 @@ from itertools import compress
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier.connector.context import RequestContext
-from kvtier.connector.hints import HintReader, RequestHints
+from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNature
 from kvtier.connector.pressure import PressureLog
 from kvtier.connector.statistics import EngineStatistics, engine_statistics
 from kvtier.connector.stats import ConnectorStats
@@ -67,6 +67,18 @@ def _no_chunks() -> StorePlan | None:
     return StorePlan([], [], 0, [])
 
 
+def _natures(storage: Storage) -> list[TierNature]:
+    """Return what requests may call the tiers."""
+    names = [tier.name for tier in storage.manager.snapshot().tiers]
+    return [
+        TierNature(names[0], "CPU", "LOCAL"),
+        *(
+            TierNature(tier.name, "STORAGE", "LOCAL" if tier.is_local else "REMOTE")
+            for tier in storage.tiers
+        ),
+    ]
+
+
 class CacheService:
     """Answers a scheduler. Not thread-safe; one thread calls it.
 
@@ -95,7 +107,7 @@ class CacheService:
         self._tokens_per_chunk = tokens_per_chunk
         self._retain_s = retain_s
         self._close_timeout_s = close_timeout_s
-        self._reader = HintReader()
+        self._reader = HintReader(_natures(storage))
         self._hints: dict[str, RequestHints] = {}
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
@@ -113,11 +125,12 @@ class CacheService:
     @answered_with(_nothing)
     def begin_request(self, request: RequestContext) -> None:
         """Start remembering a request."""
-        if request.kv_transfer_params:
-            self._hints[request.req_id] = self._reader.read(request.kv_transfer_params)
-        self._manager.begin_request(request.req_id)
+        hints = self._reader.read(request.kv_transfer_params)
+        if hints != NO_HINTS:
+            self._hints[request.req_id] = hints
+        self._manager.begin_request(request.req_id, hints.terms)
         if self._observer is not None:
-            self._observer.arrived(request, time.monotonic())
+            self._observer.arrived(request, time.monotonic(), hints.terms.session)
 
     @answered_with(_nothing)
     def end_request(self, request: RequestContext) -> None:
@@ -175,7 +188,7 @@ class CacheService:
         """Give new chunks RAM slots; None when there is no room now."""
         self._take_results()
         hints = self._hints.get(req_id)
-        if hints is not None and hints.skip_store:
+        if hints is not None and hints.stores_nothing:
             return _no_chunks()
         return self._manager.prepare_store(keys, req_id)
 

@@ -11,11 +11,13 @@ from kvtier.manager.plans import (
     SlotTruth,
     StorePlan,
 )
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, WorthFigures
 
 __all__ = [
+    "NO_TERMS",
     "LoadChoice",
     "LoadPlan",
     "LoadPrice",
@@ -23,6 +25,7 @@ __all__ = [
     "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
+    "RequestTerms",
     "ResidencyEvent",
     "SlotTruth",
     "StorePlan",

@@ -65,7 +65,7 @@ class Demoter:
             return
         demote, ctx = self._ladder.placement.demote, self._ladder.ctx
         for copy in copies:
-            if demote(copy, tier.index, ctx) is not None:
+            if _may_enter(copy, demote(copy, tier.index, ctx)):
                 tier.mark_dirty(copy)
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class Demoter:
         for copy in list(ladder.ram.copies.values()):
             if copy.dirty and copy.state == CopyState.RESIDENT and id(copy) not in queued:
                 target = ladder.placement.demote(copy, 0, ladder.ctx)
-                if target is not None and not copy.pins:
+                if target is not None and _may_enter(copy, target) and not copy.pins:
                     ladder.ram.pin(copy)
                     self._queues[target].append(copy)
         self.flush()
@@ -175,7 +175,7 @@ class Demoter:
                 continue
             placed = False
             for target in place(copy, ctx):
-                if admit(copy, target, Why.DEMOTE, ctx):
+                if _may_enter(copy, target) and admit(copy, target, Why.DEMOTE, ctx):
                     placed = True
                     self._enqueue(copy, target)
             if not placed:
@@ -231,6 +231,8 @@ class Demoter:
             ChunkCopy(copy.key, slot, copy.parent, copy.depth)
             for copy, slot in zip(sources, target.slots.allocate(fits), strict=True)
         ]
+        for copy, above in zip(copies, sources, strict=True):
+            copy.session, copy.targets = above.session, above.targets
         target.add_writing(copies)
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
@@ -323,7 +325,7 @@ class Demoter:
         if not victim.dirty and victim.depth + 1 < ladder.placement.min_chunks:
             return None  # never was to go down, or it would be dirty
         target = ladder.placement.demote(victim, tier.index, ladder.ctx)
-        if target is None:
+        if target is None or not _may_enter(victim, target):
             return None
         if ladder.placement.admit(victim, target, Why.DEMOTE, ladder.ctx):
             return target
@@ -342,3 +344,8 @@ class Demoter:
             return queue
         moving = self._ladder.ledger.moving_out(target.index)
         return min(queue, target.slots.free if moving else target.room)
+
+
+def _may_enter(copy: ChunkCopy, target: int | None) -> bool:
+    """Return whether ``copy`` has a target and whoever stored it allows that tier."""
+    return target is not None and (copy.targets is None or target in copy.targets)

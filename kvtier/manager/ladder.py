@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
+from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import ReuseGaps
 from kvtier.manager.tier import TierState
@@ -69,14 +70,34 @@ class Ladder:
         return self._generation
 
     def slower_copy(
-        self, key: ChunkKey, *, than: int = 0
+        self, key: ChunkKey, *, than: int = 0, within: Collection[int] | None = None
     ) -> tuple[TierState, ChunkCopy] | None:
-        """Return the fastest resident copy of ``key`` in a tier slower than ``than``."""
+        """Return the fastest resident copy of ``key`` in a tier slower than ``than``.
+
+        Args:
+            key: The chunk.
+            than: Index of a tier.
+            within: Tiers to look at; None for all.
+        """
         for tier in self._slower[than]:
+            if within is not None and tier.index not in within:
+                continue
             copy = tier.copies.get(key)
             if copy is not None and copy.state == CopyState.RESIDENT:
                 return tier, copy
         return None
+
+    def held_within(self, key: ChunkKey, within: Collection[int]) -> bool:
+        """Return whether one of the tiers ``within`` holds ``key`` or sent it up to RAM."""
+        copy = self.ram.copies.get(key)
+        if copy is not None and copy.origin in within:
+            return True
+        return self.slower_copy(key, within=within) is not None
+
+    def serve(self, req_id: str, request: RequestState | None) -> None:
+        """Tell policies whose chunks the next uses and insertions are."""
+        self.ctx.request = req_id
+        self.ctx.session = "" if request is None else request.terms.session
 
     def make_room(
         self, tier: TierState, newcomers: Sequence[ChunkKey]

@@ -346,7 +346,7 @@ class Promoter:
         for key in request.asked:
             copy = copies.get(key)
             if copy is None:
-                found = self._ladder.slower_copy(key)
+                found = self._ladder.slower_copy(key, within=request.terms.load_tiers)
                 if found is None:
                     break
                 wishes.append(_Wish(key, None, *found))
@@ -392,6 +392,7 @@ class Promoter:
             how = ladder.placement.promote(source, index, ladder.ctx)
             source.hits += 1
             copy = ChunkCopy(wish.key, slot, source.parent, source.depth)
+            copy.session, copy.targets = source.session, source.targets
             copy.origin = index
             copy.transient = how.keep_source and not how.stay
             copy.generation = generation

@@ -35,6 +35,7 @@ from kvtier.manager.promoter import Promoter
 from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.requests import Phase, RequestState
 from kvtier.manager.storer import Storer
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
@@ -46,6 +47,7 @@ _depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
 _ASKING = Phase.ASKING
 _HIT = Lookup.HIT
+_MISS = Lookup.MISS
 
 
 class TieredOffloadingManager:
@@ -90,10 +92,10 @@ class TieredOffloadingManager:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def begin_request(self, req_id: str) -> None:
-        """Start remembering a request; idempotent."""
+    def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
+        """Start remembering a request, on its terms; idempotent."""
         if req_id not in self._requests:
-            self._requests[req_id] = RequestState(req_id)
+            self._requests[req_id] = RequestState(req_id, terms)
 
     def end_request(self, req_id: str) -> None:
         """Forget a request and what was kept for it; loads in flight stay pinned."""
@@ -120,6 +122,9 @@ class TieredOffloadingManager:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
         copy = self._resident.get(key)
+        within = request.terms.load_tiers
+        if within is not None and not self._ladder.held_within(key, within):
+            return _MISS
         if copy is not None and copy.state == _RESIDENT:
             if self._ram.leaving:
                 self._ram.stay(copy, self._ladder.ctx)
@@ -150,7 +155,9 @@ class TieredOffloadingManager:
             KeyError: A key is not resident: the caller did not look it up in this step. Loading
                 anything else in its place would be a wrong token, so there is no other answer.
         """
-        return self._loader.prepare(keys, req_id, self._requests.get(req_id))
+        request = self._requests.get(req_id)
+        self._ladder.serve(req_id, request)
+        return self._loader.prepare(keys, req_id, request)
 
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
@@ -177,7 +184,9 @@ class TieredOffloadingManager:
             What to store, perhaps nothing; None when there is no room *now* and asking again at
             the next step may help. None changes nothing.
         """
-        return self._storer.prepare(keys, self._requests.get(req_id))
+        request = self._requests.get(req_id)
+        self._ladder.serve(req_id, request)
+        return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """Make stored chunks hits, if every worker recorded that their bytes are whole.
@@ -377,18 +386,19 @@ class TieredOffloadingManager:
         """Answer for a chunk that is not whole in RAM."""
         if request.phase == _ASKING:
             self._ladder.asked(key)
-            if self._comes(copy, key):
+            if self._comes(request, copy, key):
                 self._promoter.note(request, key)
                 request.wanting = True
                 return Lookup.RETRY
         self._count_miss(request)
         return Lookup.MISS
 
-    def _comes(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
+    def _comes(self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey) -> bool:
         """Return whether ``key`` is on its way to RAM or could be brought there."""
         if copy is not None:
             return copy.state == CopyState.WRITING
-        return self._ladder.slower_copy(key) is not None
+        within = request.terms.load_tiers
+        return self._ladder.slower_copy(key, within=within) is not None
 
     def _count_miss(self, request: RequestState) -> None:
         if not request.missed:

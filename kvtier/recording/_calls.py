@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
+from kvtier.manager import RequestTerms
 from kvtier.types import Job, TransferResult
 
 __all__ = ["CALLS_MARK", "CallEncoder", "Ladder", "decisive"]
@@ -90,6 +91,7 @@ class CallEncoder:
             "preempted": self._known,
             "jobs": self._described,
             "result": self._result,
+            "terms": _terms,
         }
 
     def lines(self, name: str, values: Mapping[str, Any]) -> Iterator[bytes]:
@@ -190,6 +192,14 @@ class CallEncoder:
             line["new"] = self._new
             self._new = []
         return _line(line)
+
+
+def _terms(terms: RequestTerms) -> dict[str, Any]:
+    return {
+        "load_tiers": None if terms.load_tiers is None else sorted(terms.load_tiers),
+        "store_tiers": None if terms.store_tiers is None else sorted(terms.store_tiers),
+        "session": terms.session,
+    }
 
 
 def _line(values: Mapping[str, Any]) -> bytes:

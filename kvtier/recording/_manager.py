@@ -14,10 +14,12 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import (
+    NO_TERMS,
     LoadPlan,
     LoadWorth,
     Lookup,
     ManagerLimits,
+    RequestTerms,
     SlotTruth,
     StorePlan,
     TieredOffloadingManager,
@@ -107,9 +109,10 @@ class RecordingManager(TieredOffloadingManager):
         self._found: list[Lookup] = []
 
     @override
-    def begin_request(self, req_id: str) -> None:
-        super().begin_request(req_id)
-        self._tell("begin_request", request=req_id)
+    def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
+        super().begin_request(req_id, terms)
+        given = {} if terms == NO_TERMS else {"terms": terms}
+        self._tell("begin_request", request=req_id, **given)
 
     @override
     def end_request(self, req_id: str) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup
+from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.recording import Ladder
 from kvtier.sim._recording import Line, recorded_ladder, recorded_lines
@@ -221,7 +221,7 @@ class _Replay:
 
     def _begin_request(self, line: Line) -> None:
         self._requests += 1
-        self._manager.begin_request(str(line["request"]))
+        self._manager.begin_request(str(line["request"]), _terms(line.get("terms")))
 
     def _end_request(self, line: Line) -> None:
         self._refs += len(self._asked.pop(line["request"], ()))
@@ -310,6 +310,17 @@ class _Replay:
 
     def _reset(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.reset()
+
+
+def _terms(told: Line | None) -> RequestTerms:
+    if told is None:
+        return NO_TERMS
+    load, store = told["load_tiers"], told["store_tiers"]
+    return RequestTerms(
+        load_tiers=None if load is None else frozenset(load),
+        store_tiers=None if store is None else frozenset(store),
+        session=told["session"],
+    )
 
 
 def _short(value: object) -> str:
