@@ -140,6 +140,7 @@ _FAILED: Final = Metric(
 _CAUSES: Final = {
     "read": "failed_reads",
     "write": "failed_writes",
+    "load": "failed_loads",
     "corrupt": "corrupt_chunks",
     "expired": "expired_chunks",
     "refused": "shut_out_chunks",

@@ -37,6 +37,7 @@ class TierFigures(NamedTuple):
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
         failed_reads: Chunks whose transfer out failed.
         failed_writes: Chunks whose transfer in failed.
+        failed_loads: Chunks that a worker could not load into the GPU.
         expired_chunks: Chunks whose transfer did not end before its deadline.
         shut_out_chunks: Chunks whose transfer was refused: out of service, or queue full.
         read_bytes: Bytes that left for another tier.
@@ -71,6 +72,7 @@ class TierFigures(NamedTuple):
     corrupt_chunks: int
     failed_reads: int
     failed_writes: int
+    failed_loads: int
     expired_chunks: int
     shut_out_chunks: int
     read_bytes: int
@@ -216,6 +218,7 @@ def _tier_figures(
         corrupt_chunks=counters.corrupt,
         failed_reads=counters.read_failed,
         failed_writes=counters.failed,
+        failed_loads=counters.load_failed,
         expired_chunks=counters.expired,
         shut_out_chunks=counters.shut_out,
         read_bytes=read_bytes,

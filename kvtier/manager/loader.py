@@ -93,7 +93,7 @@ class Loader:
 
     def _condemn(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop copies that a worker could not load: who asks next must not get them."""
-        self._ram.counters.read_failed += len(copies)
+        self._ram.counters.load_failed += len(copies)
         for copy in copies:
             if copy.state == _RESIDENT:
                 self._promoter.take_from_all(copy)

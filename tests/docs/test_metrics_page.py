@@ -41,7 +41,7 @@ def test_every_row_says_what_to_do() -> None:
 
 def test_every_cause_of_a_failure_is_named() -> None:
     (row,) = re.findall(r"^\| `kvtier_failed_chunks_total` .*$", PAGE, re.MULTILINE)
-    assert {"read", "write", "corrupt", "expired", "refused"} <= set(
+    assert {"read", "write", "load", "corrupt", "expired", "refused"} <= set(
         re.findall(r"`(\w+)`", row)
     )
 

@@ -25,7 +25,7 @@ def test_what_a_worker_could_not_load_leaves_ram_and_the_rest_stays() -> None:
     bench.check()
     first, second, third = prefix(3)
     assert bench.resident() == {first, third}
-    assert bench.ram.counters.read_failed == 1
+    assert bench.ram.counters.load_failed == 1
     assert bench.ram.room == 4
     events = [(event.removed, *event.keys) for event in bench.manager.take_events()]
     assert events[-1] == (True, second)
@@ -115,6 +115,6 @@ def test_after_a_reset_a_failed_load_of_before_it_is_nobodys() -> None:
     bench.manager.reset()
     bench.manager.complete_load("reader")
     bench.check()
-    assert bench.ram.counters.read_failed == 0
+    assert bench.ram.counters.load_failed == 0
     bench.step()
     assert bench.ram.slots.free == 4
