@@ -129,6 +129,7 @@ _TIER_GAUGES: Final = {
     "held_chunks": "Chunks that could not be evicted now.",
     "dirty_chunks": "Chunks that must still reach a slower tier.",
     "queued_bytes": "Bytes queued or running to and from the tier.",
+    "load_seconds_per_gb": "What loading a gigabyte is estimated to take; 0 if not measured.",
     "out_of_service": "1 while the tier is skipped after repeated failures.",
 }
 _FAILED: Final = Metric(
@@ -149,6 +150,9 @@ _ENGINE_GAUGES: Final = {
     "waiting_requests": "Requests that wait for chunks on their way to RAM.",
     "granted_chunks": "RAM slots kept for waiting requests.",
     "retained_chunks": "RAM slots of chunks kept until a deadline.",
+    "recompute_seconds_per_token": (
+        "What computing a prompt token is estimated to take; 0 if not measured."
+    ),
 }
 _ENGINE_COUNTERS: Final = {
     "internal_errors": (

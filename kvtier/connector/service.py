@@ -18,10 +18,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier.connector.context import RequestContext
 from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNature
+from kvtier.connector.pace import StepClock
 from kvtier.connector.pressure import PressureLog
 from kvtier.connector.statistics import EngineStatistics, engine_statistics
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
+from kvtier.connector.worth_log import WorthLog
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 from kvtier.types import JobId, TransferResult
@@ -117,6 +119,8 @@ class CacheService:
             [tier.name for tier in storage.manager.snapshot().tiers],
             storage.region.geometry.slot_nbytes,
         )
+        self._worth = WorthLog([tier.name for tier in storage.manager.snapshot().tiers])
+        self._clock = StepClock()
         self._step_begins = True
         self._closed = False
 
@@ -214,8 +218,25 @@ class CacheService:
         self._manager.end_step(started=started, preempted=preempted, now=now)
         self._hand_over()
         self._pressure.note(self._manager.dropped, now)
+        self._worth.note(self._manager.worth, now)
         if self._observer is not None:
             self._observer.started(started, now)
+
+    @answered_with(_nothing)
+    def computing(self, tokens: int) -> None:
+        """Note that a step was scheduled which computes ``tokens`` prompt tokens.
+
+        An engine that says so for each of its steps, and :meth:`computed` when their output is
+        there, lets loads be compared with computing.
+        """
+        self._clock.scheduled(tokens, time.monotonic())
+
+    @answered_with(_nothing)
+    def computed(self) -> None:
+        """Note that the oldest step that was scheduled is over."""
+        step = self._clock.ended(time.monotonic())
+        if step is not None:
+            self._manager.computed(*step)
 
     @answered_with(lambda: False)
     def has_pending_work(self) -> bool:

@@ -51,6 +51,7 @@ class TierFigures(NamedTuple):
         held_chunks: Copies that could not be evicted now.
         dirty_chunks: Copies that must still reach a slower tier.
         queued_bytes: Bytes queued or running.
+        load_seconds_per_gb: Estimate of what loading takes from here; 0 if never measured.
         out_of_service: 1 while the tier is skipped, else 0.
     """
 
@@ -86,6 +87,7 @@ class TierFigures(NamedTuple):
     held_chunks: int
     dirty_chunks: int
     queued_bytes: int
+    load_seconds_per_gb: float
     out_of_service: int
 
 
@@ -120,6 +122,7 @@ class EngineStatistics:
         waiting_requests: Requests that wait for chunks on their way to RAM.
         granted_chunks: RAM slots kept for waiting requests.
         retained_chunks: RAM slots of chunks kept until a deadline.
+        recompute_seconds_per_token: Estimate of what computing takes; 0 if never measured.
         internal_errors: Unexpected errors answered as misses.
         trace_records: Records written to the trace.
         trace_dropped: Records that were not.
@@ -130,6 +133,7 @@ class EngineStatistics:
     waiting_requests: int
     granted_chunks: int
     retained_chunks: int
+    recompute_seconds_per_token: float
     internal_errors: int
     trace_records: int
     trace_dropped: int
@@ -156,17 +160,19 @@ def engine_statistics(
         recorder: The recording's, if there is one.
     """
     worth = manager.worth
-    skips = zip(worth.skipped_chunks, worth.skipped_tokens, strict=True)
+    per_gb = [0.0 if price is None else price.seconds(10**9) for price in worth.prices]
+    loads = zip(worth.skipped_chunks, worth.skipped_tokens, per_gb, strict=True)
     return EngineStatistics(
         tiers=[
-            _tier_figures(tier, channels, tokens, skipped, fastest=not number)
-            for number, (tier, tokens, skipped) in enumerate(
-                zip(manager.tiers, hit_tokens, skips, strict=True)
+            _tier_figures(tier, channels, tokens, load, fastest=not number)
+            for number, (tier, tokens, load) in enumerate(
+                zip(manager.tiers, hit_tokens, loads, strict=True)
             )
         ],
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,
         retained_chunks=manager.retained,
+        recompute_seconds_per_token=worth.recompute_s_per_token or 0.0,
         internal_errors=internal_errors,
         trace_records=0 if recorder is None else recorder.written,
         trace_dropped=0 if recorder is None else recorder.dropped,
@@ -178,7 +184,7 @@ def _tier_figures(
     tier: TierSnapshot,
     channels: Mapping[tuple[str, str], ChannelStatistics],
     hit_tokens: int,
-    skipped: tuple[int, int],
+    load: tuple[int, int, float],
     *,
     fastest: bool,
 ) -> TierFigures:
@@ -205,8 +211,8 @@ def _tier_figures(
         hit_tokens=hit_tokens,
         miss_chunks=counters.misses,
         stranded_chunks=counters.stranded,
-        skipped_load_chunks=skipped[0],
-        skipped_load_tokens=skipped[1],
+        skipped_load_chunks=load[0],
+        skipped_load_tokens=load[1],
         stored_chunks=counters.stored,
         evicted_chunks=counters.evicted,
         promoted_chunks=counters.promoted,
@@ -232,6 +238,7 @@ def _tier_figures(
         held_chunks=tier.held,
         dirty_chunks=tier.dirty,
         queued_bytes=queued_bytes,
+        load_seconds_per_gb=load[2],
         # A channel's breaker is about the slower of its two ends.
         out_of_service=int(out_of_service and not fastest),
     )

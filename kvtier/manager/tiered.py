@@ -95,7 +95,7 @@ class TieredOffloadingManager:
     def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
         """Start remembering a request, on its terms; idempotent."""
         if req_id not in self._requests:
-            self._requests[req_id] = RequestState(req_id, terms)
+            self._begin(req_id, terms)
 
     def end_request(self, req_id: str) -> None:
         """Forget a request and what was kept for it; loads in flight stay pinned."""
@@ -111,9 +111,7 @@ class TieredOffloadingManager:
         A HIT holds until the step ends: nothing is evicted between lookups of one step and the
         ``prepare_load`` that follows them.
         """
-        request = self._requests.get(req_id)
-        if request is None:
-            request = self._requests[req_id] = RequestState(req_id)
+        request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         phase = request.phase
         if phase != _ASKING:
             if phase == Phase.FAILED:
@@ -121,17 +119,17 @@ class TieredOffloadingManager:
             if phase != Phase.SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
-        copy = self._resident.get(key)
         within = request.terms.load_tiers
         if within is not None and not self._ladder.held_within(key, within):
             return _MISS
-        if copy is not None and copy.state == _RESIDENT:
-            if self._ram.leaving:
-                self._ram.stay(copy, self._ladder.ctx)
-            if phase == _ASKING:
-                self._promoter.note(request, key)
-            return _HIT
-        return self._look_below(request, copy, key)
+        copy = self._resident.get(key)
+        if copy is None or copy.state != _RESIDENT:
+            return self._look_below(request, copy, key)
+        if self._ram.leaving:
+            self._ram.stay(copy, self._ladder.ctx)
+        if phase == _ASKING:
+            self._promoter.note(request, key)
+        return _HIT
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
         """Return how many leading ``keys`` can be loaded now, or None to be asked again.
@@ -303,6 +301,11 @@ class TieredOffloadingManager:
         if result.settled:
             ledger.close(result.job_id)
 
+    @property
+    def worth(self) -> LoadWorth:
+        """Says which loads are worth their time."""
+        return self._ladder.worth
+
     def computed(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
 
@@ -379,6 +382,10 @@ class TieredOffloadingManager:
         )
 
     # -- internals --------------------------------------------------------------------------
+
+    def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
+        request = self._requests[req_id] = RequestState(req_id, terms)
+        return request
 
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey

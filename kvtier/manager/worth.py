@@ -167,6 +167,9 @@ class LoadWorth:
         chunk_tokens: Tokens that a chunk saves; 0 makes every load worth it.
         recompute_s_per_token: What computing takes; None to go by :meth:`computed`.
         margin: How many times the computing time a load may take; infinite for any.
+
+    Attributes:
+        last: The latest load that was not done, or not wholly.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class LoadWorth:
         self._tokens = 0.0
         self._skipped_chunks = [0] * tiers
         self._skipped_tokens = [0] * tiers
-        self._last: LoadChoice | None = None
+        self.last: LoadChoice | None = None
 
     # -- measuring --------------------------------------------------------------------------
 
@@ -272,10 +275,15 @@ class LoadWorth:
         """Count what is certain now not to be loaded; nothing for None."""
         if choice is None:
             return
-        self._last = choice
+        self.last = choice
         for tier, chunks in choice.skipped.items():
             self._skipped_chunks[tier] += chunks
             self._skipped_tokens[tier] += chunks * self._chunk_tokens // choice.groups
+
+    @property
+    def skipped_chunks(self) -> int:
+        """Chunks that were not loaded so far."""
+        return sum(self._skipped_chunks)
 
     def figures(self) -> WorthFigures:
         """Return the estimates and the counts now."""
@@ -284,7 +292,7 @@ class LoadWorth:
             recompute_s_per_token=self.recompute_s_per_token,
             skipped_chunks=tuple(self._skipped_chunks),
             skipped_tokens=tuple(self._skipped_tokens),
-            last=self._last,
+            last=self.last,
         )
 
     # -- internals --------------------------------------------------------------------------

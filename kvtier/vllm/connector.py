@@ -22,18 +22,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
 
+from kvtier.connector.pace import prompt_tokens
+from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorTransferResults,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         PromMetric,
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
@@ -72,6 +78,16 @@ class KVTierConnector(OffloadingConnector):
                 "kv_load_failure_policy is fail, vLLM's default: a request whose chunks cannot "
                 "be loaded ends with an error; with recompute it is computed instead"
             )
+
+    # -- scheduler half ------------------------------------------------------------------------
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return what the workers are to do, and note how much is computed meanwhile."""
+        manager = self.connector_scheduler.manager
+        if isinstance(manager, KVTierManager):
+            manager.computing(prompt_tokens(scheduler_output.num_scheduled_tokens.values()))
+        return super().build_connector_meta(scheduler_output)
 
     # -- worker half ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Iterable
 from typing import Any, cast
@@ -37,6 +38,9 @@ __all__ = ["KVTierManager"]
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_EVENT_FIELDS = {field.name for field in dataclasses.fields(OffloadingEvent)}
+# A removal is announced for all that is stored; vLLM then keeps what describes the blocks.
+_DESCRIBED: Any = {"removal_expected": True} if "removal_expected" in _EVENT_FIELDS else {}
 _KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
 
 
@@ -145,6 +149,10 @@ class KVTierManager(OffloadingManager):
         """Close a scheduling step: start promotions and demotions."""
         self._service.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)
 
+    def computing(self, tokens: int) -> None:
+        """Note that the step that was just scheduled computes ``tokens`` prompt tokens."""
+        self._service.computing(tokens)
+
     @override
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
@@ -158,11 +166,16 @@ class KVTierManager(OffloadingManager):
                 keys=[OffloadKey(key) for key in event.keys],
                 medium=STORAGE_MEDIUM if event.tier else RAM_MEDIUM,
                 removed=event.removed,
+                **_DESCRIBED,
             )
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what changed since it was last told, if it is time to say so."""
+        """Return what changed since it was last told, if it is time to say so.
+
+        vLLM asks once after each step.
+        """
+        self._service.computed()
         if self._reporter is None:
             return None
         try:
