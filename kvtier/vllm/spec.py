@@ -129,6 +129,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     geometry,
                     attachers=self._engine.world_size,
                     timeout_s=_MEET_TIMEOUT_S,
+                    huge_pages=self._settings.ram.huge_pages,
                 )
                 if rank == 0
                 else HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
