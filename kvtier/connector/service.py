@@ -241,10 +241,14 @@ class CacheService:
     @answered_with(lambda: False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
-        return not self._closed and self._manager.has_work()
+        manager = self._manager
+        return not self._closed and (manager.has_work() or manager.has_events)
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency changes, removals before the stores that use their room."""
+        """Return residency changes, removals before the stores that use their room.
+
+        Who asked for them takes them after each step: until all are taken, there is work.
+        """
         return self._manager.take_events()
 
     def take_reuse_gaps(self) -> list[list[float]]:

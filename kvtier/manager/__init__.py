@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
     Lookup,
     ManagerLimits,
     ManagerSnapshot,
-    ResidencyEvent,
     SlotTruth,
     StorePlan,
 )

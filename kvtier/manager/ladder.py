@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.events import EventLog
 from kvtier.manager.ledger import JobLedger
-from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
+from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import ReuseGaps
@@ -34,6 +35,7 @@ class Ladder:
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
         gaps: Per tier, how soon what it evicted was asked for again.
         worth: Says which loads are worth their time.
+        events: What became resident where, until somebody takes it.
     """
 
     def __init__(
@@ -61,8 +63,7 @@ class Ladder:
         self.corrupt: list[tuple[int, int]] = []
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._generation = 0
-        self._record_events = record_events
-        self._events: list[ResidencyEvent] = []
+        self.events = EventLog(listened_to=record_events)
 
     def next_generation(self) -> int:
         """Return a stamp for RAM slots about to be written; never 0, never the same twice."""
@@ -134,12 +135,12 @@ class Ladder:
         if not copies:
             return
         tier.publish(copies, self.ctx)
-        self.announce(tier, [copy.key for copy in copies], removed=False)
+        self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
         """Make a resident ``copy`` a miss and record that it left."""
         if copy.state == CopyState.RESIDENT:
-            self.announce(tier, [copy.key], removed=True)
+            self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
 
     def condemn(self, tier: TierState, copy: ChunkCopy) -> None:
@@ -149,22 +150,12 @@ class Ladder:
             self.corrupt.append((tier.index, copy.slot))
             self.drop(tier, copy)
 
-    def announce(self, tier: TierState, keys: Sequence[ChunkKey], *, removed: bool) -> None:
-        """Record a residency event, if anybody listens."""
-        if self._record_events and keys:
-            self._events.append(ResidencyEvent(tier.index, keys, removed))
-
     def _left(self, tier: TierState, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
         """Record that ``victims`` left to make room; return their keys."""
         keys = [victim.key for victim in victims]
         self.gaps[tier.index].evicted(keys)
-        self.announce(tier, keys, removed=True)
+        self.events.add(tier.index, keys, removed=True)
         return keys
-
-    def take_events(self) -> list[ResidencyEvent]:
-        """Return the events since the last call, in order."""
-        events, self._events = self._events, []
-        return events
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return the corrupt slots since the last call."""

@@ -17,7 +17,6 @@ __all__ = [
     "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
-    "ResidencyEvent",
     "SlotTruth",
     "StorePlan",
 ]
@@ -64,21 +63,6 @@ class LoadPlan:
     slots: Sequence[int]
     generations: Sequence[int]
     origins: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyEvent:
-    """Chunks that became resident in a tier, or left it.
-
-    Attributes:
-        tier: Index of the tier.
-        keys: The chunks.
-        removed: Whether they left.
-    """
-
-    tier: int
-    keys: Sequence[ChunkKey]
-    removed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
+from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.loader import Loader
@@ -27,7 +28,6 @@ from kvtier.manager.plans import (
     Lookup,
     ManagerLimits,
     ManagerSnapshot,
-    ResidencyEvent,
     SlotTruth,
     StorePlan,
 )
@@ -260,8 +260,18 @@ class TieredOffloadingManager:
         return self._ladder.take_corrupt()
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency events since the last call, each removal before what replaced it."""
-        return self._ladder.take_events()
+        """Return the oldest residency events that were not taken yet.
+
+        Replayed from the first one on they say what each tier has. A removal comes before what
+        took the room. Some thousand chunks at a time: :attr:`has_events` says if there are
+        more.
+        """
+        return self._ladder.events.take()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether :meth:`take_events` has anything to return."""
+        return bool(self._ladder.events)
 
     def take_reuse_gaps(self) -> list[list[float]]:
         """Return, tier by tier, how long ago chunks had been evicted that were asked for again.
@@ -337,6 +347,7 @@ class TieredOffloadingManager:
         copies = [ChunkCopy(key, slot) for key, slot in chunks]
         state.slots.take(copy.slot for copy in copies)
         state.add_resident(copies, self._ladder.ctx)
+        self._ladder.events.add(tier, [copy.key for copy in copies], removed=False)
         return len(copies)
 
     def reset(self) -> None:

@@ -46,6 +46,7 @@ class Workbench:
         truth: What the workers say; instant workers when omitted.
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
         worth: Which loads are worth their time; all when omitted.
+        record_events: Whether somebody listens to residency events.
 
     Attributes:
         manager: The manager.
@@ -64,6 +65,7 @@ class Workbench:
         truth: RecordingTruth | None = None,
         limits: ManagerLimits | None = None,
         worth: LoadWorth | None = None,
+        record_events: bool = True,
     ) -> None:
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
@@ -77,7 +79,7 @@ class Workbench:
             or LadderPlacement(tiers=len(capacities), write=write, promote_after=promote_after),
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
             truth=self.truth,
-            record_events=True,
+            record_events=record_events,
             worth=worth,
         )
 

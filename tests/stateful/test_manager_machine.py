@@ -148,7 +148,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.recover(1, chunks) == len(chunks)
         for key, slot in chunks:
             self.contents[1][slot] = (key, self.epoch)
-            self.listed[1].add(key)
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -74,13 +74,6 @@ def test_the_oldest_chunks_make_room_and_are_announced_first() -> None:
     assert bench.manager.take_events() == []
 
 
-def test_nobody_hears_of_events_unless_they_are_recorded() -> None:
-    bench = Workbench(3, 0)
-    bench.manager._ladder._record_events = False
-    bench.store(prefix(3))
-    assert bench.manager.take_events() == []
-
-
 def test_what_is_loaded_is_no_victim_until_the_load_is_complete() -> None:
     bench = Workbench(2, 0)
     bench.store(prefix(2))
