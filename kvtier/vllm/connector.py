@@ -23,7 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 )
 
 from kvtier.connector.pace import prompt_tokens
+from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.metrics import add_device_transfers
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
+        KVConnectorStats,
         PromMetric,
         PromMetricT,
     )
@@ -88,6 +91,14 @@ class KVTierConnector(OffloadingConnector):
         if isinstance(manager, KVTierManager):
             manager.computing(prompt_tokens(scheduler_output.num_scheduled_tokens.values()))
         return super().build_connector_meta(scheduler_output)
+
+    @override
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what changed since the last call, in vLLM's names and in kvtier's."""
+        stats = super().get_kv_connector_stats()
+        if isinstance(stats, OffloadingConnectorStats):
+            add_device_transfers(stats)
+        return stats
 
     # -- worker half ---------------------------------------------------------------------------
 

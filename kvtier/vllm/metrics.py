@@ -6,6 +6,8 @@ definitions and values both come from :mod:`kvtier.connector.metrics`.
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvtier.connector.metrics import (
     METRICS,
     REUSE_GAP,
@@ -26,7 +28,10 @@ from kvtier.vllm.contract import (
     OffloadingMetricMetadata,
 )
 
-__all__ = ["StatsReporter", "add_transfers", "metric_definitions"]
+__all__ = ["StatsReporter", "add_device_transfers", "metric_definitions"]
+
+_DEVICE_TRANSFERS: Final = {"load": "ram_to_gpu", "store": "gpu_to_ram"}
+"""vLLM's word for what workers copy, and kvtier's."""
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -44,8 +49,20 @@ def _definition(metric: Metric) -> OffloadingMetricMetadata:
             return OffloadingHistogramMetadata(metric.help, metric.labels, metric.buckets)
 
 
-def add_transfers(stats: OffloadingConnectorStats, transfers: ConnectorStats) -> None:
-    """Add transfers, of workers for example, to what vLLM's front end is sent."""
+def add_device_transfers(stats: OffloadingConnectorStats) -> None:
+    """Report what vLLM's workers copied under kvtier's names by transfer type, too."""
+    reported = dict(stats.data.get("data", {}))
+    for word, transfer_type in _DEVICE_TRANSFERS.items():
+        labels = (transfer_type,)
+        for name, suffix in ((TRANSFER_BYTES.name, "bytes"), (TRANSFER_TIME.name, "time")):
+            for value in reported.get(f"vllm:kv_offload_{word}_{suffix}", {}).values():
+                stats.increase_counter(name, value, labels)
+        for sizes in reported.get(f"vllm:kv_offload_{word}_size", {}).values():
+            for size in sizes:
+                stats.observe_histogram(TRANSFER_SIZE.name, size, labels)
+
+
+def _add_transfers(stats: OffloadingConnectorStats, transfers: ConnectorStats) -> None:
     for transfer_type, operations in transfers.data.items():
         labels = (transfer_type,)
         sizes = [operation["op_size"] for operation in operations]
@@ -83,5 +100,5 @@ class StatsReporter:
         for tier, gaps in zip(report.now.tiers, report.reuse_gaps, strict=True):
             for gap_s in gaps:
                 stats.observe_histogram(REUSE_GAP.name, gap_s, (tier.name,))
-        add_transfers(stats, report.transfers)
+        _add_transfers(stats, report.transfers)
         return None if stats.is_empty() else stats
