@@ -61,6 +61,7 @@ class RegionGeometry:
             :class:`~kvtier.memory.slot_layout.RankShare`.
         ranks: Workers of the engine.
         is_portable: Whether a slot's bytes mean the same to an engine with other ranks.
+        content: What the bytes are, where only a worker can tell; empty elsewhere.
     """
 
     slots: int
@@ -69,6 +70,7 @@ class RegionGeometry:
     stripes: int
     ranks: int
     is_portable: bool = False
+    content: str = ""
 
     @property
     def payload_nbytes(self) -> int:

@@ -11,9 +11,10 @@ release   what came with it, and what kvtier does about its absence
 0.26      ``OffloadingConfig``: read from vLLM's own configuration before; the key
           ``blocks_per_chunk`` is set on the spec, whose base knows only ``block_size``
 0.27      ``Medium``: events carried strings before
-0.28      ``canonical_layout``: nobody can have asked for it before
-0.29      ``kv_cache_layout``: before, a store is bound to what the layout follows from, vLLM's
-          version included; a constant hash seed: before, PYTHONHASHSEED must be set
+0.28      ``canonical_layout``: nobody can have asked for it before; the KV cache's element type
+          also where it is the model's
+0.29      ``kv_cache_layout``: before, a worker tells what both follow from; a constant hash
+          seed: before, PYTHONHASHSEED must be set
 0.30      ``CHUNK_LEVEL``: it was called ``BLOCK_LEVEL``
 0.32      ``CacheHitSource``: nobody asked for it before
 0.33      ``submit_load(expedited)``: kvtier copies at once either way; ``lock``,
@@ -43,6 +44,7 @@ __all__ = [
     "chunk_level",
     "hashes_are_seeded_at_random",
     "hit_sources",
+    "kv_content",
     "media",
     "read_engine",
     "refusal",
@@ -218,7 +220,8 @@ class EngineFacts:
         records_events: Whether somebody listens to residency events.
         model_name: The model as it was given: a path or a hub's name.
         kv_dtype: Element type of the KV cache.
-        kv_layout: How a block's bytes are laid out; empty when vLLM did not say.
+        kv_layout: How a block's bytes are laid out; None where vLLM does not tell a spec, and
+            :func:`kv_content` does.
         canonical_layout: Whether vLLM was asked for its parallelism-free pages.
         groups: Per KV cache group, the tokens of a block and the names of the layers.
         tokens_per_hash: Tokens that one block hash covers.
@@ -237,7 +240,7 @@ class EngineFacts:
     records_events: bool
     model_name: str
     kv_dtype: str
-    kv_layout: str
+    kv_layout: str | None
     canonical_layout: bool
     groups: tuple[tuple[int, tuple[str, ...]], ...]
     tokens_per_hash: int
@@ -271,8 +274,6 @@ def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN4
 def read_engine(
     spec: Any,  # noqa: ANN401 - a spec
     arguments: Sequence[Any],
-    *,
-    load: Load = importlib.import_module,
 ) -> EngineFacts:
     """Return what kvtier needs to know of the engine.
 
@@ -280,17 +281,16 @@ def read_engine(
         spec: kvtier's spec, whose base class was just initialised.
         arguments: What vLLM built it with: its offloading configuration, or its own
             configuration and that of its KV cache.
-        load: Imports a module.
 
     Raises:
         UnsupportedError: They are something else.
     """
     try:
         if len(arguments) == 1:
-            return _from_offloading_config(arguments[0], load)
+            return _from_offloading_config(arguments[0])
         if len(arguments) == 2:
             vllm_config, kv_cache_config = arguments
-            return _from_vllm_config(spec, vllm_config, kv_cache_config, load)
+            return _from_vllm_config(spec, vllm_config, kv_cache_config)
     except AttributeError as error:
         raise UnsupportedError(
             f"this vLLM's configuration is not one kvtier can read ({error}): {SUPPORTED}"
@@ -299,7 +299,7 @@ def read_engine(
     raise UnsupportedError(f"this vLLM builds an offloading spec from ({kinds}): {SUPPORTED}")
 
 
-def _from_offloading_config(config: Any, load: Load) -> EngineFacts:  # noqa: ANN401 - vLLM's
+def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
     parallel = config.parallel
     return EngineFacts(
         engine_id=config.engine_id,
@@ -309,7 +309,7 @@ def _from_offloading_config(config: Any, load: Load) -> EngineFacts:  # noqa: AN
         kv_dtype=config.model.dtype,
         kv_layout=(config.kv_cache_layout or "")
         if hasattr(config, "kv_cache_layout")
-        else _unresolved_layout(load, None),
+        else None,
         canonical_layout=getattr(config, "canonical_layout", False),
         groups=tuple(
             (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
@@ -330,7 +330,6 @@ def _from_vllm_config(
     spec: Any,  # noqa: ANN401 - a spec
     vllm_config: Any,  # noqa: ANN401 - vLLM's
     kv_cache_config: Any,  # noqa: ANN401 - vLLM's
-    load: Load,
 ) -> EngineFacts:
     parallel = vllm_config.parallel_config
     groups = zip(spec.gpu_block_size, kv_cache_config.kv_cache_groups, strict=True)
@@ -340,7 +339,7 @@ def _from_vllm_config(
         records_events=spec.kv_events_config.enable_kv_cache_events,
         model_name=vllm_config.model_config.model,
         kv_dtype=str(vllm_config.cache_config.cache_dtype).removeprefix("torch."),
-        kv_layout=_unresolved_layout(load, vllm_config),
+        kv_layout=None,
         canonical_layout=False,
         groups=tuple((tokens, tuple(group.layer_names)) for tokens, group in groups),
         tokens_per_hash=spec.hash_block_size,
@@ -366,13 +365,34 @@ def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's
     return int(nbytes // kv_cache_config.num_blocks)
 
 
-def _unresolved_layout(load: Load, vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Return what stands for the KV layout where vLLM does not tell a spec.
+def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> str:
+    """Return what stored bytes are, in a vLLM that does not tell a spec.
 
-    The layout then follows from vLLM's version, the attention backend and a setting, so a store
-    is bound to these: another of them finds an empty store, not other bytes.
+    To be asked where a worker registers its KV memory. The layout and the element type then
+    follow from the attention backends, a setting, the model and vLLM's version, so a store is
+    bound to these: who changes one finds an empty store, not bytes that mean something else.
+
+    Args:
+        engine: The engine.
+        load: Imports a module.
+
+    Returns:
+        Nothing where ``engine.kv_layout`` says it.
+
+    Raises:
+        UnsupportedError: vLLM does not say here either.
     """
-    known = vllm_config or load("vllm.config").get_current_vllm_config_or_none()
-    backend = "unknown" if known is None else known.attention_config.backend
-    layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
-    return f"{layout}, {getattr(backend, 'name', backend)}, vLLM {load('vllm').__version__}"
+    if engine.kv_layout is not None:
+        return ""
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    try:
+        layers = config.compilation_config.static_forward_context
+        names = [name for _, group in engine.groups for name in group]
+        backends = sorted({layers[name].get_attn_backend().get_name() for name in names})
+        layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
+        what = (layout, *backends, str(config.model_config.dtype), load("vllm").__version__)
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"this vLLM does not say how its KV cache is laid out ({error!r}): {SUPPORTED}"
+        ) from error
+    return " ".join(map(str, what))

@@ -67,7 +67,7 @@ def fingerprint(
             "model_revision": config.identity.model_revision or "",
             "weights_epoch": config.identity.weights_epoch,
             "kv_dtype": engine.kv_dtype,
-            "kv_layout": engine.kv_layout,
+            "kv_layout": geometry.content if engine.kv_layout is None else engine.kv_layout,
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
             "tokens_per_hash": engine.tokens_per_hash,
             "blocks_per_chunk": engine.blocks_per_chunk,

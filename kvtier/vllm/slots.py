@@ -10,9 +10,9 @@ from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.errors import UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, PageMapping, RankShare, shard_of, share_pages
+from kvtier.vllm.compat import EngineFacts, kv_content
 
 if TYPE_CHECKING:
-    from kvtier.vllm.compat import EngineFacts
     from kvtier.vllm.contract import CanonicalKVCaches
 
 __all__ = ["lay_out_slots", "require_same_file"]
@@ -84,6 +84,7 @@ def _geometry(
         stripes=stripes,
         ranks=engine.world_size,
         is_portable=is_portable,
+        content=kv_content(engine),
     )
 
 

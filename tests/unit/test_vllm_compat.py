@@ -260,11 +260,9 @@ def offloading_config(**later: Any) -> SimpleNamespace:
     )
 
 
-def vllm_config(backend: str | None = None) -> SimpleNamespace:
+def vllm_config() -> SimpleNamespace:
     """Return what vLLM 0.25 gives a spec first."""
-    chosen = SimpleNamespace(name=backend) if backend else None
     return SimpleNamespace(
-        attention_config=SimpleNamespace(backend=chosen),
         kv_transfer_config=SimpleNamespace(engine_id="e1"),
         model_config=SimpleNamespace(model="some/model"),
         cache_config=SimpleNamespace(cache_dtype="torch.bfloat16"),
@@ -299,30 +297,46 @@ def old_spec() -> SimpleNamespace:
     )
 
 
-def vllm_without_layouts(version: str = "0.27.1", config: Any = None) -> Load:
+def worker_of(
+    version: str = "0.27.1",
+    *,
+    layout: str = "HND",
+    backend: str = "FLASH_ATTN",
+    dtype: str = "f",
+) -> Load:
+    """Return the importer of a vLLM whose worker registers its KV memory."""
+    attention = SimpleNamespace(get_name=lambda: backend)
+    layer = SimpleNamespace(get_attn_backend=lambda: attention)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer.0": layer, "layer.1": layer}
+        ),
+        model_config=SimpleNamespace(dtype=dtype),
+    )
     return vllm_with(
         vllm=SimpleNamespace(__version__=version),
         vllm__config=SimpleNamespace(get_current_vllm_config_or_none=lambda: config),
-        vllm__v1__attention__backends__utils=SimpleNamespace(get_kv_cache_layout=lambda: "HND"),
+        vllm__v1__attention__backends__utils=SimpleNamespace(
+            get_kv_cache_layout=lambda: layout
+        ),
     )
 
 
 def test_a_vllm_that_says_all_is_read() -> None:
     config = offloading_config(canonical_layout=False, kv_cache_layout="LBHNC")
-    assert compat.read_engine(None, [config], load=vllm_with()) == FACTS
+    assert compat.read_engine(None, [config]) == FACTS
     asked = offloading_config(canonical_layout=True, kv_cache_layout=None)
-    facts = compat.read_engine(None, [asked], load=vllm_with())
+    facts = compat.read_engine(None, [asked])
     assert facts.canonical_layout
     assert facts.kv_layout == ""
 
 
 def test_vllms_own_configuration_says_the_same() -> None:
     spec = old_spec()
-    arguments = [vllm_config("FLASH_ATTN"), kv_cache_config(20_480, 20_480)]
+    arguments = [vllm_config(), kv_cache_config(20_480, 20_480)]
     compat.adopt_chunk_size(spec, arguments)
-    facts = compat.read_engine(spec, arguments, load=vllm_without_layouts("0.25.1"))
-    layout = "HND, FLASH_ATTN, vLLM 0.25.1"
-    assert facts == dataclasses.replace(FACTS, kv_layout=layout)
+    facts = compat.read_engine(spec, arguments)
+    assert facts == dataclasses.replace(FACTS, kv_layout=None)
     assert spec.block_size_factor == 4
     assert facts.chunk_tokens == 128
 
@@ -334,21 +348,36 @@ def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
         (kv_cache_config(blocks=0), 0),
     ]
     for config, nbytes in cases:
-        facts = compat.read_engine(
-            old_spec(), [vllm_config(), config], load=vllm_without_layouts()
-        )
+        facts = compat.read_engine(old_spec(), [vllm_config(), config])
         assert facts.worker_kv_bytes_per_block == nbytes
 
 
-def test_a_layout_nobody_tells_is_bound_to_what_it_follows_from() -> None:
-    def layout(load: Load) -> str:
-        return compat.read_engine(None, [offloading_config()], load=load).kv_layout
+def test_a_layout_that_a_spec_is_not_told_is_what_it_follows_from() -> None:
+    facts = compat.read_engine(None, [offloading_config()])
+    assert facts.kv_layout is None
+    workers = [
+        worker_of(),
+        worker_of("0.28.0"),
+        worker_of(layout="NHD"),
+        worker_of(backend="FLASHINFER"),
+        worker_of(dtype="torch.float16"),
+    ]
+    contents = [compat.kv_content(facts, load=load) for load in workers]
+    assert contents[0] == "HND FLASH_ATTN f 0.27.1"
+    assert len(set(contents)) == len(contents)
+    assert compat.kv_content(FACTS, load=worker_of()) == ""
 
-    versions = [vllm_without_layouts(version) for version in ("0.27.1", "0.28.0")]
-    backends = [vllm_without_layouts(config=vllm_config(name)) for name in (None, "FLASHINFER")]
-    layouts = [layout(load) for load in (*versions, *backends)]
-    assert len(set(layouts)) == len(layouts)
-    assert layouts[0] == "HND, unknown, vLLM 0.27.1"
+
+def test_a_worker_that_is_not_told_either_refuses() -> None:
+    facts = compat.read_engine(None, [offloading_config()])
+    outside = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)
+    unknown = dataclasses.replace(facts, groups=((32, ("layer.7",)),))
+    for engine, load in [
+        (facts, vllm_with(vllm__config=outside)),
+        (unknown, worker_of()),
+    ]:
+        with pytest.raises(UnsupportedError, match=r"how its KV cache is laid out.*0\.33"):
+            compat.kv_content(engine, load=load)
 
 
 def test_a_spec_that_knows_its_chunk_size_is_left_alone() -> None:
@@ -361,11 +390,11 @@ def test_a_configuration_without_something_kvtier_needs_is_refused() -> None:
     config = offloading_config(kv_cache_layout="LBHNC")
     del config.cache.tokens_per_hash
     with pytest.raises(UnsupportedError, match=r"tokens_per_hash.*0\.25 to 0\.33"):
-        compat.read_engine(None, [config], load=vllm_with())
+        compat.read_engine(None, [config])
 
 
 def test_a_spec_built_from_something_else_is_refused() -> None:
     with pytest.raises(
         UnsupportedError, match=r"builds an offloading spec from \(int, int, str\)"
     ):
-        compat.read_engine(None, [1, 2, "x"], load=vllm_with())
+        compat.read_engine(None, [1, 2, "x"])
