@@ -1,4 +1,7 @@
-"""What every vLLM that kvtier works with must do: spill, end, start again and reload."""
+"""What every vLLM that kvtier works with must do: spill, end, start again and reload.
+
+Through one door and then through the other, so both are tried with few engines.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config import Door
 from kvtier.vllm.demo.model import write_model
 from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave
@@ -49,16 +53,18 @@ def test_an_engine_reloads_what_another_spilled_and_no_token_differs(site: Site)
     reference = site.reference
     waves, blocks = reference.conversations, reference.footprint_blocks
     scenario = site.scenario(
-        waves,
+        (*waves, *waves),
         ram_blocks=int(RAM_SHARE * blocks),
         nvme_blocks=2 * blocks,
         blocks_per_chunk=BLOCKS_PER_CHUNK,
-    )
+    ).model_copy(update={"door": Door.SPEC})
     first = run_engine(scenario, site.directory, "first")
-    reference.assert_equal(first, waves=waves)
+    reference.assert_equal(first, waves=scenario.waves)
     assert_sound(first)
     assert first.count("kvtier_evicted_chunks", tier="ram") > 0
-    second = run_engine(scenario, site.directory, "second")
+    assert first.count("kvtier_hit_tokens", tier="nvme") > 0
+    again = scenario.model_copy(update={"waves": waves, "door": Door.CONNECTOR})
+    second = run_engine(again, site.directory, "second")
     reference.assert_equal(second, waves=waves)
     assert_sound(second)
     reloaded_tokens = second.count("kvtier_hit_tokens", tier="nvme")
