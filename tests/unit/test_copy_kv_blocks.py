@@ -40,9 +40,7 @@ def test_each_block_arrives_element_by_element_and_no_other_is_touched(
 ) -> None:
     source = caches(6, src, planes=planes, fill=True)
     target = caches(9, dst, planes=planes)
-    copy_kv_blocks(
-        source, target, [5, 0, 3], [2, 8, 7], direction, src_order=src, dst_order=dst
-    )
+    copy_kv_blocks(source, target, [5, 0, 3], [2, 8, 7], direction, (src, dst))
     at = 1 if planes else 0
     for layer in source:
         for old, new in zip([5, 0, 3], [2, 8, 7], strict=True):
