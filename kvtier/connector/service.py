@@ -38,6 +38,7 @@ Service = TypeVar("Service", bound="CacheService")
 
 _MISS = Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
+_MOST_STEPS_AHEAD = 8
 
 
 def answered_with(
@@ -122,6 +123,7 @@ class CacheService:
         self._worth = WorthLog([tier.name for tier in storage.manager.snapshot().tiers])
         self._clock = StepClock()
         self._step_begins = True
+        self._steps_untaken = 0
         self._closed = False
 
     # -- requests ------------------------------------------------------------------------------
@@ -213,6 +215,7 @@ class CacheService:
             preempted: Requests that lost their blocks and will be looked up again.
         """
         self._step_begins = True
+        self._steps_untaken += 1
         self._take_results()
         now = time.monotonic()
         self._manager.end_step(started=started, preempted=preempted, now=now)
@@ -241,14 +244,18 @@ class CacheService:
     @answered_with(lambda: False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
-        manager = self._manager
-        return not self._closed and (manager.has_work() or manager.has_events)
+        if self._closed:
+            return False
+        # Events that nobody takes are no work, or an engine without a listener never rests.
+        listening = self._steps_untaken < _MOST_STEPS_AHEAD
+        return self._manager.has_work() or (listening and self._manager.has_events)
 
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency changes, removals before the stores that use their room.
 
-        Who asked for them takes them after each step: until all are taken, there is work.
+        To be called after each step: until all are taken, there is work.
         """
+        self._steps_untaken = 0
         return self._manager.take_events()
 
     def take_reuse_gaps(self) -> list[list[float]]:
