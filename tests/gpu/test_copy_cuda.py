@@ -10,7 +10,7 @@ import torch
 
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
-from kvtier.memory.slot_layout import shard_of
+from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +52,32 @@ def test_blocks_come_back_from_pinned_slots_bit_for_bit(
     for tensor, content in zip(kv.tensors, expected, strict=True):
         assert torch.equal(tensor[40:48].cpu(), content)
     copier.close()
+
+
+def test_two_ranks_load_from_stripes_what_one_stored() -> None:
+    geometry = RegionGeometry(SLOTS, BLOCK_NBYTES, BLOCK_NBYTES // STRIPES, STRIPES, 1)
+    region = HostRegion.create(
+        f"cuda-stripes-{os.getpid()}", geometry, attachers=0, timeout_s=1
+    )
+    kv = make_kv()
+    everything = RankShare(tuple(range(STRIPES)))
+    out = BlockCopier(kv, region, share=everything, blocks_per_chunk=1)
+    plan = plan_copy([3, 9], [2], [0], [5, 0], blocks_per_chunk=1)
+    out.store(plan, after=out.mark())
+    out.close()
+    half = PAGE_NBYTES // 2
+    for rank in range(2):
+        own = KVBlocks(
+            [torch.zeros((BLOCKS, half), dtype=torch.int8, device="cuda") for _ in kv.tensors],
+            [[(layer, half) for layer in range(LAYERS)]],
+        )
+        share = RankShare(everything.stripes[rank * 4 : (rank + 1) * 4])
+        into = BlockCopier(own, region, share=share, blocks_per_chunk=1)
+        into.load(plan, after=into.mark())
+        into.close()
+        for whole, part in zip(kv.tensors, own.tensors, strict=True):
+            assert torch.equal(part[[3, 9]], whole[[3, 9], rank * half : (rank + 1) * half])
+    region.close()
 
 
 def test_a_store_reads_what_the_compute_stream_was_still_writing(region: HostRegion) -> None:

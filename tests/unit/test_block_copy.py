@@ -126,6 +126,28 @@ def test_partial_first_and_last_chunks_take_only_their_own_blocks(
     into.close()
 
 
+@pytest.mark.parametrize("page", [33, 40])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_bytes_that_are_no_whole_words_are_copied_too(
+    make_region: MakeRegion, page: int, offset: int
+) -> None:
+    region = make_region(blocks_per_chunk=2)
+    memory = torch.arange(BLOCKS * 48, dtype=torch.int64).to(torch.int8)
+    rows = memory.as_strided((BLOCKS, page), (page + 7, 1), offset)
+    expected = rows[4:7].clone()
+    copier = BlockCopier(
+        KVBlocks([rows], [[(0, page)]]), region, share=shard_of(0), blocks_per_chunk=2
+    )
+    plan = plan_copy([4, 5, 6], [3], [0], [9, 2], blocks_per_chunk=2)
+    copier.store(plan, after=None)
+    untouched = memory.clone()
+    rows[4:7] = 0
+    copier.load(plan, after=None)
+    assert torch.equal(rows[4:7], expected)
+    assert torch.equal(memory, untouched)
+    copier.close()
+
+
 def test_a_long_copy_borrows_a_bounded_amount_of_memory(
     make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
