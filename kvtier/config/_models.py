@@ -188,6 +188,8 @@ class TransferConfig(_Section):
         default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
     )
     """Longest a request waits for a promotion; then it recomputes."""
+    load_path: Literal["auto", "direct", "staged"] = "auto"
+    """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtier.memory import HostRegion
     from kvtier.memory.copy import BlockCopyPlan, Indices, KVBlocks
 
-__all__ = ["DeviceEngine", "DeviceResult"]
+__all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -144,15 +144,23 @@ class DeviceEngine:
         """
         self._submit(job_id, Why.STORE, plan, generations)
 
-    def load(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
+    def load(
+        self,
+        job_id: JobId,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+    ) -> None:
         """Start copying slots to blocks, after what the engine's stream holds now.
 
         Args:
             job_id: Unique among the jobs of this rank.
             plan: What to copy where.
             generations: The stamp that each slot must bear.
+            wait_s: How long a slot may take to bear it.
         """
-        self._submit(job_id, Why.LOAD, plan, generations)
+        self._submit(job_id, Why.LOAD, plan, generations, wait_s=wait_s)
 
     def fail(
         self,
@@ -172,9 +180,10 @@ class DeviceEngine:
             error: What kept it from being started.
         """
         self._reasons.pop(job_id, None)
+        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
         if why is Why.LOAD:
-            self._control.refuse(self._rank, slots, generations)
-        self._control.acknowledge(self._rank, slots)
+            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
+        self._control.acknowledge(self._rank, held)
         outcomes = [Outcome.FAILED] * len(slots)
         text = f"{type(error).__name__}: {error}"
         self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
@@ -228,7 +237,13 @@ class DeviceEngine:
         self._region.close()
 
     def _submit(
-        self, job_id: JobId, why: Why, plan: BlockCopyPlan, generations: Sequence[int]
+        self,
+        job_id: JobId,
+        why: Why,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float = 0.0,
     ) -> None:
         source, destination = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
         self._reasons[job_id] = why
@@ -241,7 +256,22 @@ class DeviceEngine:
                 keys=(),
                 source_slots=plan.slots,
                 destination_slots=plan.slots,
-                timeout_s=_COPY_TIMEOUT_S,
-                payload=DevicePayload(plan, self._copier.mark(), generations),
+                timeout_s=_COPY_TIMEOUT_S + wait_s,
+                payload=DevicePayload(plan, self._copier.mark(), generations, wait_s),
             )
         )
+
+
+def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
+    """Return the blocks of the chunks that did not arrive."""
+    missing = {
+        slot
+        for slot, outcome in zip(plan.slots, outcomes, strict=True)
+        if outcome is not Outcome.DONE
+    }
+    return frozenset(
+        int(block)
+        for copy in plan.groups
+        for block, slot in zip(copy.blocks, copy.slots, strict=True)
+        if int(slot) in missing
+    )

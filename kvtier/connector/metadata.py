@@ -55,11 +55,13 @@ class SlotSpec:
         slots: One per chunk.
         generations: Stamp per slot: what a store leaves, what a load insists on.
         tier: Whose slots they are.
+        wait_s: How long the slots of a load may take to bear their stamps.
     """
 
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     tier: str = "ram"
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class ConnectorScheduler:
         load = plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(load.keys, tracked.req_id)
         job_id = self._jobs.add_load(tracked, load.keys)
-        slots = SlotSpec(tuple(plan.slots), tuple(plan.generations))
+        slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
         self._load_jobs[job_id] = TransferJob(tracked.req_id, load.blocks, slots)
         if self._options.shares_blocks:
             self._loading.update(load.keys)

@@ -26,6 +26,7 @@ from kvtier.connector.storage import Storage
 from kvtier.connector.worth_log import WorthLog
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.types import JobId, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
@@ -122,6 +123,8 @@ class CacheService:
         )
         self._worth = WorthLog([tier.name for tier in storage.manager.snapshot().tiers])
         self._clock = StepClock()
+        self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
+        self._out_of_service: frozenset[int] = frozenset()
         self._step_begins = True
         self._steps_untaken = 0
         self._closed = False
@@ -159,18 +162,25 @@ class CacheService:
                 # is prepared.
                 self._step_begins = False
                 self._take_results()
+                self._note_service()
             return self._manager.lookup(key, req_id)
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.note_internal_error("lookup", error)
             return _MISS
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin chunks that were hits in this step and say where they are.
+        """Pin chunks that were hits in this step and say where they are, or will be.
 
-        Raises:
-            KeyError: One was not; there is no answer but a wrong token.
+        What cannot be loaded is planned all the same, as a load that fails: the engine has no
+        ear for anything else by now.
         """
-        plan = self._manager.prepare_load(keys, req_id)
+        try:
+            plan = self._manager.prepare_load(keys, req_id)
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.note_internal_error("prepare_load", error)
+            return self._no_load(len(keys), req_id)
+        if plan.wait_s:
+            self._start_now()
         self._retain(keys, req_id)
         first_group = compress(plan.origins, map(is_of_first_group, keys))
         for origin, chunks in Counter(first_group).items():
@@ -324,6 +334,27 @@ class CacheService:
             )
 
     # -- internals -----------------------------------------------------------------------------
+
+    @answered_with(_nothing)
+    def _start_now(self) -> None:
+        """Hand over the jobs of a load whose workers are about to wait for them."""
+        self._hand_over()
+
+    def _no_load(self, chunks: int, req_id: str) -> LoadPlan:
+        """Return a load that fails, and see that its request asks for no other."""
+        self._manager.give_up(req_id)
+        return LoadPlan([NO_SLOT] * chunks, [NO_GENERATION] * chunks, [0] * chunks)
+
+    def _note_service(self) -> None:
+        """Tell the manager which tiers are not to be read from for now."""
+        sick = frozenset(
+            self._numbers[source]
+            for source, _ in self._engine.out_of_service()
+            if source in self._numbers
+        )
+        if sick != self._out_of_service:
+            self._out_of_service = sick
+            self._manager.set_out_of_service(sick)
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Keep chunks that were just used in RAM as long as their request, or YAML, says."""

@@ -117,7 +117,7 @@ def open_storage(
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
         routes[ram, tier.name] = ToTier(region, tier)
-        routes[tier.name, ram] = FromTier(region, tier)
+        routes[tier.name, ram] = FromTier(region, tier, region.control)
     engine = TransferEngine(
         "storage",
         routes,

@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtier.connector.device import DeviceEngine, DeviceResult
+from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
 from kvtier.connector.metadata import (
     ConnectorMetadata,
     FailedLoad,
@@ -35,7 +35,7 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.memory.kv_layout import blocks_of_layers, blocks_of_one_tensor
 from kvtier.memory.slot_layout import RankShare, shard_of
-from kvtier.types import JobId, Outcome, Why
+from kvtier.types import JobId, Why
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
@@ -237,8 +237,10 @@ class ConnectorWorker:
             blocks.block_ids, blocks.group_sizes, blocks.first_blocks, slots.slots
         )
         self._running[job_id] = _Transfer(job.request_id, plan)
-        start = device.store if why is Why.STORE else device.load
-        start(job_id, plan, slots.generations)
+        if why is Why.STORE:
+            device.store(job_id, plan, slots.generations)
+        else:
+            device.load(job_id, plan, slots.generations, wait_s=slots.wait_s)
 
     def _note(self, result: DeviceResult) -> Sequence[RequestId]:
         """Note how a job ended; return the request if it was a load."""
@@ -250,22 +252,7 @@ class ConnectorWorker:
             return ()
         self._stats.record_transfer(result.nbytes, result.seconds, ("ram", "gpu"))
         if not result.is_whole:
-            blocks = _blocks_not_loaded(job.plan, result.outcomes)
+            blocks = blocks_not_loaded(job.plan, result.outcomes)
             self._failed[result.job_id] = FailedLoad(job.request_id, blocks, result.error)
             logger.warning("request %s: not loaded: %s", job.request_id, result.error)
         return (job.request_id,)
-
-
-def _blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
-    """Return the blocks of the chunks that did not arrive."""
-    missing = {
-        slot
-        for slot, outcome in zip(plan.slots, outcomes, strict=True)
-        if outcome is not Outcome.DONE
-    }
-    return frozenset(
-        int(block)
-        for copy in plan.groups
-        for block, slot in zip(copy.blocks, copy.slots, strict=True)
-        if int(slot) in missing
-    )

@@ -82,6 +82,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             patience_s=_PATIENCE_S,
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
+            streams=transfer.load_path == "direct",
         ),
         truth=truth,
         record_events=record_events,

@@ -32,6 +32,7 @@ class Ladder:
         retention: RAM copies kept until a deadline.
         ctx: What policies may know.
         epoch: Counts resets.
+        out_of_service: Slower tiers that nothing is to be read from for now, by index.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
         gaps: Per tier, how soon what it evicted was asked for again.
         worth: Says which loads are worth their time.
@@ -60,6 +61,7 @@ class Ladder:
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0
+        self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._generation = 0
@@ -87,6 +89,15 @@ class Ladder:
             if copy is not None and copy.state == CopyState.RESIDENT:
                 return tier, copy
         return None
+
+    def reachable_copy(
+        self, key: ChunkKey, *, within: Collection[int] | None = None
+    ) -> tuple[TierState, ChunkCopy] | None:
+        """Do :meth:`slower_copy`, passing over tiers that are out of service."""
+        if self.out_of_service:
+            every = range(1, len(self.tiers)) if within is None else within
+            within = set(every).difference(self.out_of_service)
+        return self.slower_copy(key, within=within)
 
     def held_within(self, key: ChunkKey, within: Collection[int]) -> bool:
         """Return whether one of the tiers ``within`` holds ``key`` or sent it up to RAM."""

@@ -23,18 +23,19 @@ runs. So:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
+from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.rising import Wanted, plan_rise
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadChoice
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Outcome, TransferResult, Why
+from kvtier.types import Outcome, TransferResult
 
 __all__ = ["Promoter"]
 
@@ -54,6 +55,7 @@ class Promoter:
 
     Attributes:
         granted: RAM slots held for waiting requests.
+        streaming: RAM slots of chunks that loads in flight brought up; of the same budget.
         step: Scheduling steps so far.
     """
 
@@ -66,6 +68,11 @@ class Promoter:
         self._waiters: dict[ChunkCopy, list[RequestState]] = {}
         self.step = 0
         self.granted = 0
+        self.streaming = 0
+
+    def asked_for(self) -> Iterable[RequestState]:
+        """Return the requests that found something in this step and were not granted it yet."""
+        return self._asking
 
     def note(self, request: RequestState, key: ChunkKey) -> None:
         """Note that ``request`` found ``key`` somewhere."""
@@ -199,9 +206,6 @@ class Promoter:
             self.settle(copy, arrived=False)
             ram.abort(copy)
             self._blame(record, source, outcome)
-        self._ladder.truth.publish(
-            [copy.slot for copy in arrived], [copy.generation for copy in arrived]
-        )
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
         read = [source for source in record.sources if source.state == CopyState.RESIDENT]
@@ -262,13 +266,14 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
+        held = self.granted + self.streaming
         wishes, choice = self._worthwhile(self._survey(request))
         cost = _cost(wishes)
         if cost > budget:
             whole = False
-        if whole and cost > budget - self.granted:
+        if whole and cost > budget - held:
             return False
-        wishes = _head(wishes, grants=budget - self.granted)
+        wishes = _head(wishes, grants=budget - held)
         for wish in wishes:
             if wish.copy is not None:
                 self._grant(request, wish.copy)
@@ -346,7 +351,7 @@ class Promoter:
         for key in request.asked:
             copy = copies.get(key)
             if copy is None:
-                found = self._ladder.slower_copy(key, within=request.terms.load_tiers)
+                found = self._ladder.reachable_copy(key, within=request.terms.load_tiers)
                 if found is None:
                     break
                 wishes.append(_Wish(key, None, *found))
@@ -360,57 +365,22 @@ class Promoter:
         """Plan the promotion of ``missing`` into slots granted to ``request``."""
         if not missing:
             return True
-        ladder = self._ladder
-        if ladder.make_room(ladder.ram, [wish.key for wish in missing]) is None:
+        found = [
+            Wanted(wish.key, wish.tier, wish.source)
+            for wish in missing
+            if wish.tier is not None and wish.source is not None
+        ]
+        rises = plan_rise(self._ladder, found)
+        if rises is None:
             return False
-        ladder.ram.counters.misses += len(missing)
-        slots = ladder.ram.slots.allocate(len(missing))
-        ladder.truth.withdraw(slots)
-        by_tier: dict[int, list[tuple[_Wish, int]]] = {}
-        for wish, slot in zip(missing, slots, strict=True):
-            if wish.tier is None:
-                raise ValueError("a chunk that is in RAM cannot be brought up")
-            by_tier.setdefault(wish.tier.index, []).append((wish, slot))
-        for index, found in by_tier.items():
-            for at in range(0, len(found), BATCH_CHUNKS):
-                self._promote(request, index, found[at : at + BATCH_CHUNKS])
+        members = self._ladder.ram.copies
+        for rise in rises:
+            request.jobs.add(rise.job_id)
+            for copy in rise.copies:
+                self._grant(request, copy)
+        for wish in missing:
+            wish.copy = members[wish.key]
         return True
-
-    def _promote(
-        self, request: RequestState, index: int, found: Sequence[tuple[_Wish, int]]
-    ) -> None:
-        """Plan one job that brings chunks of tier ``index`` up into the slots beside them."""
-        ladder = self._ladder
-        sources: list[ChunkCopy] = []
-        copies: list[ChunkCopy] = []
-        moved: set[ChunkCopy] = set()
-        generation = ladder.next_generation()
-        for wish, slot in found:
-            source = wish.source
-            if source is None:
-                raise ValueError("a chunk that is in RAM cannot be brought up")
-            how = ladder.placement.promote(source, index, ladder.ctx)
-            source.hits += 1
-            copy = ChunkCopy(wish.key, slot, source.parent, source.depth)
-            copy.session, copy.targets = source.session, source.targets
-            copy.origin = index
-            copy.transient = how.keep_source and not how.stay
-            copy.generation = generation
-            wish.copy = copy
-            ladder.tiers[index].pin(source)
-            if not how.keep_source:
-                moved.add(source)
-            sources.append(source)
-            copies.append(copy)
-        ladder.ram.add_writing(copies)
-        ladder.ram.passing += sum(copy.transient for copy in copies)
-        for copy in copies:
-            self._grant(request, copy)
-        record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
-        timeout_s = ladder.limits.load_timeout_s
-        job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
-        ladder.worth.sent(job_id, index, len(found))
-        request.jobs.add(job_id)
 
     def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
         """Give back grants behind the first chunk that could not be brought up."""

@@ -108,8 +108,8 @@ class TieredOffloadingManager:
     def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
         """Return whether ``key`` can be loaded for ``req_id`` now, later or not at all.
 
-        A HIT holds until the step ends: nothing is evicted between lookups of one step and the
-        ``prepare_load`` that follows them.
+        A HIT holds until the step ends: nothing is evicted between the lookups of a request
+        and the ``prepare_load`` that follows them in the same step.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         phase = request.phase
@@ -149,13 +149,23 @@ class TieredOffloadingManager:
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin ``keys``, which lookups of this step called hits, and say where they are.
 
+        With ``limits.streams`` some may be in slower tiers: the jobs that bring them up are
+        planned with the load, and are to be taken at once, for the workers will wait for them.
+
         Raises:
-            KeyError: A key is not resident: the caller did not look it up in this step. Loading
-                anything else in its place would be a wrong token, so there is no other answer.
+            KeyError: A key is not resident, and ``limits.streams`` is off: the caller did not
+                look it up in this step. Loading anything else in its place would be a wrong
+                token, so there is no other answer.
         """
         request = self._requests.get(req_id)
         self._ladder.serve(req_id, request)
         return self._loader.prepare(keys, req_id, request)
+
+    def give_up(self, req_id: str) -> None:
+        """Answer MISS to ``req_id`` until it ends: its engine was told of a hit in vain."""
+        request = self._requests.get(req_id)
+        if request is not None:
+            self._promoter.give_up(request)
 
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
@@ -240,9 +250,18 @@ class TieredOffloadingManager:
         if self._ladder.retention:
             self._ladder.retention.expire(now)
         self._promoter.end_step()
+        self._loader.end_step()
         self._demoter.flush()
         for gaps in self._ladder.gaps:
             gaps.end_step(now)
+
+    def set_out_of_service(self, tiers: Collection[int]) -> None:
+        """Name the slower tiers, by index, that nothing is to be read from for now.
+
+        What only they have is a miss, and a chunk on its way from one fails by itself. Not to
+        be called between a lookup and the ``prepare_load`` that relies on it.
+        """
+        self._ladder.out_of_service = tiers
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
@@ -404,19 +423,22 @@ class TieredOffloadingManager:
         """Answer for a chunk that is not whole in RAM."""
         if request.phase == _ASKING:
             self._ladder.asked(key)
-            if self._comes(request, copy, key):
+            if copy is None:
+                within = request.terms.load_tiers
+                found = self._ladder.reachable_copy(key, within=within)
+                if found is not None:
+                    promised = self._loader.promise(request, key, found[0])
+                    self._promoter.note(request, key)
+                    if promised:
+                        return _HIT
+                    request.wanting = True
+                    return Lookup.RETRY
+            elif copy.state == CopyState.WRITING:
                 self._promoter.note(request, key)
                 request.wanting = True
                 return Lookup.RETRY
         self._count_miss(request)
         return Lookup.MISS
-
-    def _comes(self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey) -> bool:
-        """Return whether ``key`` is on its way to RAM or could be brought there."""
-        if copy is not None:
-            return copy.state == CopyState.WRITING
-        within = request.terms.load_tiers
-        return self._ladder.slower_copy(key, within=within) is not None
 
     def _count_miss(self, request: RequestState) -> None:
         if not request.missed:

@@ -46,6 +46,7 @@ _TRY_NBYTES: Final = 16 << 20
 _ALIKE: Final = 1e-2
 """Relative variance of sizes below which a start-up time cannot be told from a rate."""
 _HALF_LIFE_TOKENS: Final = 32_768
+_FEW_CHUNKS: Final = 8
 _FEWEST_TOKENS: Final = 128
 """Prompt tokens of a step below which its time is not the prompt's: weights, launches."""
 
@@ -270,6 +271,25 @@ class LoadWorth:
         if kept == len(sources):
             return None
         return self._choice(sources, kept, prices, chunk_s, groups=groups)
+
+    def plainly(self, tier: int) -> bool:
+        """Return whether loading from ``tier`` pays for each chunk, however many follow.
+
+        For an answer before all that is wanted is known: a chunk takes less to load than to
+        compute, and what comes first, start-up and queue, is less than eight of them save.
+        Whatever is less clear is for :meth:`choose`.
+        """
+        s_per_token = self.recompute_s_per_token
+        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+            return True
+        price = self._times[tier].price()
+        if price is None:
+            return True
+        saved_s = (
+            self._margin * self._chunk_tokens * s_per_token
+            - price.s_per_byte * self._chunk_nbytes
+        )
+        return price.seconds(self._outstanding_nbytes[tier]) < _FEW_CHUNKS * saved_s
 
     def skip(self, choice: LoadChoice | None) -> None:
         """Count what is certain now not to be loaded; nothing for None."""

@@ -16,8 +16,14 @@ acknowledges:
     and not an erased ``generation``: the slot may be stamped by others at the same moment.
 
 Each number is an aligned machine word. A worker writes while it has a job on the slot, the
-scheduler while nobody has, so no lock is needed: the engine's
-own message, which follows the write, orders it before the scheduler's read.
+scheduler while nobody has, so no lock is needed: the engine's own message, which follows the
+write, orders it before the scheduler's read.
+
+The storage engine writes ``generation`` when a chunk has come up from a slower tier, or will
+not, and workers may be waiting for that word. The bytes it speaks for were written before it by
+whoever read them, in another process even, and the answer to that passed through a system call;
+the worker that saw the word reads them on another thread, after a lock. So neither can be
+reordered around the word.
 """
 
 from __future__ import annotations
@@ -31,6 +37,8 @@ __all__ = ["ControlBlock"]
 
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
+_POISON = np.uint64(1 << 63)
+"""Beside the stamp of a write that failed: whoever waits for it need not wait any longer."""
 
 
 class ControlBlock:
@@ -84,6 +92,31 @@ class ControlBlock:
         if slots:
             self._refused[rank, _index(slots)] = _stamps(generations)
 
+    def arrivals(
+        self, rank: int, slots: Sequence[int], generations: Sequence[int]
+    ) -> tuple[list[bool], list[bool]]:
+        """Say which slots bear the stamp they should, and which never will.
+
+        Returns:
+            Per slot, whether its bytes are whole, and whether they will not come: because that
+            was said, or because the slot is somebody else's by now.
+        """
+        words = self._generation[rank, _index(slots)]
+        whole = words == _stamps(generations)
+        return whole.tolist(), ((words != 0) & ~whole).tolist()
+
+    # -- storage engine -----------------------------------------------------------------------
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Stamp slots for every rank: their bytes came whole from a slower tier."""
+        if slots:
+            self._generation[:, _index(slots)] = _stamps(generations)
+
+    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Tell every rank that the bytes of these stamps will not come."""
+        if slots:
+            self._generation[:, _index(slots)] = _POISON | _stamps(generations)
+
     # -- scheduler ----------------------------------------------------------------------------
 
     def issue(self, slots: Sequence[int]) -> None:
@@ -100,11 +133,6 @@ class ControlBlock:
         if not slots:
             return []
         return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
-
-    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp slots for every rank: their bytes came whole from a slower tier."""
-        if slots:
-            self._generation[:, _index(slots)] = _stamps(generations)
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return for each slot whether no rank refused to load the bytes of that stamp."""

@@ -79,6 +79,20 @@ class BlockCopyPlan:
     groups: Sequence[GroupCopy]
     slots: Sequence[int]
 
+    def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
+        """Return the part of this plan that is about ``slots``, some of its own."""
+        wanted = np.asarray(slots, np.int64)
+        parts = []
+        for copy in self.groups:
+            chosen = np.isin(copy.slots, wanted)
+            if chosen.any():
+                parts.append(
+                    GroupCopy(
+                        copy.group, copy.blocks[chosen], copy.slots[chosen], copy.subs[chosen]
+                    )
+                )
+        return BlockCopyPlan(parts, slots)
+
 
 def plan_copy(
     block_ids: Sequence[int] | Indices,

@@ -45,7 +45,6 @@ class _Witness:
         self._doubt = False
         self.issue = truth.issue
         self.withdraw = truth.withdraw
-        self.publish = truth.publish
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         return self._remember(self._truth.stored(slots, generations))
@@ -180,6 +179,16 @@ class RecordingManager(TieredOffloadingManager):
         begun, stopped = list(started), list(preempted)
         super().end_step(started=begun, preempted=stopped, now=now)
         self._tell("end_step", started=begun, preempted=stopped, now=now)
+
+    @override
+    def give_up(self, req_id: str) -> None:
+        super().give_up(req_id)
+        self._tell("give_up", request=req_id)
+
+    @override
+    def set_out_of_service(self, tiers: Collection[int]) -> None:
+        super().set_out_of_service(tiers)
+        self._tell("set_out_of_service", tiers=sorted(tiers))
 
     @override
     def take_jobs(self) -> list[Job]:

@@ -56,9 +56,6 @@ class HonestTruth:
     def withdraw(self, slots: Sequence[int]) -> None:
         """Nothing to note: nobody reads the stamps."""
 
-    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Nothing to note: nobody reads the stamps."""
-
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return that all bytes are whole."""
         return [True for _ in zip(slots, generations, strict=True)]

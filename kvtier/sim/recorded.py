@@ -144,6 +144,8 @@ class _Replay:
             "complete_store": self._complete_store,
             "retain": self._retain,
             "end_step": self._end_step,
+            "give_up": self._give_up,
+            "set_out_of_service": self._set_out_of_service,
             "take_jobs": self._take_jobs,
             "apply": self._apply,
             "computed": self._computed,
@@ -263,6 +265,12 @@ class _Replay:
             preempted=map(str, line["preempted"]),
             now=line["now"],
         )
+
+    def _give_up(self, line: Line) -> None:
+        self._manager.give_up(str(line["request"]))
+
+    def _set_out_of_service(self, line: Line) -> None:
+        self._manager.set_out_of_service(line["tiers"])
 
     def _take_jobs(self, line: Line) -> None:
         jobs = self._manager.take_jobs()

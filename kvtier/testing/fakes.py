@@ -30,6 +30,7 @@ class RecordingTruth:
         not_quiet: Slots that a worker never lets go of.
         issued: Jobs issued, per slot.
         published: Every (slot, generation) stamped on behalf of a slower tier, in order.
+        poisoned: Every (slot, generation) that was said not to come.
         generations: The stamp each slot bears.
     """
 
@@ -41,6 +42,7 @@ class RecordingTruth:
         self.not_quiet: set[int] = set()
         self.issued: Counter[int] = Counter()
         self.published: list[tuple[int, int]] = []
+        self.poisoned: set[tuple[int, int]] = set()
         self.generations: dict[int, int] = {}
         self._refused: dict[int, int] = {}
         self._bare: set[int] = set()
@@ -104,6 +106,12 @@ class RecordingTruth:
             slot not in self.not_loaded and self._refused.get(slot) != generation
             for slot, generation in zip(slots, generations, strict=True)
         ]
+
+    # -- the storage engine's side ----------------------------------------------------------
+
+    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Say that the bytes of these stamps will not come."""
+        self.poisoned.update(zip(slots, generations, strict=True))
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Stamp slots filled from a slower tier.

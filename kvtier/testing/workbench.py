@@ -122,6 +122,13 @@ class Workbench:
         """Report ``outcomes`` for the chunks of ``job``; the last one for all further ones."""
         padded = outcomes or (Outcome.DONE,)
         every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
+        for slot, stamp, outcome in zip(
+            job.destination_slots, job.payload or (), every, strict=False
+        ):
+            if outcome is not Outcome.DONE:
+                self.truth.poison([slot], [stamp])
+            elif settled:
+                self.truth.publish([slot], [stamp])
         self.manager.apply(TransferResult(job.job_id, every, settled=settled))
         self.check()
 

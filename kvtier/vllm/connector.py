@@ -2,8 +2,11 @@
 
 vLLM's scheduler half and worker half do what they always do. What is added is in the worker:
 a job that did not work is acknowledged like any other, so nothing in vLLM's half asserts on it,
-and the request whose load it was is named to vLLM's scheduler, which computes it anew
-(``kv_load_failure_policy: recompute``) or fails it alone (``fail``).
+and vLLM's scheduler is told what did not arrive: it computes that (``kv_load_failure_policy:
+recompute``) or fails the request alone (``fail``). With one KV cache group it is told the
+blocks, so what came before the first bad one is kept. With several a block's number does not
+say whose it is; there the request is named, which vLLM knows since 0.30, and computed from its
+start.
 
 That the chunks must not be tried again for this request goes another way, through the control
 block: the worker has written there which stamps it could not load, and vLLM calls
@@ -23,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 )
 
 from kvtier.connector.pace import prompt_tokens
+from kvtier.errors import UnsupportedError
 from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
@@ -50,7 +54,7 @@ __all__ = ["KVTierConnector"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
-_NAMES_REQUESTS: Final = hasattr(base, "KVConnectorTransferResults")
+_TAKES_NAMES: Final = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM takes the names of requests whose load failed; before, only blocks."""
 
 
@@ -72,6 +76,12 @@ class KVTierConnector(OffloadingConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(_with_spec(vllm_config), role, kv_cache_config)
+        self._one_group = len(kv_cache_config.kv_cache_groups) == 1
+        if not (self._one_group or _TAKES_NAMES):
+            raise UnsupportedError(
+                "before vLLM 0.30 a load that fails can be reported only for models with one "
+                "KV cache group: use what `kvtier vllm-args --door spec` prints"
+            )
         self._loading: dict[int, tuple[str, frozenset[int]]] = {}
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -129,21 +139,20 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks whose content must not be used, where requests cannot be named."""
+        """Return blocks whose content must not be used."""
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
     def _note_failures(self, worker: KVTierWorker) -> None:
-        ended = worker.take_ended_loads()
-        for job_id, error in ended.items():
+        for job_id, load in worker.take_ended_loads().items():
             req_id, blocks = self._loading.pop(job_id)
-            if not error:
+            if load.is_whole:
                 continue
-            logger.warning("the load of request %s failed: %s", req_id, error)
-            if _NAMES_REQUESTS:
+            logger.warning("the load of request %s failed: %s", req_id, load.error)
+            if not self._one_group:
                 self._failed_requests.add(req_id)
             else:
-                self._failed_blocks |= blocks
+                self._failed_blocks |= blocks if load.lost_blocks is None else load.lost_blocks
 
     # -- front end -----------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class KVTierManager(OffloadingManager):
             KeyError: One was not; there is no answer but a wrong token.
         """
         plan = self._service.prepare_load(list(keys), req_context.req_id)
-        return SlotLoadStoreSpec(plan.slots, plan.generations)
+        return SlotLoadStoreSpec(plan.slots, plan.generations, plan.wait_s)
 
     def get_load_source(
         self,

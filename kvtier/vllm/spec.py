@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from kvtier.config import load_config
+from kvtier.config import KvtierConfig, load_config
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
@@ -69,10 +69,27 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
                 "`kvtier vllm-args FILE` prints"
             )
-        self._settings = load_config(path)
+        self._settings = self._choose_load_path(load_config(path))
         require_supported_layout(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
+
+    def _choose_load_path(self, settings: KvtierConfig) -> KvtierConfig:
+        """Return ``settings`` with the load path of this door.
+
+        Raises:
+            ConfigError: The file asks for one that this door cannot take.
+        """
+        wanted = settings.transfer.load_path
+        if wanted == "direct" and not self._reports_failed_loads:
+            problem = "this door cannot report a load that fails on its way"
+            remedy = "use --door connector of `kvtier vllm-args`, or load_path: staged"
+            text = settings.origin.complain("transfer.load_path", problem, remedy, value=wanted)
+            raise ConfigError(text)
+        if wanted == "auto":
+            wanted = "direct" if self._reports_failed_loads else "staged"
+        transfer = settings.transfer.model_copy(update={"load_path": wanted})
+        return settings.model_copy(update={"transfer": transfer})
 
     @classmethod
     @override

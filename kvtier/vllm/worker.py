@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvtier.connector.device import DeviceEngine, DeviceResult
+from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
 from kvtier.errors import UnsupportedError
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import RankShare
@@ -36,6 +37,21 @@ if TYPE_CHECKING:
 __all__ = ["KVTierWorker"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """How a load ended.
+
+    Attributes:
+        is_whole: Whether every byte is where it should be.
+        lost_blocks: Blocks whose content must not be used; None if that is all of the load's.
+        error: What went wrong, for a log line.
+    """
+
+    is_whole: bool
+    lost_blocks: frozenset[int] | None
+    error: str
 
 
 class KVTierWorker(OffloadingWorker):
@@ -71,7 +87,8 @@ class KVTierWorker(OffloadingWorker):
             close_timeout_s=close_timeout_s,
         )
         self._reports_failed_loads = reports_failed_loads
-        self._ended_loads: dict[int, str] = {}
+        self._plans: dict[int, BlockCopyPlan] = {}
+        self._ended_loads: dict[int, EndedLoad] = {}
 
     @override
     def submit_store(
@@ -97,7 +114,9 @@ class KVTierWorker(OffloadingWorker):
         """Start copying RAM slots to blocks."""
         chunks = _slots(src_spec)
         try:
-            self._device.load(job_id, self._plan(dst_spec, chunks), chunks.generations)
+            plan = self._plan(dst_spec, chunks)
+            self._plans[job_id] = plan
+            self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
         except Exception as error:
             logger.exception("load %d was not started", job_id)
             self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
@@ -108,12 +127,8 @@ class KVTierWorker(OffloadingWorker):
         """Return the jobs that ended since the last call."""
         return [self._acknowledgement(result) for result in self._device.poll()]
 
-    def take_ended_loads(self) -> dict[int, str]:
-        """Return the loads that :meth:`get_finished` named since the last call.
-
-        Returns:
-            Job ids, and what went wrong with each; empty where nothing did.
-        """
+    def take_ended_loads(self) -> dict[int, EndedLoad]:
+        """Return, by job, the loads that :meth:`get_finished` named since the last call."""
         ended, self._ended_loads = self._ended_loads, {}
         return ended
 
@@ -129,10 +144,11 @@ class KVTierWorker(OffloadingWorker):
 
     def _acknowledgement(self, result: DeviceResult) -> TransferResult:
         lost = result.why is Why.LOAD and not result.is_whole
-        if self._reports_failed_loads:
-            if result.why is Why.LOAD:
-                error = result.error or "not every byte arrived"
-                self._ended_loads[result.job_id] = error if lost else ""
+        plan = self._plans.pop(result.job_id, None)
+        if result.why is Why.LOAD and self._reports_failed_loads:
+            # What could not be started names its blocks nowhere else than in vLLM's own job.
+            blocks = None if plan is None else blocks_not_loaded(plan, result.outcomes)
+            self._ended_loads[result.job_id] = EndedLoad(not lost, blocks, result.error)
         elif lost:
             logger.critical(
                 "refusing to let a request continue on KV that was not loaded: %s", result.error

@@ -88,6 +88,7 @@ class ManagerMachine(RuleBasedStateMachine):
         queue=st.integers(1, 8),
         retained=st.integers(0, 3),
         warm=st.lists(st.integers(0, 2), max_size=3, unique=True),
+        streams=st.booleans(),
     )
     def start(
         self,
@@ -101,6 +102,7 @@ class ManagerMachine(RuleBasedStateMachine):
         queue: int,
         retained: int,
         warm: list[int],
+        streams: bool,
     ) -> None:
         self.truth = RecordingTruth(driven=True)
         tiers = 1 + len(slower)
@@ -121,6 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 retained=retained,
                 patience_lookups=PATIENCE,
                 patience_stores=2,
+                streams=streams,
             ),
         )
         self.manager = self.bench.manager
@@ -202,9 +205,11 @@ class ManagerMachine(RuleBasedStateMachine):
         if not keys:
             return
         plan = self.manager.prepare_load(keys, request.req_id)
-        for slot in plan.slots:
-            self.claim(0, slot, writes=False)
+        assert all(plan.generations), "a hit has no slot after all"
+        for slot, generation in zip(plan.slots, plan.generations, strict=True):
+            self.claim(0, slot, generation, writes=False)
         self.orders.append(self.order(keys, plan, request))
+        self.collect()
         request.loading = True
 
     def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
@@ -245,7 +250,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def issue_store(self, plan: StorePlan) -> None:
         for slot in plan.slots:
-            self.claim(0, slot, writes=True)
+            self.claim(0, slot, plan.generation, writes=True)
         generations = [plan.generation] * len(plan.keys)
         self.orders.append(
             WorkerOp(plan.keys, plan.slots, generations, self.epoch, writes=True)
@@ -303,15 +308,27 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- workers ----------------------------------------------------------------------------
 
-    @precondition(lambda self: self.orders)
+    def awaits(self, op: WorkerOp) -> bool:
+        """Whether a load's workers have to wait for one of its chunks."""
+        return not op.writes and any(
+            self.truth.generations.get(slot) != generation
+            and (slot, generation) not in self.truth.poisoned
+            for slot, generation in zip(op.slots, op.generations, strict=True)
+        )
+
+    @precondition(lambda self: any(not self.awaits(op) for op in self.orders))
     @rule(data=st.data(), fails=st.integers(0, 4))
     def work(self, data: st.DataObject, fails: int) -> None:
-        """The workers do the oldest thing they were told to; a chunk of it may fail."""
-        op = self.orders.pop(0)
+        """The workers do the oldest thing that they can; a chunk of it may fail."""
+        op = next(op for op in self.orders if not self.awaits(op))
+        self.orders.remove(op)
         for at, (key, slot, generation) in enumerate(
             zip(op.keys, op.slots, op.generations, strict=True)
         ):
-            if not op.writes:
+            if not op.writes and (slot, generation) in self.truth.poisoned:
+                self.truth.refuse([slot], [generation])
+                op.failed = True
+            elif not op.writes:
                 assert self.contents[0].get(slot) == (key, op.epoch), "a wrong byte was loaded"
                 assert self.truth.generations[slot] == generation
                 if fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
@@ -322,6 +339,18 @@ class ManagerMachine(RuleBasedStateMachine):
             else:
                 self.contents[0][slot] = (key, op.epoch)
                 self.truth.stamp([slot], generation)
+        self.truth.acknowledge(op.slots)
+        if op.epoch == self.epoch:
+            self.acknowledged.append(op)
+
+    @precondition(lambda self: any(self.awaits(op) for op in self.orders))
+    @rule()
+    def give_up_waiting(self) -> None:
+        """The workers' own deadline passes before any chunk of a load has come."""
+        op = next(op for op in self.orders if self.awaits(op))
+        self.orders.remove(op)
+        self.truth.refuse(op.slots, op.generations)
+        op.failed = True
         self.truth.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
@@ -361,6 +390,8 @@ class ManagerMachine(RuleBasedStateMachine):
         op = data.draw(st.sampled_from([op for op in self.storage if not op.late]))
         op.late = True
         outcomes = [Outcome.EXPIRED] * len(op.job.keys)
+        if op.job.payload is not None:
+            self.truth.poison(op.job.destination_slots, op.job.payload)
         self.manager.apply(TransferResult(op.job.job_id, outcomes, settled=False))
 
     @precondition(lambda self: any(self.contents[1:]))
@@ -387,6 +418,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 corrupt.add((source, src))
             done = outcomes[at] is Outcome.DONE
             self.contents[destination][dst] = (key, op.epoch) if done else None
+            if job.payload is not None:
+                (self.truth.publish if done else self.truth.poison)([dst], [job.payload[at]])
             self.rotten.discard((destination, dst))
         self.storage.remove(op)
         resident = {
@@ -407,19 +440,25 @@ class ManagerMachine(RuleBasedStateMachine):
             op = StorageOp(job, self.epoch)
             source = TIER_NAMES.index(job.source)
             destination = TIER_NAMES.index(job.destination)
+            stamps = job.payload or [0] * len(job.keys)
             for slot in job.source_slots:
                 self.claim(source, slot, writes=False)
-            for slot in job.destination_slots:
-                self.claim(destination, slot, writes=True)
+            for slot, stamp in zip(job.destination_slots, stamps, strict=True):
+                self.claim(destination, slot, stamp, writes=True)
             self.storage.append(op)
         self.manager.take_cancels()
 
     # -- what must hold ---------------------------------------------------------------------
 
-    def claim(self, tier: int, slot: int, *, writes: bool) -> None:
-        """Check that whoever still touches ``slot`` does not mind the new user."""
+    def claim(self, tier: int, slot: int, stamp: int = 0, *, writes: bool) -> None:
+        """Check that whoever still touches ``slot`` does not mind the new user.
+
+        A load and the write it waits for name the same stamp, and do not mind each other.
+        """
         for op in self.orders:
             if tier == 0 and slot in op.slots:
+                if stamp and op.generations[list(op.slots).index(slot)] == stamp:
+                    continue
                 assert not writes, f"slot {slot} is given away while a worker uses it"
                 assert not op.writes, f"slot {slot} is read while a worker writes it"
         for other in self.storage:
@@ -427,6 +466,10 @@ class ManagerMachine(RuleBasedStateMachine):
             if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"
             if tier == TIER_NAMES.index(job.destination):
+                if stamp and (slot, stamp) in zip(
+                    job.destination_slots, job.payload or (), strict=False
+                ):
+                    continue
                 assert slot not in job.destination_slots, f"slot {slot} is being written"
 
     def end_step(self, started: list[Request], preempted: list[Request]) -> None:
@@ -518,6 +561,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 break
 
     def finish_everything(self) -> None:
+        if any(self.awaits(op) for op in self.orders):
+            for storage in list(self.storage):
+                self.finish(storage, [Outcome.DONE] * len(storage.job.keys))
         while self.orders:
             op = self.orders[0]
             self.work_well(op)
@@ -538,6 +584,9 @@ class ManagerMachine(RuleBasedStateMachine):
             if op.writes:
                 self.contents[0][slot] = (key, op.epoch)
                 self.truth.stamp([slot], generation)
+            elif (slot, generation) in self.truth.poisoned:
+                self.truth.refuse([slot], [generation])
+                op.failed = True
             else:
                 assert self.contents[0].get(slot) == (key, op.epoch)
         self.truth.acknowledge(op.slots)
