@@ -340,7 +340,7 @@ class TieredOffloadingManager:
 
         What a load is compared with, unless the configuration says what a token takes.
         """
-        self._ladder.worth.computed(tokens, seconds)
+        self._ladder.worth.computed(tokens, seconds, self._ladder.ctx.now)
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""

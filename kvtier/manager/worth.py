@@ -14,6 +14,11 @@ computing the tokens it saves, both as measured here:
   Attention makes late tokens of long prompts dearer. That is in the mean as far as prompts are
   of like length, and a term of its own would need steps of very different depths to be told
   apart; for a prompt much longer than usual computing is therefore rated too cheap.
+  The engine is shared: of one that computes a share ``u`` of the time, work of ``s`` seconds
+  takes ``s / (1 - u)``, as under processor sharing (Kleinrock, "Time-shared Systems", 1967).
+  Without this term, loading loses where it helps most: a load that takes somewhat longer than
+  computing still spares those who wait for the engine, and with it replays of traces wait
+  least or nearly so at every speed of the disk.
 
 What is kept of a wanted prefix is the head for which loading minus ``margin`` x computing is
 least: a head that is loaded saves its tokens whatever becomes of the tail, a tail without its
@@ -45,6 +50,9 @@ _HALF_LIFE_S: Final = 10.0
 _TRY_NBYTES: Final = 16 << 20
 _ALIKE: Final = 1e-2
 """Relative variance of sizes below which a start-up time cannot be told from a rate."""
+_BUSY_HALF_LIFE_S: Final = 30.0
+_BUSIEST: Final = 0.75
+"""Share of time computing beyond which waiting is rated no longer: the formula has no end."""
 _HALF_LIFE_TOKENS: Final = 32_768
 _FEW_CHUNKS: Final = 8
 _FEWEST_TOKENS: Final = 128
@@ -191,6 +199,8 @@ class LoadWorth:
         self._jobs: dict[JobId, tuple[int, int, int]] = {}
         self._seconds = 0.0
         self._tokens = 0.0
+        self._busy_s = 0.0
+        self._computed_s = 0.0
         self._skipped_chunks = [0] * tiers
         self._skipped_tokens = [0] * tiers
         self.last: LoadChoice | None = None
@@ -224,13 +234,20 @@ class LoadWorth:
         if seconds > 0.0:
             self._times[tier].note(awaited_nbytes, seconds, now)
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def computed(self, tokens: int, seconds: float, now: float) -> None:
         """Note that a step of the engine computed ``tokens`` prompt tokens.
 
         Steps of few are mostly about something else, and are ignored.
+
+        Args:
+            tokens: Prompt tokens.
+            seconds: What the step took.
+            now: Seconds on the clock of :meth:`choose`.
         """
         if tokens < _FEWEST_TOKENS or seconds <= 0.0:
             return
+        self._busy_s = self._busy_s * _lasting(now - self._computed_s) + seconds
+        self._computed_s = max(now, self._computed_s)
         keep = 0.5 ** (tokens / _HALF_LIFE_TOKENS)
         self._seconds = self._seconds * keep + seconds
         self._tokens = self._tokens * keep + tokens
@@ -264,7 +281,7 @@ class LoadWorth:
         prices = {tier: p for tier in slow if (p := self._times[tier].price()) is not None}
         if not prices:
             return None
-        chunk_s = self._chunk_tokens * s_per_token / groups
+        chunk_s = self._chunk_tokens * s_per_token * self._waiting(now) / groups
         kept = self._cut(sources, prices, chunk_s, divisible=groups == 1)
         if kept < len(sources):
             kept = max(kept, self._trial(sources, prices, chunk_s, groups=groups, now=now))
@@ -316,6 +333,11 @@ class LoadWorth:
         )
 
     # -- internals --------------------------------------------------------------------------
+
+    def _waiting(self, now: float) -> float:
+        """Return how many times as long computing takes because the engine is shared."""
+        busy_s = self._busy_s * _lasting(now - self._computed_s)
+        return 1.0 / (1.0 - min(busy_s * math.log(2.0) / _BUSY_HALF_LIFE_S, _BUSIEST))
 
     def _cut(
         self,
@@ -393,6 +415,11 @@ class LoadWorth:
             nbytes=sum(wanted.values()) * self._chunk_nbytes,
             queued_nbytes=sum(queued.values()),
         )
+
+
+def _lasting(age_s: float) -> float:
+    """Return the share of past work that still counts after ``age_s``."""
+    return math.pow(0.5, max(age_s, 0.0) / _BUSY_HALF_LIFE_S)
 
 
 def fading(age_s: float) -> float:

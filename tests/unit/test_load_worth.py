@@ -133,14 +133,14 @@ def test_a_load_that_expired_took_its_deadline_at_least() -> None:
 
 def test_computing_is_measured_by_steps_of_many_tokens() -> None:
     gate = worth(recompute_s=None)
-    gate.computed(1, 0.03)
+    gate.computed(1, 0.03, 0.0)
     assert gate.recompute_s_per_token is None
     for _ in range(100):
-        gate.computed(2048, 0.2)
-        gate.computed(16, 0.1)
+        gate.computed(2048, 0.2, 0.0)
+        gate.computed(16, 0.1, 0.0)
     assert gate.recompute_s_per_token == pytest.approx(0.2 / 2048)
     for _ in range(100):
-        gate.computed(2048, 0.4)
+        gate.computed(2048, 0.4, 0.0)
     assert gate.recompute_s_per_token == pytest.approx(0.4 / 2048, rel=0.02)
 
 
@@ -180,6 +180,23 @@ def test_a_queue_makes_a_load_not_worth_it() -> None:
     assert choice.queued_nbytes == 9 * CHUNK
     assert choice.load_s == pytest.approx(17 * CHUNK_S * 0.5)
     assert choice.recompute_s == pytest.approx(8 * CHUNK_S)
+
+
+@pytest.mark.parametrize(
+    ("busy", "worth_times"), [(0.0, 1.0), (0.25, 1.33), (0.5, 2.0), (0.75, 4.0), (1.0, 4.0)]
+)
+def test_an_engine_that_is_busy_makes_slower_loads_worth_it(
+    busy: float, worth_times: float
+) -> None:
+    gate = worth()
+    for second in range(600):
+        gate.computed(1000, busy, float(second))
+    measure(gate, 1, 8, 8 * CHUNK_S * worth_times * 0.97, now=599.0)
+    assert kept(gate, [1] * 8, now=599.0) == 8
+    measure(gate, 2, 8, 8 * CHUNK_S * worth_times * 1.04, now=599.0)
+    assert kept(gate, [2] * 8, now=599.0) == 0
+    measure(gate, 1, 8, 8 * CHUNK_S * 2, now=2000.0)
+    assert kept(gate, [1] * 8, now=2000.0) == 0, "it has been idle for long"
 
 
 def test_a_long_prefix_is_worth_a_start_up_time_that_a_short_one_is_not() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,6 +33,8 @@ class Prompt(_Value):
     """Token ids; appended to the conversation so far when there is one."""
     after: int | None = None
     """The earlier request that this one continues, counted over all waves."""
+    wishes: dict[str, Any] = Field(default_factory=dict)
+    """What it says in ``kv_transfer_params``."""
 
 
 class Wave(_Value):
@@ -67,6 +69,8 @@ class Scenario(_Value):
     """Longest prompt and answer together; the GPU must have blocks for one such request."""
     step_tokens: int = 2048
     """Most tokens the engine computes in one step."""
+    events: str | None = None
+    """Where to publish what is cached, as a ZeroMQ endpoint."""
 
 
 class Answer(_Value):
@@ -166,6 +170,11 @@ def store_yaml(
         {"kind": "ram", "capacity": f"{ram_nbytes}B"},
         {"kind": "nvme", "path": str(store), "capacity": f"{nvme_nbytes}B"},
     ]
-    settings = {"tiers": tiers, "engine": {"blocks_per_chunk": blocks_per_chunk}}
+    settings = {
+        "tiers": tiers,
+        # A model this small computes faster than a busy disk reads; here it is to read.
+        "placement": {"load_if": "always"},
+        "engine": {"blocks_per_chunk": blocks_per_chunk},
+    }
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
     return file
