@@ -119,7 +119,11 @@ def integration(session: nox.Session) -> None:
 def compat(session: nox.Session, release: str) -> None:
     """One spill and reload with each vLLM that works; 3 to 8 GB of disk for each of them."""
     install_vllm(session, release)
-    session.run("pytest", "-m", "integration", *(session.posargs or ["tests/compat"]))
+    # The engines of one test may take longer than a test may by day.
+    patience = ("-o", "faulthandler_timeout=1200")
+    session.run(
+        "pytest", "-m", "integration", *patience, *(session.posargs or ["tests/compat"])
+    )
 
 
 @nox.session

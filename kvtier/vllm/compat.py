@@ -141,9 +141,16 @@ def _unmet(door: type[Any]) -> Iterator[str]:
                 continue
             if not _takes(ours, theirs):
                 yield (
-                    f"calls {door.__name__}.{name}{inspect.signature(theirs)}, and kvtier's is "
-                    f"{name}{inspect.signature(ours)}"
+                    f"calls {door.__name__}.{name}{_untyped(theirs)}, and kvtier's takes "
+                    f"{_untyped(ours)}"
                 )
+
+
+def _untyped(method: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(method)
+    return inspect.Signature(
+        [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    )
 
 
 def _takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
