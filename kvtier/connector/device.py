@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
+from kvtier.memory.slot_layout import RankShare
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
 from kvtier.types import Job, JobId, Outcome, Why
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvtier.memory import HostRegion
     from kvtier.memory.copy import BlockCopyPlan, Indices, KVBlocks
 
-__all__ = ["DeviceEngine", "DeviceResult"]
+__all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class DeviceEngine:
         kv: The rank's KV memory.
         region: The RAM tier; closed with the engine.
         rank: This rank.
+        share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest :meth:`close`.
 
@@ -80,13 +82,14 @@ class DeviceEngine:
         region: HostRegion,
         *,
         rank: int,
+        share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
     ) -> None:
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._close_timeout_s = close_timeout_s
-        self._copier = BlockCopier(kv, region, rank=rank, blocks_per_chunk=blocks_per_chunk)
+        self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         # One thread: copies share a link, and a block stored and loaded again keeps its order.
         self._pool = IoPool(1, name=f"kvtier-copy-{rank}")
         control = region.control
@@ -97,14 +100,17 @@ class DeviceEngine:
                 ("gpu", "ram"): self._store,
                 ("ram", "gpu"): DeviceLoad(self._copier, control, rank=rank, pool=self._pool),
             },
-            chunk_nbytes=region.geometry.shard_nbytes,
+            chunk_nbytes=region.geometry.stripe_nbytes * len(share.stripes),
             limits=EngineLimits(
                 queued_bytes=_UNBOUNDED,
                 running_bytes=_UNBOUNDED,
                 breaker_failures=_UNBOUNDED,
             ),
         )
+        self._rank = rank
+        self._control = control
         self._reasons: dict[JobId, Why] = {}
+        self._failed: list[DeviceResult] = []
 
     def plan(
         self,
@@ -138,24 +144,59 @@ class DeviceEngine:
         """
         self._submit(job_id, Why.STORE, plan, generations)
 
-    def load(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
+    def load(
+        self,
+        job_id: JobId,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+    ) -> None:
         """Start copying slots to blocks, after what the engine's stream holds now.
 
         Args:
             job_id: Unique among the jobs of this rank.
             plan: What to copy where.
             generations: The stamp that each slot must bear.
+            wait_s: How long a slot may take to bear it.
         """
-        self._submit(job_id, Why.LOAD, plan, generations)
+        self._submit(job_id, Why.LOAD, plan, generations, wait_s=wait_s)
+
+    def fail(
+        self,
+        job_id: JobId,
+        why: Why,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        error: Exception,
+    ) -> None:
+        """End a job that could not be started, as one that ran and failed.
+
+        Args:
+            job_id: The job; not known to :meth:`poll` yet.
+            why: Whether it was a store or a load.
+            slots: Its slots.
+            generations: Their stamps.
+            error: What kept it from being started.
+        """
+        self._reasons.pop(job_id, None)
+        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
+        if why is Why.LOAD:
+            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
+        self._control.acknowledge(self._rank, held)
+        outcomes = [Outcome.FAILED] * len(slots)
+        text = f"{type(error).__name__}: {error}"
+        self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
 
     @property
     def idle(self) -> bool:
         """Whether every job ended."""
-        return self._engine.idle
+        return self._engine.idle and not self._failed
 
     def poll(self) -> list[DeviceResult]:
         """Return the jobs that ended since the last call, in the order they did."""
-        return [
+        failed, self._failed = self._failed, []
+        return failed + [
             DeviceResult(
                 job_id=result.job_id,
                 why=self._reasons.pop(result.job_id),
@@ -186,7 +227,7 @@ class DeviceEngine:
         Returns:
             False when ``timeout_s`` passed first.
         """
-        return self._engine.wait_any(timeout_s=timeout_s)
+        return bool(self._failed) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
@@ -196,7 +237,13 @@ class DeviceEngine:
         self._region.close()
 
     def _submit(
-        self, job_id: JobId, why: Why, plan: BlockCopyPlan, generations: Sequence[int]
+        self,
+        job_id: JobId,
+        why: Why,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float = 0.0,
     ) -> None:
         source, destination = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
         self._reasons[job_id] = why
@@ -209,7 +256,22 @@ class DeviceEngine:
                 keys=(),
                 source_slots=plan.slots,
                 destination_slots=plan.slots,
-                timeout_s=_COPY_TIMEOUT_S,
-                payload=DevicePayload(plan, self._copier.mark(), generations),
+                timeout_s=_COPY_TIMEOUT_S + wait_s,
+                payload=DevicePayload(plan, self._copier.mark(), generations, wait_s),
             )
         )
+
+
+def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
+    """Return the blocks of the chunks that did not arrive."""
+    missing = {
+        slot
+        for slot, outcome in zip(plan.slots, outcomes, strict=True)
+        if outcome is not Outcome.DONE
+    }
+    return frozenset(
+        int(block)
+        for copy in plan.groups
+        for block, slot in zip(copy.blocks, copy.slots, strict=True)
+        if int(slot) in missing
+    )

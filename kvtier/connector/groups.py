@@ -9,6 +9,7 @@ loaded nor worth keeping.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.errors import UnsupportedError
@@ -41,6 +42,10 @@ class SchedulerOptions:
         blocks_per_chunk: Blocks that are stored and loaded together.
         ranks: Workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
+        retention_tokens: How densely the tails of windows are stored: None for those before
+            every length that hits of all groups can have, a number for those before its
+            multiples, 0 for none of them; and those before the end of the prompt, and where it
+            leaves another request's.
         shares_blocks: Whether requests share blocks in the engine, so that of two that want
             the same chunks one had better wait for the other's load.
     """
@@ -50,6 +55,7 @@ class SchedulerOptions:
     blocks_per_chunk: int = 1
     ranks: int = 1
     store_decode: bool = False
+    retention_tokens: int | None = None
     shares_blocks: bool = True
 
 
@@ -65,9 +71,11 @@ class GroupLayout:
         blocks_per_chunk: Blocks of one chunk.
         window_tokens: How far back a token sees; None for all the way.
         window_chunks: Chunks that surely cover the window before a chunk's end; 0 for all.
-        segment_blocks: Where every group's hits can end: at multiples of so many blocks; 0 if
-            hits can end anywhere.
-        tail_blocks: Blocks before such an end that the window covers.
+        is_sparse: Whether some whole chunks can never serve a hit, or shall not.
+        segment_blocks: Tails before its multiples are stored; 0 for none.
+        tail_blocks: Blocks of a tail: what the window covers.
+        aligned_tokens: Tails before the ends of prompts are stored and these ends are rounded
+            down to its multiples; 0 if the true ends of requests count.
     """
 
     index: int
@@ -77,13 +85,10 @@ class GroupLayout:
     blocks_per_chunk: int
     window_tokens: int | None
     window_chunks: int
+    is_sparse: bool
     segment_blocks: int
     tail_blocks: int
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether some whole chunks can never serve a hit."""
-        return self.tail_blocks < self.segment_blocks
+    aligned_tokens: int
 
     def chunks_needed(self, end_tokens: int) -> int:
         """Return how many chunks, up to that of token ``end_tokens - 1``, a hit needs.
@@ -97,31 +102,30 @@ class GroupLayout:
         reach = self.window_tokens - 1 + padding
         return max(self.window_chunks, ceil_div(reach, self.tokens_per_chunk))
 
-    def is_useful(self, chunk: int, end_chunks: int | None) -> bool:
+    def is_useful(self, chunk: int, end_blocks: Iterable[int]) -> bool:
         """Return whether ``chunk`` can serve a hit.
 
         Args:
             chunk: Index in the request.
-            end_chunks: Where a later request's hit may end besides the multiples of a segment;
-                None if that is not known yet.
+            end_blocks: Where later hits may end besides the multiples of a segment.
         """
         if not self.is_sparse:
             return True
         segment, tail = self.segment_blocks, self.tail_blocks
         first = chunk * self.blocks_per_chunk
-        blocks = range(first, first + self.blocks_per_chunk)
-        if any(block % segment >= segment - tail for block in blocks):
+        last = first + self.blocks_per_chunk
+        if segment and any(at % segment >= segment - tail for at in range(first, last)):
             return True
-        if end_chunks is None:
-            return False
-        end = end_chunks * self.blocks_per_chunk
-        begin = max(end - end % segment, end - tail)
-        return begin < blocks.stop and blocks.start < end
+        return any(first < end and end - tail < last for end in end_blocks)
 
     def last_segment(self, end_chunks: int) -> int:
         """Return the first chunk of the segment that ``end_chunks`` cuts short."""
         end = end_chunks * self.blocks_per_chunk
         return (end - end % self.segment_blocks) // self.blocks_per_chunk
+
+    def aligned_end(self, tokens: int) -> int:
+        """Return the last block before which a hit of at most ``tokens`` tokens can end."""
+        return (tokens - tokens % self.aligned_tokens) // self.tokens_per_block
 
 
 def ceil_div(number: int, by: int) -> int:
@@ -146,6 +150,12 @@ def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
                 f"and the engine hashes {options.tokens_per_hash} tokens at a time: a block "
                 "must be a whole number of hashes"
             )
+        tokens_per_chunk = group.tokens_per_block * options.blocks_per_chunk
+        if group.window_tokens and (options.retention_tokens or 0) % tokens_per_chunk:
+            raise UnsupportedError(
+                f"tails are to be retained every {options.retention_tokens} tokens, which is "
+                f"no multiple of the {tokens_per_chunk} tokens of a chunk"
+            )
         layouts.append(_layout(group, options, alignment))
     return tuple(layouts)
 
@@ -164,12 +174,13 @@ def _layout(
     group: CacheGroup, options: SchedulerOptions, alignment_tokens: int | None
 ) -> GroupLayout:
     tokens_per_chunk = group.tokens_per_block * options.blocks_per_chunk
-    window = group.window_tokens
-    aligned = (
-        window is not None
-        and alignment_tokens is not None
-        and alignment_tokens % group.tokens_per_block == 0
-    )
+    window, retention = group.window_tokens, options.retention_tokens
+    tail = ceil_div((window or 1) - 1, group.tokens_per_block)
+    # Where the tails of a window could not be told apart block by block, all chunks are stored.
+    aligned = alignment_tokens or 0
+    sparse = bool(window and aligned) and aligned % group.tokens_per_block == 0
+    segment = aligned if retention is None else retention
+    segment_blocks = segment // group.tokens_per_block
     return GroupLayout(
         index=group.index,
         tokens_per_block=group.tokens_per_block,
@@ -178,6 +189,8 @@ def _layout(
         blocks_per_chunk=options.blocks_per_chunk,
         window_tokens=window,
         window_chunks=0 if window is None else ceil_div(window, tokens_per_chunk),
-        segment_blocks=(alignment_tokens or 0) // group.tokens_per_block if aligned else 0,
-        tail_blocks=ceil_div((window or 1) - 1, group.tokens_per_block),
+        is_sparse=sparse and not 0 < segment_blocks <= tail,
+        segment_blocks=segment_blocks,
+        tail_blocks=tail,
+        aligned_tokens=0 if retention is None else aligned,
     )

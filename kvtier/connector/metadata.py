@@ -11,9 +11,10 @@ in the control block. A load that did not work is named in ``failed_loads`` as w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvtier.connector.stats import ConnectorStats, OperationMetrics
 from kvtier.types import JobId
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "RequestId",
     "SlotSpec",
     "TransferJob",
-    "TransferRecord",
     "WorkerOutput",
 ]
 
@@ -55,11 +55,13 @@ class SlotSpec:
         slots: One per chunk.
         generations: Stamp per slot: what a store leaves, what a load insists on.
         tier: Whose slots they are.
+        wait_s: How long the slots of a load may take to bear their stamps.
     """
 
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     tier: str = "ram"
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +118,20 @@ class FailedLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferRecord:
-    """One job's copy in one rank.
-
-    Attributes:
-        nbytes: Bytes that reached their destination.
-        seconds: From the first byte asked for to the last; queueing excluded.
-    """
-
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerOutput:
     """What happened since the last step, in one rank or in several.
 
     Attributes:
         completed_jobs: Jobs that ended, and how many ranks say so.
         failed_loads: Which of them failed, in any rank.
-        stats: What was copied, by direction: ``gpu_to_ram``, ``ram_to_gpu``.
+        stats: What was copied: a :class:`~kvtier.connector.stats.ConnectorStats` as plain
+            values.
         expected_ranks: How many ranks acknowledge a job from now on; 0 if that did not change.
     """
 
     completed_jobs: Mapping[JobId, int] = field(default_factory=dict)
     failed_loads: Mapping[JobId, FailedLoad] = field(default_factory=dict)
-    stats: Mapping[str, tuple[TransferRecord, ...]] = field(default_factory=dict)
+    stats: Mapping[str, Sequence[OperationMetrics]] = field(default_factory=dict)
     expected_ranks: int = 0
 
     @property
@@ -164,7 +154,7 @@ class WorkerOutput:
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
         """Return what both say together.
 
-        Which one is ``self`` matters only for the order of the records in ``stats``. Of two
+        Which one is ``self`` matters only for the order in ``stats``. Of two
         different ``expected_ranks`` the smaller one that is not 0 counts.
         """
         completed = dict(self.completed_jobs)
@@ -173,8 +163,6 @@ class WorkerOutput:
         failed = dict(self.failed_loads)
         for job_id, load in other.failed_loads.items():
             failed[job_id] = failed[job_id].united(load) if job_id in failed else load
-        stats = dict(self.stats)
-        for direction, records in other.stats.items():
-            stats[direction] = stats.get(direction, ()) + records
+        stats = ConnectorStats(self.stats).aggregate(ConnectorStats(other.stats)).to_dict()
         expected = [n for n in (self.expected_ranks, other.expected_ranks) if n]
         return WorkerOutput(completed, failed, stats, min(expected, default=0))

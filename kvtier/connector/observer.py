@@ -52,11 +52,11 @@ class Observer:
         self._chunk_tokens = chunk_tokens
         self._open: dict[str, RequestContext] = {}
 
-    def arrived(self, context: RequestContext, now: float) -> None:
-        """Note a new request, ``now`` in seconds on a monotonic clock."""
+    def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
+        """Note a new request of ``session``, ``now`` in seconds on a monotonic clock."""
         self._open[context.req_id] = context
         if self._log is not None:
-            self._log.arrived(context.req_id, now)
+            self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
         """Note requests that were scheduled for the first time in this step."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from kvtier.connector.context import RequestContext
-from kvtier.connector.statistics import EngineStatistics
+from kvtier.connector.stats import ConnectorStats
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 
@@ -60,6 +60,10 @@ class EngineRequest(Protocol):
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """Whether everything must be computed, cached or not."""
+
+    @property
+    def shared_prefix_boundary(self) -> int:
+        """Tokens after which it is known to leave another request's prefix; 0 for unknown."""
 
     def is_finished(self) -> bool:
         """Return whether it ended, for whatever reason."""
@@ -156,8 +160,8 @@ class Cache(Protocol):
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin chunks that were hits in this step and say where they are."""
 
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        """Take back a load's pins."""
+    def complete_load(self, req_id: str) -> None:
+        """End a request's oldest load: chunks a worker could not load are dropped."""
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
         """Give new chunks slots; None when there is no room now."""
@@ -174,8 +178,8 @@ class Cache(Protocol):
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency changes, removals before the stores that use their room."""
 
-    def statistics(self) -> EngineStatistics:
-        """Return all figures of this engine now."""
+    def take_transfers(self) -> ConnectorStats:
+        """Return the transfers between tiers that ended since the last call."""
 
     def reset_cache(self) -> None:
         """Make everything in every tier a miss."""

@@ -25,7 +25,7 @@ from kvtier.connector.loads import plan_load
 from kvtier.connector.lookup import Matcher
 from kvtier.connector.metadata import ConnectorMetadata, SlotSpec, TransferJob, WorkerOutput
 from kvtier.connector.protocols import AllocatedBlocks, Cache, EngineRequest, StepOutput
-from kvtier.connector.statistics import EngineStatistics
+from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.stores import computed_tokens, make_offer
 from kvtier.connector.tracking import TrackedRequest
 from kvtier.errors import KvtierError
@@ -63,6 +63,7 @@ class ConnectorScheduler:
         self._jobs = JobTable(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
+        self._copied = ConnectorStats()
 
     # -- requests that wait --------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class ConnectorScheduler:
             return None, False
         tracked.extend_keys()
         tracked.local_tokens = num_computed_tokens
-        if request.skip_reading_prefix_cache or tracked.recomputes:
+        if request.skip_reading_prefix_cache:
             return 0, False
         tokens = self._matcher.match(tracked, max_num_new_tokens, self._loading)
         return tokens, bool(tokens)
@@ -129,7 +130,7 @@ class ConnectorScheduler:
         load = plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(load.keys, tracked.req_id)
         job_id = self._jobs.add_load(tracked, load.keys)
-        slots = SlotSpec(tuple(plan.slots), tuple(plan.generations))
+        slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
         self._load_jobs[job_id] = TransferJob(tracked.req_id, load.blocks, slots)
         if self._options.shares_blocks:
             self._loading.update(load.keys)
@@ -173,6 +174,7 @@ class ConnectorScheduler:
         """
         if output.expected_ranks:
             self._jobs.ranks = output.expected_ranks
+        self._copied.aggregate(ConnectorStats(output.stats))
         for job_id in output.failed_loads:
             self._jobs.fail(job_id)
         for job_id, ranks in output.completed_jobs.items():
@@ -220,9 +222,10 @@ class ConnectorScheduler:
         """Return residency changes, removals before the stores that use their room."""
         return self._cache.take_events()
 
-    def get_stats(self) -> EngineStatistics:
-        """Return all figures of the cache now."""
-        return self._cache.statistics()
+    def get_stats(self) -> ConnectorStats | None:
+        """Return what was copied since the last call, by workers and between tiers."""
+        self._copied.aggregate(self._cache.take_transfers())
+        return None if self._copied.is_empty() else self._copied.clone_and_reset()
 
     def reset_cache(self) -> None:
         """Make everything in every tier a miss; running requests offer their chunks again.
@@ -294,11 +297,9 @@ class ConnectorScheduler:
             self._cache.complete_store(job.keys, tracked.req_id)
         else:
             self._loading.difference_update(job.keys)
+            self._cache.complete_load(tracked.req_id)
             if job.failed:
-                # The same answer again could fail again, for ever.
-                tracked.recomputes = True
-                tracked.offer_anew()
-            self._cache.complete_load(job.keys)
+                tracked.offer_anew()  # What is computed instead is not in the cache.
         self._forget_if_over(tracked)
 
     def _end(self, req_id: str) -> None:

@@ -17,12 +17,17 @@ from itertools import compress
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier.connector.context import RequestContext
-from kvtier.connector.hints import HintReader, RequestHints
+from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNature
+from kvtier.connector.pace import StepClock
 from kvtier.connector.pressure import PressureLog
 from kvtier.connector.statistics import EngineStatistics, engine_statistics
+from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
+from kvtier.connector.worth_log import WorthLog
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+from kvtier.manager.plans import NO_GENERATION, NO_SLOT
+from kvtier.types import JobId, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
 
@@ -34,6 +39,7 @@ Service = TypeVar("Service", bound="CacheService")
 
 _MISS = Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
+_MOST_STEPS_AHEAD = 8
 
 
 def answered_with(
@@ -65,6 +71,18 @@ def _no_chunks() -> StorePlan | None:
     return StorePlan([], [], 0, [])
 
 
+def _natures(storage: Storage) -> list[TierNature]:
+    """Return what requests may call the tiers."""
+    names = [tier.name for tier in storage.manager.snapshot().tiers]
+    return [
+        TierNature(names[0], "CPU", "LOCAL"),
+        *(
+            TierNature(tier.name, "STORAGE", "LOCAL" if tier.is_local else "REMOTE")
+            for tier in storage.tiers
+        ),
+    ]
+
+
 class CacheService:
     """Answers a scheduler. Not thread-safe; one thread calls it.
 
@@ -93,15 +111,22 @@ class CacheService:
         self._tokens_per_chunk = tokens_per_chunk
         self._retain_s = retain_s
         self._close_timeout_s = close_timeout_s
-        self._reader = HintReader()
+        self._reader = HintReader(_natures(storage))
         self._hints: dict[str, RequestHints] = {}
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
+        self._transfers = ConnectorStats()
+        self._ways: dict[JobId, tuple[str, str]] = {}
         self._pressure = PressureLog(
             [tier.name for tier in storage.manager.snapshot().tiers],
             storage.region.geometry.slot_nbytes,
         )
+        self._worth = WorthLog([tier.name for tier in storage.manager.snapshot().tiers])
+        self._clock = StepClock()
+        self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
+        self._out_of_service: frozenset[int] = frozenset()
         self._step_begins = True
+        self._steps_untaken = 0
         self._closed = False
 
     # -- requests ------------------------------------------------------------------------------
@@ -109,11 +134,12 @@ class CacheService:
     @answered_with(_nothing)
     def begin_request(self, request: RequestContext) -> None:
         """Start remembering a request."""
-        if request.kv_transfer_params:
-            self._hints[request.req_id] = self._reader.read(request.kv_transfer_params)
-        self._manager.begin_request(request.req_id)
+        hints = self._reader.read(request.kv_transfer_params)
+        if hints != NO_HINTS:
+            self._hints[request.req_id] = hints
+        self._manager.begin_request(request.req_id, hints.terms)
         if self._observer is not None:
-            self._observer.arrived(request, time.monotonic())
+            self._observer.arrived(request, time.monotonic(), hints.terms.session)
 
     @answered_with(_nothing)
     def end_request(self, request: RequestContext) -> None:
@@ -136,18 +162,25 @@ class CacheService:
                 # is prepared.
                 self._step_begins = False
                 self._take_results()
+                self._note_service()
             return self._manager.lookup(key, req_id)
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.note_internal_error("lookup", error)
             return _MISS
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin chunks that were hits in this step and say where they are.
+        """Pin chunks that were hits in this step and say where they are, or will be.
 
-        Raises:
-            KeyError: One was not; there is no answer but a wrong token.
+        What cannot be loaded is planned all the same, as a load that fails: the engine has no
+        ear for anything else by now.
         """
-        plan = self._manager.prepare_load(keys, req_id)
+        try:
+            plan = self._manager.prepare_load(keys, req_id)
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.note_internal_error("prepare_load", error)
+            return self._no_load(len(keys), req_id)
+        if plan.wait_s:
+            self._start_now()
         self._retain(keys, req_id)
         first_group = compress(plan.origins, map(is_of_first_group, keys))
         for origin, chunks in Counter(first_group).items():
@@ -160,9 +193,9 @@ class CacheService:
         return self._manager.load_source(key)
 
     @answered_with(_nothing)
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        """Take back a load's pins."""
-        self._manager.complete_load(keys)
+    def complete_load(self, req_id: str) -> None:
+        """End a request's load: chunks a worker could not load are dropped."""
+        self._manager.complete_load(req_id)
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -171,7 +204,7 @@ class CacheService:
         """Give new chunks RAM slots; None when there is no room now."""
         self._take_results()
         hints = self._hints.get(req_id)
-        if hints is not None and hints.skip_store:
+        if hints is not None and hints.stores_nothing:
             return _no_chunks()
         return self._manager.prepare_store(keys, req_id)
 
@@ -192,26 +225,61 @@ class CacheService:
             preempted: Requests that lost their blocks and will be looked up again.
         """
         self._step_begins = True
+        self._steps_untaken += 1
         self._take_results()
         now = time.monotonic()
         self._manager.end_step(started=started, preempted=preempted, now=now)
         self._hand_over()
         self._pressure.note(self._manager.dropped, now)
+        self._worth.note(self._manager.worth, now)
         if self._observer is not None:
             self._observer.started(started, now)
+
+    @answered_with(_nothing)
+    def computing(self, tokens: int) -> None:
+        """Note that a step was scheduled which computes ``tokens`` prompt tokens.
+
+        An engine that says so for each of its steps, and :meth:`computed` when their output is
+        there, lets loads be compared with computing.
+        """
+        self._clock.scheduled(tokens, time.monotonic())
+
+    @answered_with(_nothing)
+    def computed(self) -> None:
+        """Note that the oldest step that was scheduled is over."""
+        step = self._clock.ended(time.monotonic())
+        if step is not None:
+            self._manager.computed(*step)
 
     @answered_with(lambda: False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
-        return not self._closed and self._manager.has_work()
+        if self._closed:
+            return False
+        # Events that nobody takes are no work, or an engine without a listener never rests.
+        listening = self._steps_untaken < _MOST_STEPS_AHEAD
+        return self._manager.has_work() or (listening and self._manager.has_events)
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency changes, removals before the stores that use their room."""
+        """Return residency changes, removals before the stores that use their room.
+
+        To be called after each step: until all are taken, there is work.
+        """
+        self._steps_untaken = 0
         return self._manager.take_events()
 
     def take_reuse_gaps(self) -> list[list[float]]:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""
         return self._manager.take_reuse_gaps()
+
+    def take_transfers(self) -> ConnectorStats:
+        """Return the transfers between tiers that ended since the last call."""
+        return self._transfers.clone_and_reset()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there will be another step: a request runs, or work is pending."""
+        return bool(self._manager.requests) or self.has_pending_work()
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of this engine now."""
@@ -267,6 +335,27 @@ class CacheService:
 
     # -- internals -----------------------------------------------------------------------------
 
+    @answered_with(_nothing)
+    def _start_now(self) -> None:
+        """Hand over the jobs of a load whose workers are about to wait for them."""
+        self._hand_over()
+
+    def _no_load(self, chunks: int, req_id: str) -> LoadPlan:
+        """Return a load that fails, and see that its request asks for no other."""
+        self._manager.give_up(req_id)
+        return LoadPlan([NO_SLOT] * chunks, [NO_GENERATION] * chunks, [0] * chunks)
+
+    def _note_service(self) -> None:
+        """Tell the manager which tiers are not to be read from for now."""
+        sick = frozenset(
+            self._numbers[source]
+            for source, _ in self._engine.out_of_service()
+            if source in self._numbers
+        )
+        if sick != self._out_of_service:
+            self._out_of_service = sick
+            self._manager.set_out_of_service(sick)
+
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Keep chunks that were just used in RAM as long as their request, or YAML, says."""
         hints = self._hints.get(req_id)
@@ -277,6 +366,7 @@ class CacheService:
 
     def _take_results(self) -> None:
         for result in self._engine.poll():
+            self._note_transfer(result)
             try:
                 self._manager.apply(result)
             except Exception as error:  # noqa: BLE001 - the other results must not be lost
@@ -284,10 +374,18 @@ class CacheService:
         for tier, slot in self._manager.take_corrupt():
             self._storage.tiers[tier - 1].forget((slot,))
 
+    def _note_transfer(self, result: TransferResult) -> None:
+        if not result.settled:
+            return
+        way = self._ways.pop(result.job_id, None)
+        if way is not None and result.nbytes:
+            self._transfers.record_transfer(result.nbytes, result.seconds, way)
+
     def _hand_over(self) -> list[int]:
         """Give the storage engine the jobs and cancellations planned since the last call."""
         jobs = self._manager.take_jobs()
         for job in jobs:
+            self._ways[job.job_id] = job.source, job.destination
             self._engine.submit(job)
         for job_id in self._manager.take_cancels():
             self._engine.cancel(job_id)

@@ -117,7 +117,7 @@ def open_storage(
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
         routes[ram, tier.name] = ToTier(region, tier)
-        routes[tier.name, ram] = FromTier(region, tier)
+        routes[tier.name, ram] = FromTier(region, tier, region.control)
     engine = TransferEngine(
         "storage",
         routes,
@@ -168,6 +168,7 @@ def _build_manager(
         config,
         build_tiers(config, ladder.capacities),
         slot_nbytes=ladder.slot_nbytes,
+        chunk_tokens=ladder.chunk_tokens,
         truth=region.control,
         record_events=record_events,
         make=partial(RecordingManager, note=recorder.call)

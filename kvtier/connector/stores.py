@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.connector.metadata import BlockSpec
+from kvtier.connector.protocols import EngineRequest
 from kvtier.connector.tracking import GroupTrack, TrackedRequest
 from kvtier.keys import ChunkKey
 
@@ -103,20 +104,13 @@ def computed_tokens(tracked: TrackedRequest, scheduled: int, *, store_decode: bo
 def make_offer(tracked: TrackedRequest, tokens: int, *, store_decode: bool) -> Offer:
     """Return what is new among the chunks of the first ``tokens`` tokens."""
     prompt = _capped(tracked, tracked.request.num_prompt_tokens, store_decode=store_decode)
-    over = tracked.request.is_finished()
     keys: list[ChunkKey] = []
     chunks: list[Sequence[int]] = []
     ends: list[int] = []
     for group in tracked.groups:
         end = group.storable_chunks(tokens)
         prompt_end = prompt // group.layout.tokens_per_chunk
-        new: Sequence[int]
-        if group.layout.window_tokens is None:
-            new = range(group.next_chunk, end)
-        else:
-            found = _at_the_end(group, end, prompt_end) if over else []
-            found += _on_the_way(group, end, end if over else prompt_end)
-            new = [chunk for chunk in found if group.has_whole(chunk)]
+        new = _new_chunks(group, tracked.request, end, prompt_end)
         keys.extend(group.keys[chunk] for chunk in new)
         chunks.append(new)
         ends.append(end)
@@ -129,23 +123,35 @@ def _capped(tracked: TrackedRequest, tokens: int, *, store_decode: bool) -> int:
     return tokens if store_decode else min(tokens, tracked.request.num_prompt_tokens)
 
 
-def _on_the_way(group: GroupTrack, end: int, horizon: int) -> list[int]:
-    """Return the useful ones among the chunks that were never looked at."""
-    known_end = horizon if end <= horizon else None
-    return [
-        chunk
-        for chunk in range(group.next_chunk, end)
-        if group.layout.is_useful(chunk, known_end)
-    ]
+def _new_chunks(
+    group: GroupTrack, request: EngineRequest, end: int, prompt_end: int
+) -> Sequence[int]:
+    """Return the chunks before chunk ``end`` that are worth storing and were not offered."""
+    layout = group.layout
+    if layout.window_tokens is None:
+        return range(group.next_chunk, end)
+    ends: list[int] = []
+    late: list[int] = []
+    if layout.aligned_tokens:
+        marks = (request.num_prompt_tokens - 1, request.shared_prefix_boundary)
+        ends = [layout.aligned_end(tokens) for tokens in marks]
+    elif request.is_finished():
+        ends = [end * layout.blocks_per_chunk]
+        late = _late_chunks(group, end, prompt_end)
+    elif end <= prompt_end:
+        ends = [prompt_end * layout.blocks_per_chunk]
+    fresh = [at for at in range(group.next_chunk, end) if layout.is_useful(at, ends)]
+    return [chunk for chunk in late + fresh if group.has_whole(chunk)]
 
 
-def _at_the_end(group: GroupTrack, end: int, prompt_end: int) -> list[int]:
-    """Return chunks that turn out to be useful because the request ended at ``end``."""
+def _late_chunks(group: GroupTrack, end: int, prompt_end: int) -> list[int]:
+    """Return chunks passed over that are useful because the request ended at ``end``."""
     layout = group.layout
     if not layout.is_sparse or end == prompt_end:
         return []
+    foreseen, true = ([at * layout.blocks_per_chunk] for at in (prompt_end, end))
     return [
         chunk
         for chunk in range(layout.last_segment(end), min(group.next_chunk, end))
-        if layout.is_useful(chunk, end) and not layout.is_useful(chunk, prompt_end)
+        if layout.is_useful(chunk, true) and not layout.is_useful(chunk, foreseen)
     ]

@@ -74,7 +74,6 @@ class TrackedRequest:
             decodes this request and finds its whole prefix in the store.
         load_limit: Most tokens to load, None for any.
         store_limit: Tokens after which nothing is stored, None for any.
-        recomputes: Whether a load failed, so that nothing is loaded for it any more.
         ended: Whether the cache was told that it finished.
     """
 
@@ -86,7 +85,6 @@ class TrackedRequest:
         "keeps_prefix",
         "load_limit",
         "local_tokens",
-        "recomputes",
         "request",
         "store_limit",
     )
@@ -100,7 +98,6 @@ class TrackedRequest:
         self.keeps_prefix = bool(params.get("do_remote_decode"))
         self.load_limit = _tokens(params, "max_load_tokens")
         self.store_limit = _tokens(params, "max_offload_tokens")
-        self.recomputes = False
         self.ended = False
         self._hashes = 0
 

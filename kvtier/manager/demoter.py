@@ -72,9 +72,7 @@ class Demoter:
             return
         targets = self._ladder.placement.demote_many(copies, tier.index, self._ladder.ctx)
         tier.mark_dirty_many(
-            [copy for copy, target in zip(copies, targets, strict=True) if target is not None]
-            if None in targets
-            else copies
+            [copy for copy, to in zip(copies, targets, strict=True) if _may_enter(copy, to)]
         )
 
     def flush(self) -> None:
@@ -127,7 +125,7 @@ class Demoter:
         for copy in list(ladder.ram.copies.values()):
             if copy.dirty and copy.state == CopyState.RESIDENT and id(copy) not in queued:
                 target = ladder.placement.demote(copy, 0, ladder.ctx)
-                if target is not None and not copy.pins:
+                if target is not None and _may_enter(copy, target) and not copy.pins:
                     ladder.ram.pin(copy)
                     self._queues[target].append(copy)
         self.flush()
@@ -189,8 +187,9 @@ class Demoter:
             new = [copy for copy in new if ladder.slower_copy(copy.key) is None]
         staying: Sequence[ChunkCopy] = new
         for target, group in self._placed(new).items():
-            answers = ladder.placement.admit_many(group, target, Why.DEMOTE, ladder.ctx)
-            admitted = list(compress(group, answers))
+            allowed = [copy for copy in group if copy.targets is None or target in copy.targets]
+            answers = ladder.placement.admit_many(allowed, target, Why.DEMOTE, ladder.ctx)
+            admitted = list(compress(allowed, answers))
             self._enqueue(admitted, target)
             if len(admitted) == len(new):
                 staying = ()
@@ -266,6 +265,8 @@ class Demoter:
             [copy.parent for copy in sources],
             [copy.depth for copy in sources],
         )
+        for copy, above in zip(copies, sources, strict=True):
+            copy.session, copy.targets = above.session, above.targets
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
         ladder.ledger.open(
@@ -373,7 +374,8 @@ class Demoter:
         for victim, target in zip(victims, targets, strict=True):
             # One of too short a prefix never was to go down, or it would be dirty.
             never = not victim.dirty and victim.depth + 1 < shortest
-            groups.setdefault(None if never else target, []).append(victim)
+            goes = not never and _may_enter(victim, target)
+            groups.setdefault(target if goes else None, []).append(victim)
         return groups
 
     def _takes(self, target: TierState) -> int:
@@ -396,3 +398,8 @@ def _without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence
         return ()
     taken = set(some)
     return [copy for copy in copies if copy not in taken]
+
+
+def _may_enter(copy: ChunkCopy, target: int | None) -> bool:
+    """Return whether ``copy`` has a target and whoever stored it allows that tier."""
+    return target is not None and (copy.targets is None or target in copy.targets)

@@ -79,6 +79,7 @@ class JobLedger:
         slots: Sequence[int],
         names: Sequence[str],
         timeout_s: float,
+        generations: Sequence[int] | None = None,
     ) -> JobId:
         """Number ``record``, remember it and queue its job for the engine.
 
@@ -86,8 +87,9 @@ class JobLedger:
             record: The job.
             keys: Of its chunks.
             slots: Of its destinations.
-            names: Of the tiers.
-            timeout_s: Its deadline.
+            names: The tiers' names.
+            timeout_s: The job's deadline.
+            generations: Stamps of the RAM slots that it fills.
         """
         job_id = self._next_id
         self._next_id += 1
@@ -102,6 +104,7 @@ class JobLedger:
                 source_slots=[copy.slot for copy in record.sources],
                 destination_slots=slots,
                 timeout_s=timeout_s,
+                payload=generations,
             )
         )
         return job_id

@@ -24,22 +24,30 @@ runs. So:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
+from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.rising import Wanted, plan_rise
+from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadChoice
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Outcome, TransferResult, Why
+from kvtier.types import Outcome, TransferResult
 
 __all__ = ["Promoter"]
 
 
-_RESIDENT = CopyState.RESIDENT
-_Found: TypeAlias = "tuple[int, ChunkCopy]"
-"""A copy of a chunk that a request asked for, and the tier it is in; 0 needs no promotion."""
+@dataclass(slots=True)
+class _Wish:
+    """A chunk a request found: its copy in RAM, or else the copy to bring up."""
+
+    key: ChunkKey
+    copy: ChunkCopy | None
+    tier: TierState | None
+    source: ChunkCopy | None
 
 
 class Promoter:
@@ -47,6 +55,7 @@ class Promoter:
 
     Attributes:
         granted: RAM slots held for waiting requests.
+        streaming: RAM slots of chunks that loads in flight brought up; of the same budget.
         step: Scheduling steps so far.
     """
 
@@ -59,6 +68,11 @@ class Promoter:
         self._waiters: dict[ChunkCopy, list[RequestState]] = {}
         self.step = 0
         self.granted = 0
+        self.streaming = 0
+
+    def asked_for(self) -> Iterable[RequestState]:
+        """Return the requests that found something in this step and were not granted it yet."""
+        return self._asking
 
     def note(self, request: RequestState, key: ChunkKey) -> None:
         """Note that ``request`` found ``key`` somewhere."""
@@ -139,7 +153,7 @@ class Promoter:
         self._settled.pop(request, None)
         granted, request.granted = request.granted, []
         for copy in granted:
-            if copy.state != _RESIDENT:
+            if copy.state != CopyState.RESIDENT:
                 self._waiters[copy].remove(request)
             self._ungrant(copy)
         for job_id in request.jobs:
@@ -152,7 +166,22 @@ class Promoter:
         request.wanting = False
         request.pending = 0
         request.lookups = 0
-        request.phase = Phase.ASKING
+        if request.phase != Phase.FAILED:
+            request.phase = Phase.ASKING
+
+    def give_up(self, request: RequestState) -> None:
+        """Keep and promise nothing more for ``request``: a load of its did not work.
+
+        It would be asked again and answered the same for as long as what broke the load lasts.
+        """
+        self.release(request)
+        request.phase = Phase.FAILED
+
+    def take_from_all(self, copy: ChunkCopy) -> None:
+        """End the grants of a whole copy that must leave; it will be a miss for everybody."""
+        for request in (*self._waiting, *self._settled):
+            while copy in request.granted:
+                self._give_back(request, copy)
 
     def settle(self, copy: ChunkCopy, *, arrived: bool) -> None:
         """Tell the requests that wait for ``copy`` that it is whole, or will not be in time."""
@@ -189,12 +218,9 @@ class Promoter:
         arrived = record.destinations
         if result.outcomes.count(Outcome.DONE) < len(arrived):
             arrived = self._arrived(record, result)
-        self._ladder.truth.publish(
-            [copy.slot for copy in arrived], [copy.generation for copy in arrived]
-        )
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
-        read = [source for source in record.sources if source.state == _RESIDENT]
+        read = [source for source in record.sources if source.state == CopyState.RESIDENT]
         source_tier.touch(read, self._ladder.ctx)
         for copy in arrived:
             self.settle(copy, arrived=True)
@@ -268,22 +294,22 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        found: Sequence[_Found] = self._survey(request)
-        cost = sum(1 for index, copy in found if index or not copy.grants)
+        held = self.granted + self.streaming
+        wishes, choice = self._worthwhile(self._survey(request))
+        cost = _cost(wishes)
         if cost > budget:
             whole = False
-        if cost > budget - self.granted:
-            if whole:
-                return False
-            found = _head(found, grants=budget - self.granted)
-        self._grant(request, [copy for index, copy in found if not index])
-        missing = [one for one in found if one[0]]
-        brought = self._fetch(request, missing, whole=whole)
-        if brought is None:
+        if whole and cost > budget - held:
+            return False
+        wishes = _head(wishes, grants=budget - held)
+        for wish in wishes:
+            if wish.copy is not None:
+                self._grant(request, wish.copy)
+        if not self._fetch(request, wishes, whole=whole):
             self._take_back(request)
             return False
-        if brought < len(missing):
-            self._cut(request, found[found.index(missing[brought]) :])
+        self._cut(request, wishes)
+        self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
         request.wanting = False
@@ -293,25 +319,31 @@ class Promoter:
             self._settle_request(request)
         return True
 
-    def _fetch(
-        self, request: RequestState, missing: Sequence[_Found], *, whole: bool
-    ) -> int | None:
-        """Bring up ``missing``, or the head of it when not ``whole``.
+    def _worthwhile(self, wishes: list[_Wish]) -> tuple[list[_Wish], LoadChoice | None]:
+        """Return the head of ``wishes`` that is worth its time, and why no more is."""
+        sources = [0 if wish.tier is None else wish.tier.index for wish in wishes]
+        if not any(sources):
+            return wishes, None
+        groups = len({wish.key[-GROUP_NBYTES:] for wish in wishes})
+        now = self._ladder.ctx.now
+        choice = self._ladder.worth.choose(sources, groups=groups, now=now)
+        return (wishes, None) if choice is None else (wishes[: choice.kept], choice)
+
+    def _fetch(self, request: RequestState, wishes: Sequence[_Wish], *, whole: bool) -> bool:
+        """Bring up what of ``wishes`` is not in RAM, or the head of it when not ``whole``.
 
         Returns:
-            How many; None when all was wanted and there is no room for it now.
+            False when all was wanted and there is no room for it now.
         """
+        missing = [wish for wish in wishes if wish.copy is None]
         ram = self._ladder.ram
         short = len(missing) - ram.room
+        if whole and short > 0:
+            ram.want(len(missing))
+            return False
         if short > 0:
-            if whole:
-                ram.want(len(missing))
-                return None
             self._ladder.retention.give_way(short)
-        head = missing[: ram.room]
-        if self._bring_up(request, head):
-            return len(head)
-        return None if whole else 0
+        return self._bring_up(request, missing[: ram.room]) or not whole
 
     def _settle_request(self, request: RequestState) -> None:
         request.phase = Phase.SETTLED
@@ -340,97 +372,62 @@ class Promoter:
             if request.lookups >= self._ladder.limits.patience_arrivals:
                 self._settle_request(request)
 
-    def _survey(self, request: RequestState) -> list[_Found]:
+    def _survey(self, request: RequestState) -> list[_Wish]:
         """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
-        found: list[_Found] = []
+        wishes: list[_Wish] = []
         copies = self._ladder.ram.copies
         for key in request.asked:
             copy = copies.get(key)
             if copy is None:
-                below = self._ladder.slower_copy(key)
-                if below is None:
+                found = self._ladder.reachable_copy(key, within=request.terms.load_tiers)
+                if found is None:
                     break
-                found.append((below[0].index, below[1]))
+                wishes.append(_Wish(key, None, *found))
             elif copy.state == CopyState.LATE:
                 break
             else:
-                found.append((0, copy))
-        return found
+                wishes.append(_Wish(key, copy, None, None))
+        return wishes
 
-    def _bring_up(self, request: RequestState, missing: Sequence[_Found]) -> bool:
+    def _bring_up(self, request: RequestState, missing: Sequence[_Wish]) -> bool:
         """Plan the promotion of ``missing`` into slots granted to ``request``."""
         if not missing:
             return True
-        ladder = self._ladder
-        room = ladder.make_room(ladder.ram, [copy.key for _, copy in missing])
-        if room is None:
+        found = [
+            Wanted(wish.key, wish.tier, wish.source)
+            for wish in missing
+            if wish.tier is not None and wish.source is not None
+        ]
+        rises = plan_rise(self._ladder, found)
+        if rises is None:
             return False
-        slots, _ = room
-        ladder.ram.counters.misses += len(missing)
-        ladder.truth.withdraw(slots)
-        by_tier: dict[int, tuple[list[ChunkCopy], list[int]]] = {}
-        for (index, source), slot in zip(missing, slots, strict=True):
-            sources, places = by_tier.setdefault(index, ([], []))
-            sources.append(source)
-            places.append(slot)
-        for index, (sources, places) in by_tier.items():
-            for at in range(0, len(sources), BATCH_CHUNKS):
-                batch = slice(at, at + BATCH_CHUNKS)
-                self._promote(request, index, sources[batch], places[batch])
+        members = self._ladder.ram.copies
+        for rise in rises:
+            request.jobs.add(rise.job_id)
+            for copy in rise.copies:
+                self._grant(request, copy)
+        for wish in missing:
+            wish.copy = members[wish.key]
         return True
 
-    def _promote(
-        self,
-        request: RequestState,
-        index: int,
-        sources: Sequence[ChunkCopy],
-        slots: Sequence[int],
-    ) -> None:
-        """Plan one job that brings ``sources``, of tier ``index``, up into ``slots``."""
-        ladder = self._ladder
-        keys = [source.key for source in sources]
-        copies = ladder.ram.begin_writing(
-            keys,
-            slots,
-            [source.parent for source in sources],
-            [source.depth for source in sources],
-            ladder.next_generation(),
-        )
-        ladder.tiers[index].pin_many(sources)
-        moved: set[ChunkCopy] = set()
-        ways = ladder.placement.promote_many(sources, index, ladder.ctx)
-        for source, copy, how in zip(sources, copies, ways, strict=True):
-            source.hits += 1
-            copy.origin = index
-            if not how.keep_source:
-                moved.add(source)
-            elif not how.stay:
-                copy.transient = True
-                ladder.ram.passing += 1
-        self._grant(request, copies)
-        record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
-        timeout_s = ladder.limits.load_timeout_s
-        job_id = ladder.ledger.open(
-            record, keys=keys, slots=slots, names=ladder.names, timeout_s=timeout_s
-        )
-        request.jobs.add(job_id)
+    def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
+        """Give back grants behind the first chunk that could not be brought up."""
+        whole = True
+        for wish in wishes:
+            if wish.copy is None:
+                whole = False
+            elif not whole:
+                self._give_back(request, wish.copy)
 
-    def _cut(self, request: RequestState, found: Sequence[_Found]) -> None:
-        """Give back the grants among ``found``, which follows on what was not brought up."""
-        for index, copy in found:
-            if not index:
-                self._give_back(request, copy)
-
-    def _grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
-        for copy in copies:
-            if not copy.grants:
-                self.granted += 1
-            copy.grants += 1
-            if copy.state != _RESIDENT:
-                request.pending += 1
-                self._waiters.setdefault(copy, []).append(request)
-        self._ladder.ram.pin_many(copies)
-        request.granted += copies
+    def _grant(self, request: RequestState, copy: ChunkCopy) -> None:
+        if not copy.grants:
+            self.granted += 1
+        copy.grants += 1
+        self._ladder.ram.pin(copy)
+        request.granted.append(copy)
+        if copy.state != CopyState.RESIDENT:
+            request.pending += 1
+            self._waiters.setdefault(copy, []).append(request)
 
     def _give_back(self, request: RequestState, copy: ChunkCopy) -> None:
         request.granted.remove(copy)
@@ -456,11 +453,16 @@ class Promoter:
             self._ladder.drop(ram, copy)
 
 
-def _head(found: Sequence[_Found], *, grants: int) -> Sequence[_Found]:
-    """Return the longest head of ``found`` that newly holds at most ``grants`` slots."""
-    for end, (index, copy) in enumerate(found):
-        if index or not copy.grants:
+def _cost(wishes: Sequence[_Wish]) -> int:
+    """Return how many RAM slots granting ``wishes`` would newly hold."""
+    return sum(wish.copy is None or not wish.copy.grants for wish in wishes)
+
+
+def _head(wishes: list[_Wish], *, grants: int) -> list[_Wish]:
+    """Return the longest head of ``wishes`` that newly holds at most ``grants`` slots."""
+    for end, wish in enumerate(wishes):
+        if wish.copy is None or not wish.copy.grants:
             grants -= 1
             if grants < 0:
-                return found[:end]
-    return found
+                return wishes[:end]
+    return wishes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.policies import ChunkCopy
 from kvtier.types import JobId
 
@@ -23,6 +24,8 @@ class Phase:
     """Its chunks are on their way."""
     SETTLED: ClassVar[int] = 3
     """Answers show RAM alone: hits are kept for it, all else is recomputed."""
+    FAILED: ClassVar[int] = 4
+    """A load of its did not work: every answer is a miss until it ends."""
 
 
 class RequestState:
@@ -30,6 +33,7 @@ class RequestState:
 
     Attributes:
         req_id: The engine's id.
+        terms: What it may do with the tiers.
         phase: One of :class:`Phase`.
         asked: Chunks found somewhere in this scheduling step, in the order asked.
         asked_at: Step of its last lookup since it settled.
@@ -63,11 +67,13 @@ class RequestState:
         "refusals",
         "req_id",
         "tails",
+        "terms",
         "wanting",
     )
 
-    def __init__(self, req_id: str) -> None:
+    def __init__(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
         self.req_id = req_id
+        self.terms = terms
         self.phase = Phase.ASKING
         self.asked: dict[ChunkKey, None] = {}
         self.asked_at = 0

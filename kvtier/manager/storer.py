@@ -19,6 +19,7 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
+from kvtier.manager.terms import NO_TERMS
 from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Storer"]
@@ -157,7 +158,10 @@ class Storer:
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
         parents, depths = _places(new, keys, {} if request is None else request.tails)
-        ram.begin_writing(new, slots, parents, depths, generation)
+        copies = ram.begin_writing(new, slots, parents, depths, generation)
+        if request is not None and request.terms is not NO_TERMS:
+            for copy in copies:
+                copy.session, copy.targets = request.terms.session, request.terms.store_tiers
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 

@@ -43,6 +43,8 @@ class TierCounters:
     """Chunks whose transfer to or from this tier did not end before its deadline."""
     shut_out: int = 0
     """Chunks whose transfer to or from this tier was refused: out of service, or queue full."""
+    load_failed: int = 0
+    """Chunks that a worker could not load into the GPU."""
     corrupt: int = 0
     """Chunks dropped because their bytes were not the bytes stored."""
     lost: int = 0
@@ -200,6 +202,8 @@ class TierState:
             copy.state = _WRITING
             copy.pins = 1
             copy.hits = copy.origin = 0
+            copy.session = ""
+            copy.targets = None
         self.copies.update(zip(keys, copies, strict=True))
         self.writing += len(copies)
         return copies

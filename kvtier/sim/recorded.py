@@ -17,7 +17,7 @@ from typing import Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup
+from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.recording import Ladder
 from kvtier.sim._recording import Line, recorded_ladder, recorded_lines
@@ -101,6 +101,9 @@ class _Recalled(HonestTruth):
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         return self._next() or super().stored(slots, generations)
 
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        return self._next() or super().loaded(slots, generations)
+
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         return self._next() or super().quiet(slots)
 
@@ -120,6 +123,7 @@ class _Replay:
             ladder.config,
             self._tiers,
             slot_nbytes=ladder.slot_nbytes,
+            chunk_tokens=ladder.chunk_tokens,
             truth=self._truth,
             record_events=False,
         )
@@ -140,8 +144,11 @@ class _Replay:
             "complete_store": self._complete_store,
             "retain": self._retain,
             "end_step": self._end_step,
+            "give_up": self._give_up,
+            "set_out_of_service": self._set_out_of_service,
             "take_jobs": self._take_jobs,
             "apply": self._apply,
+            "computed": self._computed,
             "flush": self._flush,
             "recover": self._recover,
             "reset": self._reset,
@@ -216,7 +223,7 @@ class _Replay:
 
     def _begin_request(self, line: Line) -> None:
         self._requests += 1
-        self._manager.begin_request(str(line["request"]))
+        self._manager.begin_request(str(line["request"]), _terms(line.get("terms")))
 
     def _end_request(self, line: Line) -> None:
         self._refs += len(self._asked.pop(line["request"], ()))
@@ -233,7 +240,7 @@ class _Replay:
         self._compare("tiers loaded from", list(plan.origins), line["origins"], count=0)
 
     def _complete_load(self, line: Line) -> None:
-        self._manager.complete_load(self._named(line["keys"]))
+        self._manager.complete_load(str(line["request"]))
 
     def _prepare_store(self, line: Line) -> None:
         plan = self._manager.prepare_store(*self._chain(line))
@@ -259,6 +266,12 @@ class _Replay:
             now=line["now"],
         )
 
+    def _give_up(self, line: Line) -> None:
+        self._manager.give_up(str(line["request"]))
+
+    def _set_out_of_service(self, line: Line) -> None:
+        self._manager.set_out_of_service(line["tiers"])
+
     def _take_jobs(self, line: Line) -> None:
         jobs = self._manager.take_jobs()
         self._compare("jobs", len(jobs), len(line["jobs"]), count=0)
@@ -281,7 +294,18 @@ class _Replay:
     def _apply(self, line: Line) -> None:
         result = line["result"]
         outcomes = [Outcome(outcome) for outcome in result["outcomes"]]
-        self._manager.apply(TransferResult(result["id"], outcomes, settled=result["settled"]))
+        self._manager.apply(
+            TransferResult(
+                result["id"],
+                outcomes,
+                settled=result["settled"],
+                seconds=result["seconds"],
+                queued_s=result["queued_s"],
+            )
+        )
+
+    def _computed(self, line: Line) -> None:
+        self._manager.computed(line["tokens"], line["seconds"])
 
     def _flush(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.flush()
@@ -294,6 +318,17 @@ class _Replay:
 
     def _reset(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.reset()
+
+
+def _terms(told: Line | None) -> RequestTerms:
+    if told is None:
+        return NO_TERMS
+    load, store = told["load_tiers"], told["store_tiers"]
+    return RequestTerms(
+        load_tiers=None if load is None else frozenset(load),
+        store_tiers=None if store is None else frozenset(store),
+        session=told["session"],
+    )
 
 
 def _short(value: object) -> str:

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
+
+from kvtier.connector.service import CacheService
+from kvtier.connector.statistics import EngineStatistics
+from kvtier.manager import Lookup
+from kvtier.vllm.contract import (
+    CHUNK_LEVEL,
+    DISK_HIT,
+    HOST_HIT,
+    RAM_MEDIUM,
+    STORAGE_MEDIUM,
     LoadStoreSpec,
     LookupResult,
-    Medium,
+    OffloadingConnectorStats,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
-    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from kvtier.connector.service import CacheService
-from kvtier.connector.statistics import EngineStatistics
-from kvtier.manager import Lookup
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.specs import SlotLoadStoreSpec
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
 
 __all__ = ["KVTierManager"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_EVENT_FIELDS = {field.name for field in dataclasses.fields(OffloadingEvent)}
+# A removal is announced for all that is stored; vLLM then keeps what describes the blocks.
+_DESCRIBED: Any = {"removal_expected": True} if "removal_expected" in _EVENT_FIELDS else {}
 _KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
 
 
@@ -57,7 +59,7 @@ class KVTierManager(OffloadingManager):
         self._service = service
         self._lookup = service.lookup
         self._warn_of_random_hashes = persistent
-        self._reporter = StatsReporter() if report_metrics else None
+        self._reporter = StatsReporter(service) if report_metrics else None
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class KVTierManager(OffloadingManager):
                     "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
                 )
         self._service.begin_request(req_context)
-        return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
+        return RequestOffloadingContext(policy=CHUNK_LEVEL)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -99,17 +101,20 @@ class KVTierManager(OffloadingManager):
             KeyError: One was not; there is no answer but a wrong token.
         """
         plan = self._service.prepare_load(list(keys), req_context.req_id)
-        return SlotLoadStoreSpec(plan.slots, plan.generations)
+        return SlotLoadStoreSpec(plan.slots, plan.generations, plan.wait_s)
 
-    @override
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def get_load_source(
+        self,
+        key: OffloadKey,
+        req_context: ReqContext,  # noqa: ARG002 - no override before vLLM 0.32
+    ) -> Any:  # noqa: ANN401 - vLLM's CacheHitSource
         """Say where a hit's bytes came from."""
-        return CacheHitSource.DISK if self._service.load_source(key) else CacheHitSource.HOST
+        return DISK_HIT if self._service.load_source(key) else HOST_HIT
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Take back a load's pins."""
-        self._service.complete_load(keys)
+        """End a load: what a worker could not load is dropped, and missed by its request."""
+        self._service.complete_load(req_context.req_id)
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -144,6 +149,10 @@ class KVTierManager(OffloadingManager):
         """Close a scheduling step: start promotions and demotions."""
         self._service.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)
 
+    def computing(self, tokens: int) -> None:
+        """Note that the step that was just scheduled computes ``tokens`` prompt tokens."""
+        self._service.computing(tokens)
+
     @override
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
@@ -155,17 +164,22 @@ class KVTierManager(OffloadingManager):
         for event in self._service.take_events():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
-                medium=Medium.STORAGE if event.tier else Medium.CPU,
+                medium=STORAGE_MEDIUM if event.tier else RAM_MEDIUM,
                 removed=event.removed,
+                **_DESCRIBED,
             )
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what changed since the last call."""
+        """Return what changed since it was last told, if it is time to say so.
+
+        vLLM asks once after each step.
+        """
+        self._service.computed()
         if self._reporter is None:
             return None
         try:
-            return self._reporter.report(self.statistics(), self._service.take_reuse_gaps())
+            return self._reporter.report()
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self._service.note_internal_error("get_stats", error)
             return None

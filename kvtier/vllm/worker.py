@@ -1,30 +1,34 @@
 """The worker half: copies blocks between the device and RAM slots.
 
-vLLM kills the engine when a worker reports a failure, so every store is acknowledged as a
-success and the truth is left in the control block. A load that found another stamp than it
-was promised is the one exception: serving those bytes would be a wrong token, and no later
-message could undo it.
+vLLM's half of the worker asserts that every job worked, and the engine dies if one did not. So
+every job is acknowledged as a success and the truth is left in the control block. Of a load
+somebody must be told more, because a request waits for its bytes: the connector is, which
+reports it to vLLM. Behind the offloading spec there is nobody to tell, and a load that did not
+work is the one job that is not acknowledged: serving those bytes would be a wrong token, and no
+later message could undo it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
+
+from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
+from kvtier.errors import UnsupportedError
+from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.slot_layout import RankShare
+from kvtier.types import Why
+from kvtier.vllm.contract import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
-
-from kvtier.connector.device import DeviceEngine, DeviceResult
-from kvtier.errors import UnsupportedError
-from kvtier.memory.copy import BlockCopyPlan, KVBlocks
-from kvtier.types import Why
 from kvtier.vllm.specs import SlotLoadStoreSpec
 
 if TYPE_CHECKING:
@@ -35,6 +39,21 @@ __all__ = ["KVTierWorker"]
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """How a load ended.
+
+    Attributes:
+        is_whole: Whether every byte is where it should be.
+        lost_blocks: Blocks whose content must not be used; None if that is all of the load's.
+        error: What went wrong, for a log line.
+    """
+
+    is_whole: bool
+    lost_blocks: frozenset[int] | None
+    error: str
+
+
 class KVTierWorker(OffloadingWorker):
     """One rank's copies.
 
@@ -42,26 +61,34 @@ class KVTierWorker(OffloadingWorker):
         kv_caches: The rank's KV memory.
         region: The RAM tier; closed with the worker.
         rank: This rank.
+        share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest :meth:`shutdown`.
+        reports_failed_loads: Whether somebody asks :meth:`take_ended_loads`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         kv_caches: CanonicalKVCaches,
         region: HostRegion,
         *,
         rank: int,
+        share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
+        reports_failed_loads: bool = False,
     ) -> None:
         self._device = DeviceEngine(
             _kv_blocks(kv_caches),
             region,
             rank=rank,
+            share=share,
             blocks_per_chunk=blocks_per_chunk,
             close_timeout_s=close_timeout_s,
         )
+        self._reports_failed_loads = reports_failed_loads
+        self._plans: dict[int, BlockCopyPlan] = {}
+        self._ended_loads: dict[int, EndedLoad] = {}
 
     @override
     def submit_store(
@@ -69,7 +96,11 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """Start copying blocks to RAM slots."""
         chunks = _slots(dst_spec)
-        self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
+        try:
+            self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
+        except Exception as error:
+            logger.exception("store %d was not started", job_id)
+            self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, error)
         return True
 
     @override
@@ -82,13 +113,24 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """Start copying RAM slots to blocks."""
         chunks = _slots(src_spec)
-        self._device.load(job_id, self._plan(dst_spec, chunks), chunks.generations)
+        try:
+            plan = self._plan(dst_spec, chunks)
+            self._plans[job_id] = plan
+            self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
+        except Exception as error:
+            logger.exception("load %d was not started", job_id)
+            self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
         return True
 
     @override
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        return [_acknowledgement(result) for result in self._device.poll()]
+        return [self._acknowledgement(result) for result in self._device.poll()]
+
+    def take_ended_loads(self) -> dict[int, EndedLoad]:
+        """Return, by job, the loads that :meth:`get_finished` named since the last call."""
+        ended, self._ended_loads = self._ended_loads, {}
+        return ended
 
     @override
     def wait(self, job_ids: set[int]) -> None:
@@ -100,6 +142,24 @@ class KVTierWorker(OffloadingWorker):
         """Let running copies end and release the memory. Idempotent."""
         self._device.close()
 
+    def _acknowledgement(self, result: DeviceResult) -> TransferResult:
+        lost = result.why is Why.LOAD and not result.is_whole
+        plan = self._plans.pop(result.job_id, None)
+        if result.why is Why.LOAD and self._reports_failed_loads:
+            # What could not be started names its blocks nowhere else than in vLLM's own job.
+            blocks = None if plan is None else blocks_not_loaded(plan, result.outcomes)
+            self._ended_loads[result.job_id] = EndedLoad(not lost, blocks, result.error)
+        elif lost:
+            logger.critical(
+                "refusing to let a request continue on KV that was not loaded: %s", result.error
+            )
+        return TransferResult(
+            job_id=result.job_id,
+            success=self._reports_failed_loads or not lost,
+            transfer_size=result.nbytes,
+            transfer_time=result.seconds,
+        )
+
     def _plan(self, blocks: GPULoadStoreSpec, chunks: SlotLoadStoreSpec) -> BlockCopyPlan:
         return self._device.plan(
             blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
@@ -110,20 +170,6 @@ def _slots(spec: LoadStoreSpec) -> SlotLoadStoreSpec:
     if not isinstance(spec, SlotLoadStoreSpec):
         raise UnsupportedError(f"{type(spec).__name__} is not a spec of kvtier's")
     return spec
-
-
-def _acknowledgement(result: DeviceResult) -> TransferResult:
-    lost = result.why is Why.LOAD and not result.is_whole
-    if lost:
-        logger.critical(
-            "refusing to let a request continue on KV that was not loaded: %s", result.error
-        )
-    return TransferResult(
-        job_id=result.job_id,
-        success=not lost,
-        transfer_size=result.nbytes,
-        transfer_time=result.seconds,
-    )
 
 
 def _kv_blocks(kv_caches: CanonicalKVCaches) -> KVBlocks:

@@ -33,8 +33,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connector import service as service_module
 from kvtier.connector.statistics import TierFigures
-from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
+from kvtier.errors import (
+    CapacityError,
+    ConfigError,
+    KvtierError,
+    StoreLockedError,
+    UnsupportedError,
+)
 from kvtier.keys import make_key
+from kvtier.memory import backing
 from kvtier.types import Outcome, TransferResult
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
@@ -400,8 +407,8 @@ def test_every_number_that_is_reported_was_declared(
         for labels in values:
             assert len(labels) == len(declared[name].labelnames)
     assert stats.reduce()["kvtier_evicted_chunks:('ram',)"] == 4
-    again = door.manager.get_stats().reduce()
-    assert "kvtier_evicted_chunks:('ram',)" not in again
+    assert stats.reduce()["kvtier_kv_offload_total_bytes:('ram_to_nvme',)"] > 0
+    assert door.manager.get_stats() is None
 
 
 def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
@@ -419,6 +426,16 @@ def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
     door.request()
     assert len(warned) == 1
     assert "PYTHONHASHSEED" in warned[0]
+
+
+def test_huge_pages_that_are_required_and_not_reserved_are_an_error_at_the_start(
+    settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings()
+    path.write_text(path.read_text().replace("kind: ram", "kind: ram\n  huge_pages: require"))
+    monkeypatch.setattr(backing, "_free_huge_pages", lambda: 0)
+    with pytest.raises(CapacityError, match="huge_pages to auto"):
+        open_door(path)
 
 
 def test_metrics_can_be_switched_off(settings: Settings, open_door: OpenDoor) -> None:

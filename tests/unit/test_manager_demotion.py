@@ -199,7 +199,7 @@ def test_a_leaving_chunk_that_is_loaded_stays_after_all() -> None:
     bench.manager.prepare_load(prefix(1), "a")
     bench.finish(job)
     assert bench.resident() == {*prefix(2)}
-    bench.manager.complete_load(prefix(1))
+    bench.manager.complete_load("a")
     assert bench.ram.dirty == 1
     assert bench.ram.room == 1
 

@@ -53,7 +53,7 @@ def test_an_offer_that_is_put_off_is_counted_once_it_is_taken() -> None:
     bench.manager.begin_request("reader")
     assert bench.store(whole, "reader") is None
     assert stranded(bench) == [0]
-    bench.manager.complete_load(held)
+    bench.manager.complete_load("holder")
     assert bench.store(whole, "reader") is not None
     assert stranded(bench) == [2]
 
