@@ -12,9 +12,12 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.tracking import TrackedRequest, chunk_positions
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
+from kvtier.testing.stepped import SteppedEngine
+from kvtier.transfer import TransferEngine
 from tests.unit.toy_engine import TOKENS, Offers, ToyBlock, ToyBlocks, ToyEngine
 
 FULL = (TOKENS, None)
+ENGINES = (TransferEngine, SteppedEngine)
 
 
 # -- what can be loaded ------------------------------------------------------------------------
@@ -320,6 +323,11 @@ def test_shutdown_closes_the_cache() -> None:
     engine.half.shutdown()
     engine.half.shutdown()
     assert engine.is_idle()
+
+
+def test_the_stepped_engine_has_all_that_the_real_one_has() -> None:
+    real, stepped = ({name for name in dir(each) if name[0] != "_"} for each in ENGINES)
+    assert real <= stepped
 
 
 # -- groups ------------------------------------------------------------------------------------
