@@ -28,7 +28,13 @@ __all__ = ["main"]
 
 IDLE_S = 0.001
 DRAIN_S = 30.0
-GAUGES = ("kvtier_used_chunks", "kvtier_capacity_chunks", "kvtier_shadow_hit_ratio")
+GAUGES = (
+    "kvtier_used_chunks",
+    "kvtier_capacity_chunks",
+    "kvtier_shadow_hit_ratio",
+    "kvtier_load_seconds_per_gb",
+    "kvtier_recompute_seconds_per_token",
+)
 WATCHED = ("kvtier_", "vllm:num_preemptions")
 IRRELEVANT_LABELS = {"engine", "model_name"}
 
