@@ -64,6 +64,7 @@ def install_test(session: nox.Session) -> None:
 
 # What each benchmark needs installed, and the module that runs it.
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
+    "connector": (install_vllm, "tests.bench.connector"),
     "nvme": (install_vllm, "tests.bench.nvme"),
     "sim": (install_test, "tests.bench.sim"),
 }

@@ -116,8 +116,6 @@ class ConnectorScheduler:
 
         Raises:
             UnsupportedError: The blocks do not fit what was matched.
-            KeyError: A chunk was no hit in this step; loading anything in its place would be a
-                wrong token.
         """
         if num_external_tokens == 0:
             return

@@ -51,7 +51,7 @@ _TRY_NBYTES: Final = 16 << 20
 _ALIKE: Final = 1e-2
 """Relative variance of sizes below which a start-up time cannot be told from a rate."""
 _BUSY_HALF_LIFE_S: Final = 30.0
-_BUSIEST: Final = 0.75
+_BUSIEST: Final = 0.9
 """Share of time computing beyond which waiting is rated no longer: the formula has no end."""
 _HALF_LIFE_TOKENS: Final = 32_768
 _FEW_CHUNKS: Final = 8

@@ -1,6 +1,6 @@
 """Calls of a manager as lines of JSON.
 
-The first line names the ladder: what of the configuration decides, and the slots of each tier,
+The first line names the setup: what of the configuration decides, and the slots of each tier,
 which depend on the machine. Every other line is one call. Keys are long and come again and
 again, so a line gives the keys it mentions first in ``new``, as hexadecimal, and all lines
 name them by number. Requests are numbered too, for their ids may be their clients' own.
@@ -19,7 +19,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import RequestTerms
 from kvtier.types import Job, TransferResult
 
-__all__ = ["CALLS_MARK", "CallEncoder", "Ladder", "decisive"]
+__all__ = ["CALLS_MARK", "CallEncoder", "ManagerSetup", "decisive"]
 
 CALLS_MARK: Final = "kvtier_calls"
 """The key of the first line that says what the file is; its value is the format's version."""
@@ -32,7 +32,7 @@ _LOAD_ENDS: Final = ("complete_load", "request")
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class ManagerSetup:
     """What a manager was built from.
 
     Attributes:

@@ -19,8 +19,8 @@ from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
 from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.recording import Ladder
-from kvtier.sim._recording import Line, recorded_ladder, recorded_lines
+from kvtier.recording import ManagerSetup
+from kvtier.sim._recording import Line, recorded_lines, recorded_setup
 from kvtier.sim.ladder import HonestTruth, ReplayedTier
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
@@ -79,8 +79,8 @@ def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
     source = open_source(path)
     lines = recorded_lines(source)
     number, header = next(lines, (1, {}))
-    ladder = recorded_ladder(source, number, header, config)
-    replay = _Replay(source, ladder)
+    setup = recorded_setup(source, number, header, config)
+    replay = _Replay(source, setup)
     calls = 0
     for number, line in lines:
         replay.call(number, line)
@@ -114,16 +114,16 @@ class _Recalled(HonestTruth):
 class _Replay:
     """One manager and the calls made to it so far."""
 
-    def __init__(self, source: Source, ladder: Ladder) -> None:
+    def __init__(self, source: Source, setup: ManagerSetup) -> None:
         self._source = source
-        self._ladder = ladder
-        self._tiers = build_tiers(ladder.config, ladder.capacities)
+        self._setup = setup
+        self._tiers = build_tiers(setup.config, setup.capacities)
         self._truth = _Recalled()
         self._manager = build_manager(
-            ladder.config,
+            setup.config,
             self._tiers,
-            slot_nbytes=ladder.slot_nbytes,
-            chunk_tokens=ladder.chunk_tokens,
+            slot_nbytes=setup.slot_nbytes,
+            chunk_tokens=setup.chunk_tokens,
             truth=self._truth,
             record_events=False,
         )
@@ -183,7 +183,7 @@ class _Replay:
                 chunks_promoted=promoted[tier.index],
                 evictions=tier.counters.evicted,
             )
-            for options, tier in zip(self._ladder.config.tiers, self._tiers, strict=True)
+            for options, tier in zip(self._setup.config.tiers, self._tiers, strict=True)
         ]
         return ReplayResult(
             trace=self._source.name,
@@ -192,7 +192,7 @@ class _Replay:
             answers=self._answers,
             requests=self._requests,
             refs=refs,
-            chunk_tokens=self._ladder.chunk_tokens,
+            chunk_tokens=self._setup.chunk_tokens,
             tiers=tiers,
             total_hit_ratio=sum(tier.hits for tier in tiers) / refs,
             writes_per_ref=sum(tier.chunks_written for tier in tiers[1:]) / refs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -52,6 +52,10 @@ class SteppedEngine:
         """Let one step pass."""
         self._step += 1
 
+    def out_of_service(self) -> list[tuple[str, str]]:
+        """Return nothing: a copy may fail, but no breaker opens."""
+        return []
+
     def submit(self, job: Job) -> None:
         """Begin a job."""
         fate = random.Random(f"{self._seed}.{job.job_id}")
@@ -67,6 +71,17 @@ class SteppedEngine:
         ended = [result for ends, result in self._running if ends <= self._step]
         self._running = [(ends, job) for ends, job in self._running if ends > self._step]
         return ended
+
+    def wait(
+        self,
+        job_ids: Collection[JobId],
+        *,
+        timeout_s: float,  # noqa: ARG002 - nobody waits here
+    ) -> bool:
+        """Let steps pass until those jobs ended."""
+        ends = (ends for ends, result in self._running if result.job_id in job_ids)
+        self._step = max(self._step, *ends, 0)
+        return True
 
     def wait_any(self, *, timeout_s: float) -> bool:  # noqa: ARG002 - nobody waits here
         """Let a step pass."""

@@ -32,8 +32,8 @@ DOORS = {
     "direct": (Door.CONNECTOR, "direct"),
 }
 WINDOW_TOKENS = 64
-GPU_BLOCKS = 72
-CONTEXT_TOKENS = 2048
+GPU_BLOCKS = 64
+CONTEXT_TOKENS = 1024
 
 other_doors = pytest.mark.parametrize("door", ["spec", "staged"])
 every_door = pytest.mark.parametrize("door", [*DOORS])
@@ -172,11 +172,11 @@ def test_a_model_with_a_sliding_window_gets_the_same_tokens(
     assert expected != {
         prompt.tokens: reference.answers[prompt.tokens] for prompt in wave.prompts
     }, "the window is not felt"
-    scenario = site.scenario((wave, backwards), ram_blocks=100, nvme_blocks=800)
+    scenario = site.scenario((wave, backwards), ram_blocks=60, nvme_blocks=800)
     scenario = scenario.model_copy(
         update={
             "model": windowed,
-            "gpu_blocks": 2 * GPU_BLOCKS,
+            "gpu_blocks": GPU_BLOCKS,
             "context_tokens": CONTEXT_TOKENS,
         }
     )

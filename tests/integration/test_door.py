@@ -91,7 +91,9 @@ def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
 class Door:
     """Both halves of one engine, and a KV memory whose blocks name themselves."""
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(
+        self, config: OffloadingConfig, kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec
+    ) -> None:
         self.tensors = [
             torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
         ]
@@ -99,7 +101,7 @@ class Door:
             tensors=[CanonicalKVCacheTensor(tensor, PAGE_NBYTES) for tensor in self.tensors],
             group_data_refs=[[CanonicalKVCacheRef(i, PAGE_NBYTES) for i in range(LAYERS)]],
         )
-        spec = KVTierOffloadingSpec(config)
+        spec = kind(config)
         self.worker = spec.get_worker(caches)
         assert spec.get_worker(caches) is self.worker
         try:

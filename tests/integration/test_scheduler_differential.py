@@ -33,7 +33,7 @@ SETUPS = {
     ),
     "no room": Setup(store_decode=True, engine_blocks=40, slots=(10, 40), ranks=2),
     "copies fail": Setup(engine_blocks=48, slots=(32, 256), failing=0.2, store_decode=True),
-    "window": Setup(groups=((16, None), (16, 48)), engine_blocks=72, slots=(96, 512)),
+    "window": Setup(groups=((16, None), (16, 48)), engine_blocks=72, slots=(48, 160)),
     "window, sparse": Setup(
         groups=((16, None), (16, 48)),
         engine_blocks=72,
@@ -43,7 +43,7 @@ SETUPS = {
         failing=0.1,
     ),
     "windows only": Setup(
-        groups=((16, 32), (16, 80)), engine_blocks=64, slots=(96, 512), store_decode=True
+        groups=((16, 32), (16, 80)), engine_blocks=64, slots=(40, 90), store_decode=True
     ),
     "window of chunks": Setup(
         groups=((16, None), (16, 100), (16, 40)),
@@ -60,6 +60,9 @@ SETUPS = {
         asynchronous=True,
         store_decode=True,
         ranks=2,
+    ),
+    "large blocks for the window": Setup(
+        groups=((16, None), (32, 50), (32, 100)), engine_blocks=72, slots=(40, 120)
     ),
     "chunks of two sizes": Setup(
         groups=((64, None), (16, 40)),
@@ -157,6 +160,7 @@ STREAMS = [
     Stream("windows only", 0, frozenset({"loaded"}), frozenset({Reason.SHARED})),
     Stream("window of chunks", 1, frozenset({"loaded"}), frozenset({Reason.GONE})),
     Stream("blocks of two sizes", 1, frozenset({"loaded", "aborts while loading"})),
+    Stream("large blocks for the window", 0, frozenset({"loaded"})),
     Stream("chunks of two sizes", 0, frozenset({"loaded", "flushes"})),
 ]
 

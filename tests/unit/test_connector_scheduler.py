@@ -12,9 +12,12 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.tracking import TrackedRequest, chunk_positions
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
+from kvtier.testing.stepped import SteppedEngine
+from kvtier.transfer import TransferEngine
 from tests.unit.toy_engine import TOKENS, Offers, ToyBlock, ToyBlocks, ToyEngine
 
 FULL = (TOKENS, None)
+ENGINES = (TransferEngine, SteppedEngine)
 
 
 # -- what can be loaded ------------------------------------------------------------------------
@@ -92,12 +95,61 @@ def test_groups_agree_on_one_length() -> None:
     engine.fill("a", 6 * TOKENS)
     ram = engine.cache.bench.ram
     hashes = engine.arrive("x", 96).block_hashes
+    assert engine.match(engine.arrive("b", 100)) == 6 * TOKENS
+    # The wider window, asked first, could end at 6 chunks and at 1, the narrower one at 4 and
+    # at 1.
+    ram.drop(ram.copies[make_key(hashes[1], 2)])
     ram.drop(ram.copies[make_key(hashes[4], 1)])
-    ram.drop(ram.copies[make_key(hashes[3], 2)])
-    # Group 1 ends at 4 chunks; there group 2 lacks the last, and ends at 3; so can group 1.
-    assert engine.match(engine.arrive("b", 100)) == 3 * TOKENS
+    assert engine.match(engine.arrive("c", 100)) == TOKENS
     ram.drop(ram.copies[make_key(hashes[0], 0)])
-    assert engine.match(engine.arrive("c", 100)) == 0
+    assert engine.match(engine.arrive("d", 100)) == 0
+
+
+def test_with_a_window_the_last_token_is_left_to_compute() -> None:
+    engine = ToyEngine(FULL, (TOKENS, 2 * TOKENS))
+    engine.fill("a", 6 * TOKENS)
+    assert engine.match(engine.arrive("b", 6 * TOKENS)) == 6 * TOKENS - 1
+
+
+def test_nobody_waits_for_chunks_that_another_group_rules_out() -> None:
+    engine = ToyEngine(FULL, (TOKENS, 2 * TOKENS), slots=(64, 64), slowest_steps=9)
+    engine.fill("a", 6 * TOKENS)
+    for _ in range(20):
+        engine.step()
+    ram, nvme = engine.cache.bench.tiers
+    request = engine.arrive("b", 100)
+    assert engine.match(request) == 6 * TOKENS
+    last, ruled_out = (
+        make_key(request.block_hashes[at], group) for at, group in ((5, 0), (4, 1))
+    )
+    ram.drop(ram.copies[last])
+    assert engine.match(engine.arrive("c", 100)) is None
+    for tier in (ram, nvme):
+        tier.drop(tier.copies[ruled_out])
+    assert engine.match(engine.arrive("d", 100)) == 4 * TOKENS
+
+
+def test_a_window_that_ends_inside_a_chunk_may_take_one_chunk_more() -> None:
+    engine = ToyEngine(FULL, (2 * TOKENS, 50))
+    engine.fill("a", 8 * TOKENS)
+    ram = engine.cache.bench.ram
+    hashes = engine.arrive("x", 128).block_hashes
+    ram.drop(ram.copies[make_key(hashes[7], 0)])
+    assert engine.match(engine.arrive("b", 140)) == 7 * TOKENS
+    # Token 112 sees token 63, which is in the second of the four chunks.
+    ram.drop(ram.copies[make_key(hashes[3], 1)])
+    assert engine.match(engine.arrive("c", 140)) == 2 * TOKENS
+
+
+def test_before_a_gap_the_window_ends_with_a_chunk_and_takes_no_more_than_it_needs() -> None:
+    engine = ToyEngine(FULL, (2 * TOKENS, 50))
+    engine.fill("a", 10 * TOKENS)
+    ram = engine.cache.bench.ram
+    hashes = engine.arrive("x", 160).block_hashes
+    ram.drop(ram.copies[make_key(hashes[9], 0)])
+    for gone in (1, 7):
+        ram.drop(ram.copies[make_key(hashes[gone], 1)])
+    assert engine.match(engine.arrive("b", 180)) == 6 * TOKENS
 
 
 # -- loads -------------------------------------------------------------------------------------
@@ -320,6 +372,11 @@ def test_shutdown_closes_the_cache() -> None:
     engine.half.shutdown()
     engine.half.shutdown()
     assert engine.is_idle()
+
+
+def test_the_stepped_engine_has_all_that_the_real_one_has() -> None:
+    real, stepped = ({name for name in dir(each) if name[0] != "_"} for each in ENGINES)
+    assert real <= stepped
 
 
 # -- groups ------------------------------------------------------------------------------------

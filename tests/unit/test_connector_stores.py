@@ -75,9 +75,11 @@ def test_the_token_sampled_last_does_not_make_a_chunk_whole() -> None:
     request = engine.arrive("a", TOKENS)
     engine.schedule(request)
     engine.step()
-    request.tokens += [9] * TOKENS
-    request.num_computed_tokens = 2 * TOKENS
-    engine.tables["a"][0].append(engine.take())
+    request.tokens += [9] * (TOKENS - 1)
+    engine.schedule(request, TOKENS)
+    engine.step()
+    request.tokens.append(9)
+    assert request.num_computed_tokens == request.num_tokens == 2 * TOKENS
     engine.finish(request)
     assert not engine.step().store_jobs
     engine.acknowledge()

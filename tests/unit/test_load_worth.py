@@ -183,7 +183,7 @@ def test_a_queue_makes_a_load_not_worth_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "worth_times"), [(0.0, 1.0), (0.25, 1.33), (0.5, 2.0), (0.75, 4.0), (1.0, 4.0)]
+    ("busy", "worth_times"), [(0.0, 1.0), (0.25, 1.33), (0.5, 2.0), (0.75, 4.0), (1.0, 10.0)]
 )
 def test_an_engine_that_is_busy_makes_slower_loads_worth_it(
     busy: float, worth_times: float
