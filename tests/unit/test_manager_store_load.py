@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.keys import make_key
 from kvtier.manager import Lookup, ManagerLimits, ResidencyEvent
@@ -213,6 +215,32 @@ def test_lookup_prefix_counts_leading_hits() -> None:
     assert bench.manager.lookup_prefix(prefix(4, of=1), "a") == 0
     bench.manager.prepare_store(prefix(1, of=2), "w")
     assert bench.manager.lookup_prefix(prefix(1, of=2), "a") is None
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=15),
+    write=st.sampled_from(["through", "evict"]),
+    streams=st.booleans(),
+)
+def test_a_prefix_is_answered_as_its_chunks_one_by_one(
+    prompts: list[tuple[int, int]], write: Literal["through", "evict"], streams: bool
+) -> None:
+    limits = impatient(streams=streams)
+    whole, single = (Workbench(5, 9, write=write, limits=limits) for _ in range(2))
+    for number, (prompt, chunks) in enumerate(prompts):
+        keys, req_id = prefix(chunks, of=prompt), str(number)
+        for _ in range(2):
+            answers = single.look(keys, req_id)
+            hits = answers.index(MISS) if MISS in answers else len(answers)
+            expected = None if RETRY in answers else hits
+            assert whole.manager.lookup_prefix(keys, req_id) == expected
+            whole.settle()
+            single.settle()
+        for bench in (whole, single):
+            bench.store(keys, req_id)
+            bench.manager.end_request(req_id)
+            bench.settle()
+        assert whole.manager.snapshot() == single.manager.snapshot()
 
 
 def test_requests_are_counted_from_begin_to_end() -> None:

@@ -92,6 +92,22 @@ def test_a_pinned_copy_stays_and_the_next_one_leaves() -> None:
     assert make_room(tier, 2) == [first]
 
 
+def test_a_new_chunk_takes_over_an_evicted_copy_but_never_a_dropped_one() -> None:
+    tier = make_tier(1)
+    (evicted,) = fill(tier, prefix(1))
+    evicted.hits = evicted.origin = 7
+    evicted.session, evicted.targets = "somebody's", frozenset({1})
+    make_room(tier, 1)
+    (second,) = fill(tier, prefix(1, of=1))
+    assert second is evicted
+    new = ChunkCopy(prefix(1, of=1)[0], 0)
+    new.state = CopyState.RESIDENT
+    assert all(getattr(second, name) == getattr(new, name) for name in ChunkCopy.__slots__)
+    tier.drop(second)
+    (third,) = fill(tier, prefix(1, of=2))
+    assert third is not second
+
+
 def test_a_dirty_copy_stays_until_it_is_clean_as_often_as_it_was_marked() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
