@@ -458,6 +458,7 @@ class TieredOffloadingManager:
             self._promoter.release(request)
             # Its chunks will be loaded, or offered, from the root again.
             request.tails.clear()
+            request.broken = False
 
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey
