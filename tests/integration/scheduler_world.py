@@ -1,8 +1,8 @@
 """An engine without a model: vLLM's own scheduler and block pool, and workers that keep books.
 
-A block's content is who wrote which of its blocks there; a worker's copy takes as many steps
-as the seed says and is only then made, so whatever is overwritten too early is noticed: what is
-stored, and what a forward pass reads, must be the tokens' own.
+A block's content is a note of who wrote which of its own blocks there. A worker's copy takes as
+many steps as the seed says and is made at the end of them, so whatever is overwritten too early
+is noticed: what is stored, and what a forward pass reads, must be the tokens' own.
 """
 
 from __future__ import annotations
