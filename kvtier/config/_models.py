@@ -8,7 +8,7 @@ the descriptions in the JSON Schema.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -87,6 +87,8 @@ class RamTierConfig(TierConfig):
 
     kind: str = Field(default="ram", pattern="^ram$")
     """Pinned host memory."""
+    huge_pages: Literal["auto", "require", "off"] = "auto"
+    """Reserved huge pages (`vm.nr_hugepages`): `auto` if enough are free, `require`, `off`."""
 
 
 class NvmeTierConfig(TierConfig):
@@ -145,6 +147,15 @@ class PlacementConfig(_Section):
     )
     """How long a chunk is kept after its last use where its request does not say."""
 
+    load_if: Literal["always", "worthwhile"] = "worthwhile"
+    """Bring chunks up `always`, or only where computing them is not estimated to be faster."""
+    recompute_per_token_s: Duration | None = Field(
+        default=None,
+        validation_alias="recompute_per_token",
+        serialization_alias="recompute_per_token",
+    )
+    """What computing a prompt token takes, for `load_if: worthwhile`; measured if not given."""
+
     @model_validator(mode="after")
     def _words_agree(self) -> Self:
         if self.write_after > 1 and self.write != "through":
@@ -177,6 +188,8 @@ class TransferConfig(_Section):
         default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
     )
     """Longest a request waits for a promotion; then it recomputes."""
+    load_path: Literal["auto", "direct", "staged"] = "auto"
+    """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
     )
@@ -294,6 +307,11 @@ class KvtierConfig(_Section):
     def origin(self) -> Origin:
         """Where the configuration was written down."""
         return self._origin
+
+    @property
+    def ram(self) -> RamTierConfig:
+        """The first tier."""
+        return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
         """Keep the origin that the loader passes along."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvtier.config import KvtierConfig, NvmeTierConfig, check_environment
+from kvtier.config import KvtierConfig, NvmeTierConfig, RamTierConfig, check_environment
 from kvtier.doctor import _devices, _gds, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
@@ -65,8 +65,7 @@ def examine(
     for number, tier in stores:
         _examine_store(config, number, tier, seconds, machine, examination)
     engine_runs = any(finding.check.endswith(": in use") for finding in examination.findings)
-    ram_bytes = config.tiers[0].capacity_bytes
-    for check, look in _host_checks(machine, ram_bytes, engine_runs=engine_runs):
+    for check, look in _host_checks(machine, config.ram, engine_runs=engine_runs):
         _collect(check, look, examination)
     start: list[Finding] = []
     _collect(
@@ -177,11 +176,16 @@ def _measure(
 
 
 def _host_checks(
-    machine: Machine, ram_bytes: int, *, engine_runs: bool
+    machine: Machine, ram: RamTierConfig, *, engine_runs: bool
 ) -> Iterator[tuple[str, Look]]:
     """Yield what to look at for the RAM tier and the process, and how it is called."""
+    ram_bytes = ram.capacity_bytes
 
     def memory() -> Iterator[Finding]:
+        pool = _memory.huge_page_pool(machine)
+        if ram.huge_pages != "off" and pool.holds(ram_bytes):
+            yield Finding("memory", Verdict.OK, "the RAM tier comes from reserved huge pages")
+            return
         limits = _memory.memory_limits(machine)
         yield _memory.check_memory(ram_bytes, limits, engine_runs=engine_runs)
 
@@ -190,9 +194,13 @@ def _host_checks(
         gpus = len(_memory.find_gpus(machine))
         yield _memory.check_pinning(ram_bytes, locked_bytes, gpus=gpus)
 
+    def huge_pages() -> Iterator[Finding]:
+        pool = _memory.huge_page_pool(machine)
+        yield _memory.check_pages(ram.capacity_bytes, pool, wanted=ram.huge_pages)
+
     yield "memory", memory
     yield "memlock", pinning
-    yield "huge pages", lambda: [_memory.check_pages(ram_bytes, _memory.shmem_pages(machine))]
+    yield "huge pages", huge_pages
     yield (
         "open files",
         lambda: [_memory.check_open_files(_memory.process_limits().open_files)],

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
     Lookup,
     ManagerLimits,
     ManagerSnapshot,
-    ResidencyEvent,
     SlotTruth,
     StorePlan,
 )
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
 from kvtier.manager.tiered import TieredOffloadingManager
+from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, WorthFigures
 
 __all__ = [
+    "NO_TERMS",
+    "LoadChoice",
     "LoadPlan",
+    "LoadPrice",
+    "LoadWorth",
     "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
+    "RequestTerms",
     "ResidencyEvent",
     "SlotTruth",
     "StorePlan",
@@ -26,4 +33,5 @@ __all__ = [
     "TierSnapshot",
     "TierState",
     "TieredOffloadingManager",
+    "WorthFigures",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -9,6 +10,7 @@ from kvtier.config import KvtierConfig, PlacementConfig
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
+from kvtier.manager.worth import LoadWorth
 from kvtier.policies import LadderPlacement, build_eviction
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
 
@@ -38,11 +40,12 @@ def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierSta
     ]
 
 
-def build_manager(
+def build_manager(  # noqa: PLR0913 - one keyword for each part
     config: KvtierConfig,
     tiers: Sequence[TierState],
     *,
     slot_nbytes: int,
+    chunk_tokens: int,
     truth: SlotTruth,
     record_events: bool,
     make: Callable[..., TieredOffloadingManager] = TieredOffloadingManager,
@@ -53,6 +56,7 @@ def build_manager(
         config: The configuration.
         tiers: Its tiers, of :func:`build_tiers`.
         slot_nbytes: Bytes a chunk takes in a tier.
+        chunk_tokens: Tokens of a chunk of the first KV cache group.
         truth: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
         make: What makes the manager: the class, or one derived from it.
@@ -78,9 +82,17 @@ def build_manager(
             patience_s=_PATIENCE_S,
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
+            streams=transfer.load_path == "direct",
         ),
         truth=truth,
         record_events=record_events,
+        worth=LoadWorth(
+            tiers=len(tiers),
+            chunk_nbytes=slot_nbytes,
+            chunk_tokens=chunk_tokens,
+            recompute_s_per_token=placement.recompute_per_token_s,
+            margin=math.inf if placement.load_if == "always" else 1.0,
+        ),
     )
 
 

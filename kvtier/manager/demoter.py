@@ -65,7 +65,7 @@ class Demoter:
             return
         demote, ctx = self._ladder.placement.demote, self._ladder.ctx
         for copy in copies:
-            if demote(copy, tier.index, ctx) is not None:
+            if _may_enter(copy, demote(copy, tier.index, ctx)):
                 tier.mark_dirty(copy)
 
     def flush(self) -> None:
@@ -88,6 +88,7 @@ class Demoter:
             # refused.
             record.late = True
             self._in_flight[record.destination] -= len(record.sources)
+            self._ladder.tiers[record.destination].counters.expired += len(record.sources)
             return
         ladder = self._ladder
         source_tier = ladder.tiers[record.source]
@@ -99,6 +100,7 @@ class Demoter:
             arrived = self._arrived(record, result)
         source_tier.sent(record.sources)
         self._let_go(source_tier, record.sources)
+        source_tier.counters.demoted += len(arrived)
         ladder.publish(target, arrived)
         self.adopt(target, arrived)
 
@@ -109,7 +111,7 @@ class Demoter:
         for copy in list(ladder.ram.copies.values()):
             if copy.dirty and copy.state == CopyState.RESIDENT and id(copy) not in queued:
                 target = ladder.placement.demote(copy, 0, ladder.ctx)
-                if target is not None and not copy.pins:
+                if target is not None and _may_enter(copy, target) and not copy.pins:
                     ladder.ram.pin(copy)
                     self._queues[target].append(copy)
         self.flush()
@@ -132,7 +134,8 @@ class Demoter:
                 arrived.append(copy)
                 continue
             target.abort(copy)
-            target.counters.failed += outcome is not Outcome.CANCELLED
+            if not record.late:  # else it was counted when its deadline passed
+                target.counters.note_failure(outcome, reading=False)
             source_tier.counters.lost += 1
             if outcome is Outcome.CORRUPT and record.source:
                 self._ladder.condemn(source_tier, source)
@@ -172,7 +175,7 @@ class Demoter:
                 continue
             placed = False
             for target in place(copy, ctx):
-                if admit(copy, target, Why.DEMOTE, ctx):
+                if _may_enter(copy, target) and admit(copy, target, Why.DEMOTE, ctx):
                     placed = True
                     self._enqueue(copy, target)
             if not placed:
@@ -228,6 +231,8 @@ class Demoter:
             ChunkCopy(copy.key, slot, copy.parent, copy.depth)
             for copy, slot in zip(sources, target.slots.allocate(fits), strict=True)
         ]
+        for copy, above in zip(copies, sources, strict=True):
+            copy.session, copy.targets = above.session, above.targets
         target.add_writing(copies)
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
@@ -320,7 +325,7 @@ class Demoter:
         if not victim.dirty and victim.depth + 1 < ladder.placement.min_chunks:
             return None  # never was to go down, or it would be dirty
         target = ladder.placement.demote(victim, tier.index, ladder.ctx)
-        if target is None:
+        if target is None or not _may_enter(victim, target):
             return None
         if ladder.placement.admit(victim, target, Why.DEMOTE, ladder.ctx):
             return target
@@ -339,3 +344,8 @@ class Demoter:
             return queue
         moving = self._ladder.ledger.moving_out(target.index)
         return min(queue, target.slots.free if moving else target.room)
+
+
+def _may_enter(copy: ChunkCopy, target: int | None) -> bool:
+    """Return whether ``copy`` has a target and whoever stored it allows that tier."""
+    return target is not None and (copy.targets is None or target in copy.targets)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.events import EventLog
 from kvtier.manager.ledger import JobLedger
-from kvtier.manager.plans import ManagerLimits, ResidencyEvent, SlotTruth
+from kvtier.manager.plans import ManagerLimits, SlotTruth
+from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import ReuseGaps
 from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
 __all__ = ["Ladder"]
@@ -29,8 +32,11 @@ class Ladder:
         retention: RAM copies kept until a deadline.
         ctx: What policies may know.
         epoch: Counts resets.
+        out_of_service: Slower tiers that nothing is to be read from for now, by index.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
         gaps: Per tier, how soon what it evicted was asked for again.
+        worth: Says which loads are worth their time.
+        events: What became resident where, until somebody takes it.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Ladder:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool,
+        worth: LoadWorth,
     ) -> None:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
@@ -49,15 +56,16 @@ class Ladder:
         self.placement = placement
         self.limits = limits
         self.truth = truth
+        self.worth = worth
         self.ledger = JobLedger()
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0
+        self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._generation = 0
-        self._record_events = record_events
-        self._events: list[ResidencyEvent] = []
+        self.events = EventLog(listened_to=record_events)
 
     def next_generation(self) -> int:
         """Return a stamp for RAM slots about to be written; never 0, never the same twice."""
@@ -65,14 +73,43 @@ class Ladder:
         return self._generation
 
     def slower_copy(
-        self, key: ChunkKey, *, than: int = 0
+        self, key: ChunkKey, *, than: int = 0, within: Collection[int] | None = None
     ) -> tuple[TierState, ChunkCopy] | None:
-        """Return the fastest resident copy of ``key`` in a tier slower than ``than``."""
+        """Return the fastest resident copy of ``key`` in a tier slower than ``than``.
+
+        Args:
+            key: The chunk.
+            than: Index of a tier.
+            within: Tiers to look at; None for all.
+        """
         for tier in self._slower[than]:
+            if within is not None and tier.index not in within:
+                continue
             copy = tier.copies.get(key)
             if copy is not None and copy.state == CopyState.RESIDENT:
                 return tier, copy
         return None
+
+    def reachable_copy(
+        self, key: ChunkKey, *, within: Collection[int] | None = None
+    ) -> tuple[TierState, ChunkCopy] | None:
+        """Do :meth:`slower_copy`, passing over tiers that are out of service."""
+        if self.out_of_service:
+            every = range(1, len(self.tiers)) if within is None else within
+            within = set(every).difference(self.out_of_service)
+        return self.slower_copy(key, within=within)
+
+    def held_within(self, key: ChunkKey, within: Collection[int]) -> bool:
+        """Return whether one of the tiers ``within`` holds ``key`` or sent it up to RAM."""
+        copy = self.ram.copies.get(key)
+        if copy is not None and copy.origin in within:
+            return True
+        return self.slower_copy(key, within=within) is not None
+
+    def serve(self, req_id: str, request: RequestState | None) -> None:
+        """Tell policies whose chunks the next uses and insertions are."""
+        self.ctx.request = req_id
+        self.ctx.session = "" if request is None else request.terms.session
 
     def make_room(
         self, tier: TierState, newcomers: Sequence[ChunkKey]
@@ -109,12 +146,12 @@ class Ladder:
         if not copies:
             return
         tier.publish(copies, self.ctx)
-        self.announce(tier, [copy.key for copy in copies], removed=False)
+        self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
         """Make a resident ``copy`` a miss and record that it left."""
         if copy.state == CopyState.RESIDENT:
-            self.announce(tier, [copy.key], removed=True)
+            self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
 
     def condemn(self, tier: TierState, copy: ChunkCopy) -> None:
@@ -124,22 +161,12 @@ class Ladder:
             self.corrupt.append((tier.index, copy.slot))
             self.drop(tier, copy)
 
-    def announce(self, tier: TierState, keys: Sequence[ChunkKey], *, removed: bool) -> None:
-        """Record a residency event, if anybody listens."""
-        if self._record_events and keys:
-            self._events.append(ResidencyEvent(tier.index, keys, removed))
-
     def _left(self, tier: TierState, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
         """Record that ``victims`` left to make room; return their keys."""
         keys = [victim.key for victim in victims]
         self.gaps[tier.index].evicted(keys)
-        self.announce(tier, keys, removed=True)
+        self.events.add(tier.index, keys, removed=True)
         return keys
-
-    def take_events(self) -> list[ResidencyEvent]:
-        """Return the events since the last call, in order."""
-        events, self._events = self._events, []
-        return events
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return the corrupt slots since the last call."""

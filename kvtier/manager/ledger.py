@@ -70,8 +70,22 @@ class JobLedger:
             if record.source == tier and not record.late
         )
 
-    def open(self, record: JobRecord, *, names: Sequence[str], timeout_s: float) -> JobId:
-        """Number ``record``, remember it and queue its job for the engine."""
+    def open(
+        self,
+        record: JobRecord,
+        *,
+        names: Sequence[str],
+        timeout_s: float,
+        generations: Sequence[int] | None = None,
+    ) -> JobId:
+        """Number ``record``, remember it and queue its job for the engine.
+
+        Args:
+            record: The job.
+            names: The tiers' names.
+            timeout_s: The job's deadline.
+            generations: Stamps of the RAM slots that it fills.
+        """
         job_id = self._next_id
         self._next_id += 1
         self._records[job_id] = record
@@ -85,6 +99,7 @@ class JobLedger:
                 source_slots=[copy.slot for copy in record.sources],
                 destination_slots=[copy.slot for copy in record.destinations],
                 timeout_s=timeout_s,
+                payload=generations,
             )
         )
         return job_id

@@ -6,27 +6,36 @@ import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.tier import TierSnapshot
+from kvtier.manager.worth import WorthFigures
 
 __all__ = [
+    "NO_GENERATION",
+    "NO_SLOT",
     "LoadPlan",
     "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
-    "ResidencyEvent",
     "SlotTruth",
     "StorePlan",
 ]
+
+
+NO_SLOT: Final = -1
+"""Stands for a slot in a :class:`LoadPlan`; the load of its chunk fails."""
+NO_GENERATION: Final = 0
+"""The stamp of no write."""
 
 
 class Lookup(enum.Enum):
     """What the manager says about one chunk to a request that wants to start."""
 
     HIT = "hit"
-    """Whole in RAM; stays there until the current scheduling step is over."""
+    """Can be loaded now: whole in RAM, where it stays until the current scheduling step is
+    over, or in a slower tier with a slot promised for it until then."""
     MISS = "miss"
     """Recompute it."""
     RETRY = "retry"
@@ -55,29 +64,18 @@ class LoadPlan:
     """Where a request's chunks are.
 
     Attributes:
-        slots: RAM slot of each chunk, in the order asked.
+        slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` for one that has
+            none after all.
         generations: Stamp each slot must bear; a worker that finds another must not load it.
-        origins: Index of the tier each chunk's bytes came from.
+            :data:`NO_GENERATION` where there is no slot: the load of that chunk fails.
+        origins: Index of the tier each chunk's bytes come from.
+        wait_s: How long a slot may take to bear its stamp; 0 if all do now.
     """
 
     slots: Sequence[int]
     generations: Sequence[int]
     origins: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyEvent:
-    """Chunks that became resident in a tier, or left it.
-
-    Attributes:
-        tier: Index of the tier.
-        keys: The chunks.
-        removed: Whether they left.
-    """
-
-    tier: int
-    keys: Sequence[ChunkKey]
-    removed: bool
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +96,7 @@ class ManagerLimits:
         patience_arrivals: Steps a request may wait for chunks on their way.
         patience_grants: Steps for which chunks are kept for a request nobody asks about.
         patience_stores: Refusals after which a request's store is cut to what fits.
+        streams: Whether a chunk in a slower tier is a hit at once, to be loaded as it arrives.
     """
 
     pin_budget: int
@@ -112,6 +111,7 @@ class ManagerLimits:
     patience_arrivals: int = 20_000
     patience_grants: int = 256
     patience_stores: int = 16
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,7 @@ class ManagerSnapshot:
         granted: RAM slots kept for waiting requests.
         retained: RAM slots of chunks kept until a deadline.
         jobs: Storage jobs in flight.
+        worth: What loading and computing take, and what was therefore not loaded.
     """
 
     tiers: Sequence[TierSnapshot]
@@ -133,6 +134,7 @@ class ManagerSnapshot:
     granted: int
     retained: int
     jobs: int
+    worth: WorthFigures
 
 
 class SlotTruth(Protocol):
@@ -151,8 +153,8 @@ class SlotTruth(Protocol):
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether every rank's bytes of that generation are whole."""
 
-    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp slots whose bytes came from a slower tier, so that workers may load them."""
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        """Return for each slot whether no rank failed to load the bytes of that generation."""
 
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""

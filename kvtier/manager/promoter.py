@@ -23,17 +23,19 @@ runs. So:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
+from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.rising import Wanted, plan_rise
 from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadChoice
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Outcome, TransferResult, Why
+from kvtier.types import Outcome, TransferResult
 
 __all__ = ["Promoter"]
 
@@ -53,6 +55,7 @@ class Promoter:
 
     Attributes:
         granted: RAM slots held for waiting requests.
+        streaming: RAM slots of chunks that loads in flight brought up; of the same budget.
         step: Scheduling steps so far.
     """
 
@@ -65,6 +68,11 @@ class Promoter:
         self._waiters: dict[ChunkCopy, list[RequestState]] = {}
         self.step = 0
         self.granted = 0
+        self.streaming = 0
+
+    def asked_for(self) -> Iterable[RequestState]:
+        """Return the requests that found something in this step and were not granted it yet."""
+        return self._asking
 
     def note(self, request: RequestState, key: ChunkKey) -> None:
         """Note that ``request`` found ``key`` somewhere."""
@@ -139,7 +147,22 @@ class Promoter:
         request.wanting = False
         request.pending = 0
         request.lookups = 0
-        request.phase = Phase.ASKING
+        if request.phase != Phase.FAILED:
+            request.phase = Phase.ASKING
+
+    def give_up(self, request: RequestState) -> None:
+        """Keep and promise nothing more for ``request``: a load of its did not work.
+
+        It would be asked again and answered the same for as long as what broke the load lasts.
+        """
+        self.release(request)
+        request.phase = Phase.FAILED
+
+    def take_from_all(self, copy: ChunkCopy) -> None:
+        """End the grants of a whole copy that must leave; it will be a miss for everybody."""
+        for request in (*self._waiting, *self._settled):
+            while copy in request.granted:
+                self._give_back(request, copy)
 
     def settle(self, copy: ChunkCopy, *, arrived: bool) -> None:
         """Tell the requests that wait for ``copy`` that it is whole, or will not be in time."""
@@ -182,10 +205,7 @@ class Promoter:
                 continue
             self.settle(copy, arrived=False)
             ram.abort(copy)
-            self._blame(source_tier, source, outcome)
-        self._ladder.truth.publish(
-            [copy.slot for copy in arrived], [copy.generation for copy in arrived]
-        )
+            self._blame(record, source, outcome)
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
         read = [source for source in record.sources if source.state == CopyState.RESIDENT]
@@ -209,6 +229,7 @@ class Promoter:
 
     def _expire(self, record: JobRecord) -> None:
         record.late = True
+        self._ladder.tiers[record.source].counters.expired += len(record.sources)
         for copy in record.destinations:
             if copy.state == CopyState.WRITING:
                 copy.state = CopyState.LATE
@@ -226,12 +247,13 @@ class Promoter:
                 self._ladder.drop(tier, source)
         return moved
 
-    def _blame(self, tier: TierState, source: ChunkCopy, outcome: Outcome) -> None:
+    def _blame(self, record: JobRecord, source: ChunkCopy, outcome: Outcome) -> None:
         """Count a chunk that did not come up, and forget one whose bytes are wrong."""
+        tier = self._ladder.tiers[record.source]
         if outcome is Outcome.CORRUPT:
             self._ladder.condemn(tier, source)
-        elif outcome is not Outcome.CANCELLED:
-            tier.counters.read_failed += 1
+        elif not record.late:  # else it was counted when its deadline passed
+            tier.counters.note_failure(outcome, reading=True)
 
     def _start(self, request: RequestState, *, whole: bool) -> bool:
         """Grant ``request`` what it asked for.
@@ -244,13 +266,14 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        wishes = self._survey(request)
+        held = self.granted + self.streaming
+        wishes, choice = self._worthwhile(self._survey(request))
         cost = _cost(wishes)
         if cost > budget:
             whole = False
-        if whole and cost > budget - self.granted:
+        if whole and cost > budget - held:
             return False
-        wishes = _head(wishes, grants=budget - self.granted)
+        wishes = _head(wishes, grants=budget - held)
         for wish in wishes:
             if wish.copy is not None:
                 self._grant(request, wish.copy)
@@ -258,6 +281,7 @@ class Promoter:
             self._take_back(request)
             return False
         self._cut(request, wishes)
+        self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
         request.wanting = False
@@ -266,6 +290,16 @@ class Promoter:
         if not request.pending:
             self._settle_request(request)
         return True
+
+    def _worthwhile(self, wishes: list[_Wish]) -> tuple[list[_Wish], LoadChoice | None]:
+        """Return the head of ``wishes`` that is worth its time, and why no more is."""
+        sources = [0 if wish.tier is None else wish.tier.index for wish in wishes]
+        if not any(sources):
+            return wishes, None
+        groups = len({wish.key[-GROUP_NBYTES:] for wish in wishes})
+        now = self._ladder.ctx.now
+        choice = self._ladder.worth.choose(sources, groups=groups, now=now)
+        return (wishes, None) if choice is None else (wishes[: choice.kept], choice)
 
     def _fetch(self, request: RequestState, wishes: Sequence[_Wish], *, whole: bool) -> bool:
         """Bring up what of ``wishes`` is not in RAM, or the head of it when not ``whole``.
@@ -317,7 +351,7 @@ class Promoter:
         for key in request.asked:
             copy = copies.get(key)
             if copy is None:
-                found = self._ladder.slower_copy(key)
+                found = self._ladder.reachable_copy(key, within=request.terms.load_tiers)
                 if found is None:
                     break
                 wishes.append(_Wish(key, None, *found))
@@ -331,55 +365,22 @@ class Promoter:
         """Plan the promotion of ``missing`` into slots granted to ``request``."""
         if not missing:
             return True
-        ladder = self._ladder
-        if ladder.make_room(ladder.ram, [wish.key for wish in missing]) is None:
+        found = [
+            Wanted(wish.key, wish.tier, wish.source)
+            for wish in missing
+            if wish.tier is not None and wish.source is not None
+        ]
+        rises = plan_rise(self._ladder, found)
+        if rises is None:
             return False
-        ladder.ram.counters.misses += len(missing)
-        slots = ladder.ram.slots.allocate(len(missing))
-        ladder.truth.withdraw(slots)
-        by_tier: dict[int, list[tuple[_Wish, int]]] = {}
-        for wish, slot in zip(missing, slots, strict=True):
-            if wish.tier is None:
-                raise ValueError("a chunk that is in RAM cannot be brought up")
-            by_tier.setdefault(wish.tier.index, []).append((wish, slot))
-        for index, found in by_tier.items():
-            for at in range(0, len(found), BATCH_CHUNKS):
-                self._promote(request, index, found[at : at + BATCH_CHUNKS])
+        members = self._ladder.ram.copies
+        for rise in rises:
+            request.jobs.add(rise.job_id)
+            for copy in rise.copies:
+                self._grant(request, copy)
+        for wish in missing:
+            wish.copy = members[wish.key]
         return True
-
-    def _promote(
-        self, request: RequestState, index: int, found: Sequence[tuple[_Wish, int]]
-    ) -> None:
-        """Plan one job that brings chunks of tier ``index`` up into the slots beside them."""
-        ladder = self._ladder
-        sources: list[ChunkCopy] = []
-        copies: list[ChunkCopy] = []
-        moved: set[ChunkCopy] = set()
-        generation = ladder.next_generation()
-        for wish, slot in found:
-            source = wish.source
-            if source is None:
-                raise ValueError("a chunk that is in RAM cannot be brought up")
-            how = ladder.placement.promote(source, index, ladder.ctx)
-            source.hits += 1
-            copy = ChunkCopy(wish.key, slot, source.parent, source.depth)
-            copy.origin = index
-            copy.transient = how.keep_source and not how.stay
-            copy.generation = generation
-            wish.copy = copy
-            ladder.tiers[index].pin(source)
-            if not how.keep_source:
-                moved.add(source)
-            sources.append(source)
-            copies.append(copy)
-        ladder.ram.add_writing(copies)
-        ladder.ram.passing += sum(copy.transient for copy in copies)
-        for copy in copies:
-            self._grant(request, copy)
-        record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
-        timeout_s = ladder.limits.load_timeout_s
-        job_id = ladder.ledger.open(record, names=ladder.names, timeout_s=timeout_s)
-        request.jobs.add(job_id)
 
     def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
         """Give back grants behind the first chunk that could not be brought up."""

@@ -9,10 +9,11 @@ own record says that they are done with it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.tier import TierState
-from kvtier.policies import ChunkCopy
+from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Quarantine"]
 
@@ -27,9 +28,15 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def evacuate(self) -> None:
-        """Make every chunk in every tier a miss, and free the slots that nobody can touch."""
+    def evacuate(self, loading: Iterable[ChunkCopy]) -> None:
+        """Make every chunk in every tier a miss, and free the slots that nobody can touch.
+
+        Args:
+            loading: RAM copies that workers may be loading, some perhaps gone already.
+        """
         moving = self._moving()
+        for copy in {copy for copy in loading if copy.state == CopyState.GONE}:
+            self._hold(copy, moving)
         for tier in self._ladder.tiers:
             for copy in list(tier.copies.values()):
                 self._evacuate(tier, copy, moving)
@@ -60,6 +67,9 @@ class Quarantine:
         self._ladder.drop(tier, copy)
         if not copy.pins or tier.index:
             return
+        self._hold(copy, moving)
+
+    def _hold(self, copy: ChunkCopy, moving: Counter[int]) -> None:
         # Requests' and workers' pins will not be taken back one by one: no completion is
         # coming. One pin stands for the workers until they are quiet, one for each storage
         # job.

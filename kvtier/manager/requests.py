@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.policies import ChunkCopy
 from kvtier.types import JobId
 
@@ -23,6 +24,8 @@ class Phase:
     """Its chunks are on their way."""
     SETTLED: ClassVar[int] = 3
     """Answers show RAM alone: hits are kept for it, all else is recomputed."""
+    FAILED: ClassVar[int] = 4
+    """A load of its did not work: every answer is a miss until it ends."""
 
 
 class RequestState:
@@ -30,6 +33,7 @@ class RequestState:
 
     Attributes:
         req_id: The engine's id.
+        terms: What it may do with the tiers.
         phase: One of :class:`Phase`.
         asked: Chunks found somewhere in this scheduling step, in the order asked.
         asked_at: Step of its last lookup since it settled.
@@ -43,12 +47,14 @@ class RequestState:
         queued_s: When it began to wait for it.
         refusals: Stores refused since one was accepted.
         missed: Whether its first miss was counted.
+        broken: Whether a chunk it stored was in no tier: what follows it was stranded.
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
     """
 
     __slots__ = (
         "asked",
         "asked_at",
+        "broken",
         "deferred",
         "deferred_at",
         "granted",
@@ -61,11 +67,13 @@ class RequestState:
         "refusals",
         "req_id",
         "tails",
+        "terms",
         "wanting",
     )
 
-    def __init__(self, req_id: str) -> None:
+    def __init__(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
         self.req_id = req_id
+        self.terms = terms
         self.phase = Phase.ASKING
         self.asked: dict[ChunkKey, None] = {}
         self.asked_at = 0
@@ -79,6 +87,7 @@ class RequestState:
         self.queued_s = 0.0
         self.refusals = 0
         self.missed = False
+        self.broken = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
     def remember(self, keys: Iterable[ChunkKey]) -> None:

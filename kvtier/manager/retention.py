@@ -102,6 +102,12 @@ class Retention:
         for entry in held:
             heapq.heappush(heap, entry)
 
+    def forget(self, copy: ChunkCopy) -> None:
+        """Let go of a copy that must leave, if it is kept."""
+        if self._until.pop(copy, None) is not None:
+            self._ram.unpin(copy)
+            self._ram.counters.unretained += 1
+
     def clear(self) -> None:
         """Let go of everything; for a reset of the cache."""
         for copy in self._until:

@@ -13,12 +13,13 @@ import operator
 from collections.abc import Collection, Sequence
 from itertools import chain, count, repeat
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
+from kvtier.manager.terms import NO_TERMS
 from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Storer"]
@@ -46,20 +47,68 @@ class Storer:
         members = self._ram.copies
         new = [key for key in keys if key not in members]
         if not new:
+            if request is not None and request.broken:
+                self._count_stranded(self._stranded(keys, request), request)
             self._touch_offered(keys)
             return _NOTHING
         if len(new) == len(keys) and len(self._ladder.tiers) == 1:
-            return self._store_new(new, keys, request)
-        # The prefix that is offered along is no victim for its own tail.
+            plan = self._store_new(new, keys, request)
+            if plan is not None:
+                self._count_stranded(((0,), True), request)
+            return plan
+        stranded = self._stranded(keys, request)
+        plan = self._store_rest(new, keys, request)
+        if plan is not None:  # else all are offered again
+            self._count_stranded(stranded, request)
+            if plan is not _NOTHING:
+                self._touch_offered(keys)
+        return plan
+
+    def _store_rest(
+        self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> StorePlan | None:
+        """Take ``new`` without making victims of the others that are offered along."""
+        members = self._ram.copies
         there = [copy for key in keys if (copy := members.get(key)) is not None]
         for copy in there:
             self._ram.pin(copy)
         plan = self._store_new(new, keys, request)
         for copy in there:
             self._ram.unpin(copy)
-        if plan is not None and plan is not _NOTHING:
-            self._touch_offered(keys)
         return plan
+
+    def _stranded(
+        self, keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> tuple[Sequence[int], bool]:
+        """Find those of ``keys`` that are in a tier behind one that is in no tier.
+
+        They were computed although their bytes are here: ``hits - lead_chunks`` of a simulated
+        tier. Of the first KV cache group only, for a sliding window may have gaps.
+
+        Returns:
+            How many there are in each tier, and whether what follows ``keys`` is stranded too.
+        """
+        tiers = self._ladder.tiers
+        counts = [0] * len(tiers)
+        broken = request is not None and request.broken
+        for key in filter(is_of_first_group, keys):
+            for tier in tiers:
+                copy = tier.copies.get(key)
+                if copy is not None:
+                    counts[tier.index] += broken and copy.state == _RESIDENT
+                    break
+            else:
+                broken = True
+        return counts, broken
+
+    def _count_stranded(
+        self, found: tuple[Sequence[int], bool], request: RequestState | None
+    ) -> None:
+        counts, broken = found
+        for tier, chunks in zip(self._ladder.tiers, counts, strict=True):
+            tier.counters.stranded += chunks
+        if request is not None:
+            request.broken = broken
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Do :meth:`TieredOffloadingManager.complete_store`."""
@@ -106,6 +155,9 @@ class Storer:
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
         copies = self._make_copies(new, slots, generation, keys, request)
+        if request is not None and request.terms is not NO_TERMS:
+            for copy in copies:
+                copy.session, copy.targets = request.terms.session, request.terms.store_tiers
         ram.add_writing(copies)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)

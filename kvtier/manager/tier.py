@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.types import Outcome
 
 __all__ = ["TierCounters", "TierSnapshot", "TierState"]
 
@@ -30,9 +32,15 @@ class TierCounters:
     refused: int = 0
     """Chunks not taken for lack of room or by the placement policy."""
     failed: int = 0
-    """Chunks whose transfer into this tier failed or expired."""
+    """Chunks whose transfer into this tier failed."""
     read_failed: int = 0
-    """Chunks whose transfer out of this tier failed or expired."""
+    """Chunks whose transfer out of this tier failed."""
+    expired: int = 0
+    """Chunks whose transfer to or from this tier did not end before its deadline."""
+    shut_out: int = 0
+    """Chunks whose transfer to or from this tier was refused: out of service, or queue full."""
+    load_failed: int = 0
+    """Chunks that a worker could not load into the GPU."""
     corrupt: int = 0
     """Chunks dropped because their bytes were not the bytes stored."""
     lost: int = 0
@@ -41,8 +49,36 @@ class TierCounters:
     """Chunks meant for this tier that were not sent because it did not keep up."""
     promoted: int = 0
     """Chunks of this tier that came up to RAM to stay there."""
+    demoted: int = 0
+    """Chunks of this tier that arrived in a slower one."""
+    stranded: int = 0
+    """Chunks that were here and had to be computed all the same, because one that comes before
+    them was in no tier."""
     unretained: int = 0
     """Chunks that somebody asked to keep and that were not kept, or not as long."""
+
+    def note_failure(self, outcome: Outcome, *, reading: bool) -> None:
+        """Count a chunk that did not arrive, by cause.
+
+        What was cancelled did not fail.
+        """
+        if outcome is Outcome.EXPIRED:
+            self.expired += 1
+        elif outcome is Outcome.REFUSED:
+            self.shut_out += 1
+        elif outcome is Outcome.CANCELLED:
+            return
+        elif reading:
+            self.read_failed += 1
+        else:
+            self.failed += 1
+
+    def snapshot(self) -> TierCounters:
+        """Return a copy; at half the price of :func:`dataclasses.replace`."""
+        return TierCounters(*_values_of(self))
+
+
+_values_of = operator.attrgetter(*(field.name for field in fields(TierCounters)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +368,7 @@ class TierState:
             held=len(self.copies) - self.idle,
             dirty=self.dirty,
             quarantined=self.quarantined,
-            counters=replace(self.counters),
+            counters=self.counters.snapshot(),
         )
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:

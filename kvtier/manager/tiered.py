@@ -15,19 +15,19 @@ keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
+from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
+from kvtier.manager.loader import Loader
 from kvtier.manager.plans import (
     LoadPlan,
     Lookup,
     ManagerLimits,
     ManagerSnapshot,
-    ResidencyEvent,
     SlotTruth,
     StorePlan,
 )
@@ -35,7 +35,9 @@ from kvtier.manager.promoter import Promoter
 from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.requests import Phase, RequestState
 from kvtier.manager.storer import Storer
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierState
+from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
 from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 
@@ -45,6 +47,7 @@ _depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
 _ASKING = Phase.ASKING
 _HIT = Lookup.HIT
+_MISS = Lookup.MISS
 
 
 class TieredOffloadingManager:
@@ -56,6 +59,7 @@ class TieredOffloadingManager:
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        worth: Says which loads are worth their time; all of them when omitted.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class TieredOffloadingManager:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        worth: LoadWorth | None = None,
     ) -> None:
         self._ladder = Ladder(
             tiers,
@@ -73,6 +78,7 @@ class TieredOffloadingManager:
             limits=limits,
             truth=truth,
             record_events=record_events,
+            worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
         )
         self._ram = self._ladder.ram
         self._resident = self._ram.copies
@@ -80,15 +86,16 @@ class TieredOffloadingManager:
         self._promoter = Promoter(self._ladder)
         self._demoter = Demoter(self._ladder)
         self._storer = Storer(self._ladder, self._promoter, self._demoter)
+        self._loader = Loader(self._ladder, self._promoter, self._demoter)
         self._quarantine = Quarantine(self._ladder)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests ---------------------------------------------------------------------------
 
-    def begin_request(self, req_id: str) -> None:
-        """Start remembering a request; idempotent."""
+    def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
+        """Start remembering a request, on its terms; idempotent."""
         if req_id not in self._requests:
-            self._requests[req_id] = RequestState(req_id)
+            self._begin(req_id, terms)
 
     def end_request(self, req_id: str) -> None:
         """Forget a request and what was kept for it; loads in flight stay pinned."""
@@ -101,25 +108,28 @@ class TieredOffloadingManager:
     def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
         """Return whether ``key`` can be loaded for ``req_id`` now, later or not at all.
 
-        A HIT holds until the step ends: nothing is evicted between lookups of one step and the
-        ``prepare_load`` that follows them.
+        A HIT holds until the step ends: nothing is evicted between the lookups of a request
+        and the ``prepare_load`` that follows them in the same step.
         """
-        request = self._requests.get(req_id)
-        if request is None:
-            request = self._requests[req_id] = RequestState(req_id)
+        request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         phase = request.phase
         if phase != _ASKING:
+            if phase == Phase.FAILED:
+                return Lookup.MISS
             if phase != Phase.SETTLED:
                 return self._promoter.defer(request, key)
             request.asked_at = self._promoter.step
+        within = request.terms.load_tiers
+        if within is not None and not self._ladder.held_within(key, within):
+            return _MISS
         copy = self._resident.get(key)
-        if copy is not None and copy.state == _RESIDENT:
-            if self._ram.leaving:
-                self._ram.stay(copy, self._ladder.ctx)
-            if phase == _ASKING:
-                self._promoter.note(request, key)
-            return _HIT
-        return self._look_below(request, copy, key)
+        if copy is None or copy.state != _RESIDENT:
+            return self._look_below(request, copy, key)
+        if self._ram.leaving:
+            self._ram.stay(copy, self._ladder.ctx)
+        if phase == _ASKING:
+            self._promoter.note(request, key)
+        return _HIT
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
         """Return how many leading ``keys`` can be loaded now, or None to be asked again.
@@ -139,47 +149,36 @@ class TieredOffloadingManager:
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin ``keys``, which lookups of this step called hits, and say where they are.
 
+        With ``limits.streams`` some may be in slower tiers: the jobs that bring them up are
+        planned with the load, and are to be taken at once, for the workers will wait for them.
+
         Raises:
-            KeyError: A key is not resident: the caller did not look it up in this step. Loading
-                anything else in its place would be a wrong token, so there is no other answer.
+            KeyError: A key is not resident, and ``limits.streams`` is off: the caller did not
+                look it up in this step. Loading anything else in its place would be a wrong
+                token, so there is no other answer.
         """
-        members = self._ram.copies
-        copies = [members[key] for key in keys]
-        for copy in copies:
-            if copy.state != _RESIDENT:
-                raise KeyError(copy.key)
-        self._ram.pin_many(copies)
-        for copy in copies:
-            copy.hits += 1
-        origins = [copy.origin for copy in copies]
-        for tier, hits in Counter(origins).items():
-            self._ladder.tiers[tier].counters.hits += hits
-        self._ram.touch(copies, self._ladder.ctx)
-        self._demoter.used(copies)
+        request = self._requests.get(req_id)
+        self._ladder.serve(req_id, request)
+        return self._loader.prepare(keys, req_id, request)
+
+    def give_up(self, req_id: str) -> None:
+        """Answer MISS to ``req_id`` until it ends: its engine was told of a hit in vain."""
         request = self._requests.get(req_id)
         if request is not None:
-            self._promoter.release(request)
-            request.remember(keys)
-        slots = [copy.slot for copy in copies]
-        self._truth.issue(slots)
-        return LoadPlan(slots, [copy.generation for copy in copies], origins)
+            self._promoter.give_up(request)
 
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
         copy = self._ram.copies.get(key)
         return 0 if copy is None else copy.origin
 
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        """Take back the pins of a ``prepare_load``; keys of before a reset are ignored."""
-        ram = self._ram
-        for key in keys:
-            copy = ram.copies.get(key)
-            if copy is None or copy.state != _RESIDENT or not copy.pins:
-                continue
-            copy.origin = 0
-            ram.unpin(copy)
-            if copy.transient and not copy.pins:
-                self._ladder.drop(ram, copy)
+    def complete_load(self, req_id: str) -> None:
+        """End the oldest load of ``req_id``, which may have ended itself.
+
+        Chunks that a worker recorded it could not load leave RAM, and the request is answered
+        MISS from now on. A load of before a reset is ignored.
+        """
+        self._loader.complete(req_id, self._requests.get(req_id))
 
     # -- store ------------------------------------------------------------------------------
 
@@ -193,7 +192,9 @@ class TieredOffloadingManager:
             What to store, perhaps nothing; None when there is no room *now* and asking again at
             the next step may help. None changes nothing.
         """
-        return self._storer.prepare(keys, self._requests.get(req_id))
+        request = self._requests.get(req_id)
+        self._ladder.serve(req_id, request)
+        return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
         """Make stored chunks hits, if every worker recorded that their bytes are whole.
@@ -249,9 +250,18 @@ class TieredOffloadingManager:
         if self._ladder.retention:
             self._ladder.retention.expire(now)
         self._promoter.end_step()
+        self._loader.end_step()
         self._demoter.flush()
         for gaps in self._ladder.gaps:
             gaps.end_step(now)
+
+    def set_out_of_service(self, tiers: Collection[int]) -> None:
+        """Name the slower tiers, by index, that nothing is to be read from for now.
+
+        What only they have is a miss, and a chunk on its way from one fails by itself. Not to
+        be called between a lookup and the ``prepare_load`` that relies on it.
+        """
+        self._ladder.out_of_service = tiers
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
@@ -269,8 +279,18 @@ class TieredOffloadingManager:
         return self._ladder.take_corrupt()
 
     def take_events(self) -> list[ResidencyEvent]:
-        """Return residency events since the last call, each removal before what replaced it."""
-        return self._ladder.take_events()
+        """Return the oldest residency events that were not taken yet.
+
+        Replayed from the first one on they say what each tier has. A removal comes before what
+        took the room. Some thousand chunks at a time: :attr:`has_events` says if there are
+        more.
+        """
+        return self._ladder.events.take()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether :meth:`take_events` has anything to return."""
+        return bool(self._ladder.events)
 
     def take_reuse_gaps(self) -> list[list[float]]:
         """Return, tier by tier, how long ago chunks had been evicted that were asked for again.
@@ -278,6 +298,11 @@ class TieredOffloadingManager:
         In seconds, since the last call; of a large tier a sample.
         """
         return [gaps.take() for gaps in self._ladder.gaps]
+
+    @property
+    def requests(self) -> int:
+        """Requests that began and did not end."""
+        return len(self._requests)
 
     @property
     def dropped(self) -> list[int]:
@@ -290,7 +315,9 @@ class TieredOffloadingManager:
         Not to be called between a lookup and the ``prepare_load`` that relies on it: a victim
         that has arrived below leaves RAM here, though it was a hit until now.
         """
-        ledger = self._ladder.ledger
+        ladder, ledger = self._ladder, self._ladder.ledger
+        timeout_s = ladder.limits.load_timeout_s
+        ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
         record = ledger.find(result.job_id)
         if record is None:
             return
@@ -302,6 +329,18 @@ class TieredOffloadingManager:
             self._demoter.apply(record, result)
         if result.settled:
             ledger.close(result.job_id)
+
+    @property
+    def worth(self) -> LoadWorth:
+        """Says which loads are worth their time."""
+        return self._ladder.worth
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Note that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
+
+        What a load is compared with, unless the configuration says what a token takes.
+        """
+        self._ladder.worth.computed(tokens, seconds, self._ladder.ctx.now)
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""
@@ -327,6 +366,7 @@ class TieredOffloadingManager:
         copies = [ChunkCopy(key, slot) for key, slot in chunks]
         state.slots.take(copy.slot for copy in copies)
         state.add_resident(copies, self._ladder.ctx)
+        self._ladder.events.add(tier, [copy.key for copy in copies], removed=False)
         return len(copies)
 
     def reset(self) -> None:
@@ -346,7 +386,8 @@ class TieredOffloadingManager:
             self._promoter.release(request)
         unsent = self.take_jobs()
         self._ladder.retention.clear()
-        self._quarantine.evacuate()
+        self._quarantine.evacuate(self._loader.in_flight())
+        self._loader.clear()
         self._demoter.clear()
         for gaps in self._ladder.gaps:
             gaps.clear()
@@ -367,9 +408,14 @@ class TieredOffloadingManager:
             granted=self._promoter.granted,
             retained=len(self._ladder.retention),
             jobs=len(self._ladder.ledger),
+            worth=self._ladder.worth.figures(),
         )
 
     # -- internals --------------------------------------------------------------------------
+
+    def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
+        request = self._requests[req_id] = RequestState(req_id, terms)
+        return request
 
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey
@@ -377,18 +423,22 @@ class TieredOffloadingManager:
         """Answer for a chunk that is not whole in RAM."""
         if request.phase == _ASKING:
             self._ladder.asked(key)
-            if self._comes(copy, key):
+            if copy is None:
+                within = request.terms.load_tiers
+                found = self._ladder.reachable_copy(key, within=within)
+                if found is not None:
+                    promised = self._loader.promise(request, key, found[0])
+                    self._promoter.note(request, key)
+                    if promised:
+                        return _HIT
+                    request.wanting = True
+                    return Lookup.RETRY
+            elif copy.state == CopyState.WRITING:
                 self._promoter.note(request, key)
                 request.wanting = True
                 return Lookup.RETRY
         self._count_miss(request)
         return Lookup.MISS
-
-    def _comes(self, copy: ChunkCopy | None, key: ChunkKey) -> bool:
-        """Return whether ``key`` is on its way to RAM or could be brought there."""
-        if copy is not None:
-            return copy.state == CopyState.WRITING
-        return self._ladder.slower_copy(key) is not None
 
     def _count_miss(self, request: RequestState) -> None:
         if not request.missed:

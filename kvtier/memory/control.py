@@ -1,8 +1,9 @@
 """What really happened to each slot, written by workers and read by the scheduler.
 
-vLLM's offloading contract lets a worker report only success: anything else kills the engine.
-So a worker acknowledges every job and leaves the truth here, in memory both sides map,
-*before* it acknowledges:
+vLLM's offloading contract lets a worker report only success: anything else kills the engine,
+or, where a connector can report a failed load, says nothing about the chunk. So a worker
+acknowledges every job and leaves the truth here, in memory both sides map, *before* it
+acknowledges:
 
 ``generation[rank, slot]``
     Stamp of the write whose bytes of this rank are whole. The scheduler gives every write a new
@@ -10,10 +11,19 @@ So a worker acknowledges every job and leaves the truth here, in memory both sid
 ``acknowledged[rank, slot]``
     Jobs on this slot that the rank has finished, whatever came of them. The scheduler counts
     what it issued; while the two differ a worker may still touch the slot.
+``refused[rank, slot]``
+    Stamp of the last write whose bytes the rank was to load and could not. A word of its own,
+    and not an erased ``generation``: the slot may be stamped by others at the same moment.
 
 Each number is an aligned machine word. A worker writes while it has a job on the slot, the
-scheduler while nobody has, so no lock is needed: the engine's
-own message, which follows the write, orders it before the scheduler's read.
+scheduler while nobody has, so no lock is needed: the engine's own message, which follows the
+write, orders it before the scheduler's read.
+
+The storage engine writes ``generation`` when a chunk has come up from a slower tier, or will
+not, and workers may be waiting for that word. The bytes it speaks for were written before it by
+whoever read them, in another process even, and the answer to that passed through a system call;
+the worker that saw the word reads them on another thread, after a lock. So neither can be
+reordered around the word.
 """
 
 from __future__ import annotations
@@ -27,6 +37,8 @@ __all__ = ["ControlBlock"]
 
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
+_POISON = np.uint64(1 << 63)
+"""Beside the stamp of a write that failed: whoever waits for it need not wait any longer."""
 
 
 class ControlBlock:
@@ -49,13 +61,16 @@ class ControlBlock:
         self._acknowledged: npt.NDArray[np.uint32] = np.frombuffer(
             buffer, np.uint32, words, offset=words * 8
         ).reshape(ranks, slots)
+        self._refused: npt.NDArray[np.uint64] = np.frombuffer(
+            buffer, np.uint64, words, offset=_refused_at(slots, ranks)
+        ).reshape(ranks, slots)
         self._issued = np.zeros(slots, np.uint32)
         self._buffer = buffer
 
     @staticmethod
     def nbytes(slots: int, ranks: int) -> int:
         """Return the bytes a control block takes, in whole pages."""
-        nbytes = slots * ranks * (8 + 4)
+        nbytes = _refused_at(slots, ranks) + slots * ranks * 8
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
     # -- worker -------------------------------------------------------------------------------
@@ -71,6 +86,36 @@ class ControlBlock:
     def bears(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> bool:
         """Return whether every slot bears the stamp it should, so that it may be loaded."""
         return bool((self._generation[rank, _index(slots)] == _stamps(generations)).all())
+
+    def refuse(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Record that this rank could not load the bytes of these stamps from ``slots``."""
+        if slots:
+            self._refused[rank, _index(slots)] = _stamps(generations)
+
+    def arrivals(
+        self, rank: int, slots: Sequence[int], generations: Sequence[int]
+    ) -> tuple[list[bool], list[bool]]:
+        """Say which slots bear the stamp they should, and which never will.
+
+        Returns:
+            Per slot, whether its bytes are whole, and whether they will not come: because that
+            was said, or because the slot is somebody else's by now.
+        """
+        words = self._generation[rank, _index(slots)]
+        whole = words == _stamps(generations)
+        return whole.tolist(), ((words != 0) & ~whole).tolist()
+
+    # -- storage engine -----------------------------------------------------------------------
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Stamp slots for every rank: their bytes came whole from a slower tier."""
+        if slots:
+            self._generation[:, _index(slots)] = _stamps(generations)
+
+    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Tell every rank that the bytes of these stamps will not come."""
+        if slots:
+            self._generation[:, _index(slots)] = _POISON | _stamps(generations)
 
     # -- scheduler ----------------------------------------------------------------------------
 
@@ -89,10 +134,11 @@ class ControlBlock:
             return []
         return _in_every_rank(self._generation[:, _index(slots)] == _stamps(generations))
 
-    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp slots for every rank: their bytes came whole from a slower tier."""
-        if slots:
-            self._generation[:, _index(slots)] = _stamps(generations)
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return for each slot whether no rank refused to load the bytes of that stamp."""
+        if not slots:
+            return []
+        return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         """Return for each slot whether every rank acknowledged every job issued on it."""
@@ -105,7 +151,13 @@ class ControlBlock:
         """Let go of the shared memory; the block must not be used afterwards."""
         self._generation = np.zeros((0, 0), np.uint64)
         self._acknowledged = np.zeros((0, 0), np.uint32)
+        self._refused = np.zeros((0, 0), np.uint64)
         self._buffer.release()
+
+
+def _refused_at(slots: int, ranks: int) -> int:
+    """Return where the refused stamps begin: behind the two others, aligned to a word."""
+    return -(-slots * ranks * (8 + 4) // 8) * 8
 
 
 def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:

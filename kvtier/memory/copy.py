@@ -1,9 +1,8 @@
 """Copies between an engine's KV blocks and RAM slots.
 
-A slot holds one chunk for all ranks; a rank's shard of it holds ``blocks_per_chunk`` blocks one
-after the other, and a block holds the pages of all its layers one after the other::
-
-    slot | rank 0: block 0 [layer 0 | layer 1 | ...] block 1 [...] | rank 1: ... | padding |
+A slot holds one chunk for all ranks, in stripes (:mod:`kvtier.memory.slot_layout`). A stripe
+holds its part of ``blocks_per_chunk`` blocks one after the other, and of a block its part of
+all layers' pages one after the other.
 
 The engine keeps the same pages layer by layer. Copying page by page would cost one call for
 each, so blocks are gathered into a staging tensor on their own device, one call per layer,
@@ -12,7 +11,7 @@ and rows of it go to consecutive slots in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,11 +21,13 @@ import torch
 
 from kvtier.errors import UnsupportedError
 from kvtier.memory.host_region import HostRegion
+from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence, open_stream
 
 __all__ = ["BlockCopier", "BlockCopyPlan", "GroupCopy", "KVBlocks", "plan_copy"]
 
 Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 _STAGING_NBYTES = 64 << 20
 """Most device memory a copy borrows: the engine leaves little, a long prefix is gigabytes."""
@@ -61,6 +62,10 @@ class GroupCopy:
     slots: Indices
     subs: Indices
 
+    def part(self, which: slice | Flags) -> GroupCopy:
+        """Return some of these copies, in the same order."""
+        return GroupCopy(self.group, self.blocks[which], self.slots[which], self.subs[which])
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopyPlan:
@@ -73,6 +78,20 @@ class BlockCopyPlan:
 
     groups: Sequence[GroupCopy]
     slots: Sequence[int]
+
+    def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
+        """Return the part of this plan that is about ``slots``, some of its own."""
+        wanted = np.asarray(slots, np.int64)
+        parts = []
+        for copy in self.groups:
+            chosen = np.isin(copy.slots, wanted)
+            if chosen.any():
+                parts.append(
+                    GroupCopy(
+                        copy.group, copy.blocks[chosen], copy.slots[chosen], copy.subs[chosen]
+                    )
+                )
+        return BlockCopyPlan(parts, slots)
 
 
 def plan_copy(
@@ -123,38 +142,41 @@ def plan_copy(
 
 
 class BlockCopier:
-    """Copies blocks between one rank's KV memory and its shard of RAM slots.
+    """Copies blocks between one rank's KV memory and its stripes of RAM slots.
 
     Args:
         kv: The rank's KV memory.
         region: The RAM slots.
-        rank: Whose shard of each slot.
+        share: Which stripes of each slot are the rank's.
         blocks_per_chunk: Blocks of a chunk.
 
     Raises:
-        UnsupportedError: A group's block is larger than its place in the shard.
+        UnsupportedError: A group's block does not fit its place in the slot.
     """
 
     def __init__(
-        self, kv: KVBlocks, region: HostRegion, *, rank: int, blocks_per_chunk: int
+        self, kv: KVBlocks, region: HostRegion, *, share: RankShare, blocks_per_chunk: int
     ) -> None:
         geometry = region.geometry
-        block_nbytes = geometry.shard_nbytes // blocks_per_chunk
-        for group, pages in enumerate(kv.groups):
-            nbytes = sum(page for _, page in pages)
-            if nbytes > block_nbytes:
-                raise UnsupportedError(
-                    f"a block of KV cache group {group} has {nbytes} bytes, its slot has room "
-                    f"for {block_nbytes}: this KV layout is not supported"
-                )
-        self._kv = kv
+        place_nbytes = geometry.stripe_nbytes // blocks_per_chunk
+        _require_room(kv, geometry.stripes, place_nbytes, share)
+        word = _word(kv, place_nbytes, len(share.stripes))
+        self._share = share
         self._device = kv.tensors[0].device if kv.tensors else torch.device("cpu")
+        self._tensors = [tensor.view(word) for tensor in kv.tensors]
+        self._pages = [
+            [(tensor, page // word.itemsize) for tensor, page in pages] for pages in kv.groups
+        ]
         flat = torch.frombuffer(region.payload, dtype=torch.int8)
         self._stream = open_stream(self._device, flat)
-        self._host = flat.as_strided(
-            (geometry.slots, blocks_per_chunk, block_nbytes),
-            (geometry.slot_nbytes, block_nbytes, 1),
-            rank * geometry.shard_nbytes,
+        slot, stripe, place = (
+            nbytes // word.itemsize
+            for nbytes in (geometry.slot_nbytes, geometry.stripe_nbytes, place_nbytes)
+        )
+        self._word = word
+        self._host = flat.view(word).as_strided(
+            (geometry.slots, geometry.stripes, blocks_per_chunk, place),
+            (slot, stripe, place, 1),
         )
 
     def mark(self) -> Fence | None:
@@ -164,59 +186,125 @@ class BlockCopier:
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy blocks to slots; returns when the bytes are there."""
         with self._stream.after(after):
-            for copy in self._pieces(plan):
+            for copy in self._pieces(plan, self._is_written):
                 staged = self._gather(copy)
-                width = staged.shape[1]
-                for rows, slots, sub in _runs(copy):
-                    self._host[slots, sub, :width].copy_(staged[rows], non_blocking=True)
+                for part, place in self._places(copy, staged):
+                    place.copy_(part, non_blocking=True)
 
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
         """Copy slots to blocks; returns when the bytes are there."""
         with self._stream.after(after):
-            for copy in self._pieces(plan):
+            for copy in self._pieces(plan, None):
                 staged = self._staging(copy)
-                width = staged.shape[1]
-                for rows, slots, sub in _runs(copy):
-                    staged[rows].copy_(self._host[slots, sub, :width], non_blocking=True)
+                for part, place in self._places(copy, staged):
+                    part.copy_(place, non_blocking=True)
                 self._scatter(copy, staged)
 
     def close(self) -> None:
         """Unpin the slots and let go of them. Idempotent; no copy may be running."""
         self._stream.close()
-        self._host = torch.empty((0, 0, 0), dtype=torch.int8)
+        self._host = torch.empty((0, 0, 0, 0), dtype=self._word)
 
-    def _pieces(self, plan: BlockCopyPlan) -> Iterator[GroupCopy]:
-        """Yield the plan's copies in pieces that need a bounded staging tensor each."""
+    def _is_written(self, copy: GroupCopy) -> Flags | None:
+        """Return which of the blocks this rank is to store; None for all."""
+        if self._share.writers == 1:
+            return None
+        written: Flags = copy.blocks % self._share.writers == self._share.writer
+        return written
+
+    def _pieces(
+        self, plan: BlockCopyPlan, choose: Callable[[GroupCopy], Flags | None] | None
+    ) -> Iterator[GroupCopy]:
+        """Yield the chosen copies of a plan in pieces of a bounded staging tensor each."""
         for copy in plan.groups:
-            width = sum(page for _, page in self._kv.groups[copy.group])
-            step = max(_STAGING_NBYTES // max(width, 1), 1)
-            for at in range(0, len(copy.blocks), step):
-                piece = slice(at, at + step)
-                yield GroupCopy(
-                    copy.group, copy.blocks[piece], copy.slots[piece], copy.subs[piece]
-                )
+            chosen = choose(copy) if choose else None
+            whole = copy if chosen is None else copy.part(chosen)
+            block_nbytes = self._width(copy) * self._word.itemsize
+            step = max(_STAGING_NBYTES // max(block_nbytes, 1), 1)
+            for at in range(0, len(whole.blocks), step):
+                yield whole.part(slice(at, at + step))
+
+    def _places(
+        self, copy: GroupCopy, staged: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of the staging tensor and where in the slots each belongs."""
+        width = staged.shape[2]
+        for rows, slots, sub in _runs(copy):
+            for parts, stripes in self._share.runs():
+                yield staged[rows, parts], self._host[slots, stripes, sub, :width]
+
+    def _width(self, copy: GroupCopy) -> int:
+        """Return the words of a block."""
+        return sum(page for _, page in self._pages[copy.group])
 
     def _staging(self, copy: GroupCopy) -> torch.Tensor:
-        width = sum(page for _, page in self._kv.groups[copy.group])
-        return torch.empty((len(copy.blocks), width), dtype=torch.int8, device=self._device)
+        parts = len(self._share.stripes)
+        shape = (len(copy.blocks), parts, self._width(copy) // parts)
+        return torch.empty(shape, dtype=self._word, device=self._device)
 
     def _gather(self, copy: GroupCopy) -> torch.Tensor:
         staged = self._staging(copy)
         blocks = torch.from_numpy(copy.blocks).to(self._device)
-        at = 0
-        for tensor, page in self._kv.groups[copy.group]:
-            rows = self._kv.tensors[tensor].index_select(0, blocks)
-            staged[:, at : at + page] = rows[:, :page]
-            at += page
+        for pages, part in self._layers(copy, staged):
+            torch.index_select(pages, 0, blocks, out=part)
         return staged
 
     def _scatter(self, copy: GroupCopy, staged: torch.Tensor) -> None:
         blocks = torch.from_numpy(copy.blocks).to(self._device)
-        at = 0
-        for tensor, page in self._kv.groups[copy.group]:
-            pages = self._kv.tensors[tensor][:, :page]
-            pages.index_copy_(0, blocks, staged[:, at : at + page])
-            at += page
+        for pages, part in self._layers(copy, staged):
+            pages.index_copy_(0, blocks, part)
+
+    def _layers(
+        self, copy: GroupCopy, staged: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's pages, cut in parts, and their place in the staging tensor."""
+        at, parts = 0, len(self._share.stripes)
+        for tensor, page in self._pages[copy.group]:
+            width = page // parts
+            pages = _in_parts(self._tensors[tensor][:, :page], parts)
+            yield pages, staged[:, :, at : at + width]
+            at += width
+
+
+def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:
+    """Return the largest integer that everything to be copied is whole numbers of.
+
+    Eight bytes wherever possible: torch moves elements one by one to scattered rows, and single
+    bytes seven times slower.
+    """
+    units = [place_nbytes]
+    units += [page // parts for pages in kv.groups for _, page in pages]
+    for tensor in kv.tensors:
+        units += [*tensor.shape[1:], int(tensor.stride(0)), tensor.data_ptr()]
+    wide = torch.int64
+    return torch.int8 if any(unit % wide.itemsize for unit in units) else wide
+
+
+def _in_parts(pages: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return a view of shape (n, parts, words of one) of pages of shape (n, words)."""
+    rows, words = pages.shape
+    width = words // parts
+    return pages.as_strided(
+        (rows, parts, width), (pages.stride(0), width, 1), pages.storage_offset()
+    )
+
+
+def _require_room(kv: KVBlocks, stripes: int, place_nbytes: int, share: RankShare) -> None:
+    """Refuse blocks that do not fit where a chunk has room for them."""
+    parts = len(share.stripes)
+    if max(share.stripes) >= stripes:
+        raise UnsupportedError(
+            f"a slot has {stripes} stripes, a rank wants stripe {max(share.stripes)}"
+        )
+    for group, pages in enumerate(kv.groups):
+        nbytes = sum(page for _, page in pages)
+        if nbytes > place_nbytes * parts:
+            raise UnsupportedError(
+                f"a block of KV cache group {group} has {nbytes} bytes, its slot has room "
+                f"for {place_nbytes * parts}: this KV layout is not supported"
+            )
+        if any(page % parts for _, page in pages):
+            raise UnsupportedError(f"a page of KV cache group {group} has no {parts} parts")
 
 
 def _runs(copy: GroupCopy) -> Iterator[tuple[slice, slice, int]]:

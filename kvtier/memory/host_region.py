@@ -9,7 +9,8 @@ engine:
   however it ends; a SIGKILL at any moment, also during start, leaves nothing behind.
 * Its size is not limited by how ``/dev/shm`` happens to be mounted, which in containers is
   64 MiB unless somebody thought of it. What does limit it, available memory and the control
-  group, is checked beforehand: the alternative is a SIGBUS or the OOM killer later.
+  group, is checked beforehand (:mod:`kvtier.memory.backing`): the alternative is a SIGBUS or
+  the OOM killer later.
 
 The first worker creates the region and serves it until everybody else has it; the others
 attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then the
@@ -30,21 +31,18 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Self
 
 from kvtier.errors import CapacityError, UnsupportedError
+from kvtier.memory.backing import HugePages, create_memory
 from kvtier.memory.control import ControlBlock
 from kvtier.types import SharedMemory
-from kvtier.units import format_size
 
 __all__ = ["HostRegion", "RegionGeometry"]
 
 logger = logging.getLogger(__name__)
 
-_PREFAULT_PIECE = 1 << 30
 _HELLO_NBYTES = 4096
 _THANKS = b"+"
 _THANKS_TIMEOUT_S = 10.0
@@ -58,15 +56,21 @@ class RegionGeometry:
     Attributes:
         slots: Number of slots.
         slot_nbytes: Bytes of one slot, a multiple of the page size.
-        shard_nbytes: Bytes of a slot that one rank owns; rank r's begin at
-            ``r * shard_nbytes``.
+        stripe_nbytes: Bytes of one stripe of a slot; stripe s begins at ``s * stripe_nbytes``.
+        stripes: Stripes of a slot; which rank has which is said by
+            :class:`~kvtier.memory.slot_layout.RankShare`.
         ranks: Workers of the engine.
+        is_portable: Whether a slot's bytes mean the same to an engine with other ranks.
+        content: What the bytes are, where only a worker can tell; empty elsewhere.
     """
 
     slots: int
     slot_nbytes: int
-    shard_nbytes: int
+    stripe_nbytes: int
+    stripes: int
     ranks: int
+    is_portable: bool = False
+    content: str = ""
 
     @property
     def payload_nbytes(self) -> int:
@@ -90,8 +94,9 @@ class HostRegion:
     def __init__(self, geometry: RegionGeometry, descriptor: int) -> None:
         self.geometry = geometry
         self._descriptor = os.dup(descriptor)
-        self._map = mmap.mmap(descriptor, geometry.nbytes)
-        self._view = memoryview(self._map)
+        # All of the file, which may be longer: huge pages can only be unmapped as a whole.
+        self._map = mmap.mmap(descriptor, 0)
+        self._view = memoryview(self._map)[: geometry.nbytes]
         self.control = ControlBlock(
             self._view[geometry.payload_nbytes :], slots=geometry.slots, ranks=geometry.ranks
         )
@@ -99,7 +104,13 @@ class HostRegion:
 
     @classmethod
     def create(
-        cls, name: str, geometry: RegionGeometry, *, attachers: int, timeout_s: float
+        cls,
+        name: str,
+        geometry: RegionGeometry,
+        *,
+        attachers: int,
+        timeout_s: float,
+        huge_pages: HugePages = "auto",
     ) -> Self:
         """Create the region, with every page in place, and serve it under ``name``.
 
@@ -108,17 +119,16 @@ class HostRegion:
             geometry: The region's shape.
             attachers: How many other processes or threads will attach.
             timeout_s: How long to serve.
+            huge_pages: Whether to take huge pages.
 
         Raises:
-            CapacityError: There is not enough memory.
+            CapacityError: There is not enough memory, or not enough huge pages.
             UnsupportedError: Another engine serves a region of this name.
         """
         listener = _listen(name)
         descriptor = -1
         try:
-            _require_memory(geometry.nbytes)
-            descriptor = os.memfd_create(f"kvtier-{name}", os.MFD_CLOEXEC)
-            _prefault(descriptor, geometry.nbytes)
+            descriptor = create_memory(f"kvtier-{name}", geometry.nbytes, huge_pages)
             region = cls(geometry, descriptor)
         except BaseException:
             listener.close()
@@ -129,8 +139,15 @@ class HostRegion:
         return region
 
     @classmethod
-    def attach(cls, name: str, geometry: RegionGeometry, *, timeout_s: float) -> Self:
+    def attach(
+        cls, name: str, geometry: RegionGeometry | None = None, *, timeout_s: float
+    ) -> Self:
         """Map the region that the first worker serves under ``name``; waits for it.
+
+        Args:
+            name: Unique to the engine on this host.
+            geometry: The shape it must have; None takes it as it is.
+            timeout_s: How long to wait.
 
         Raises:
             CapacityError: Nobody served it in time, so its creation failed or is on another
@@ -140,9 +157,9 @@ class HostRegion:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(ConnectionError, EOFError):
-                descriptor = _receive(name, geometry, deadline)
+                descriptor, served = _receive(name, geometry, deadline)
                 try:
-                    return cls(geometry, descriptor)
+                    return cls(served, descriptor)
                 finally:
                     os.close(descriptor)
             if time.monotonic() >= deadline:
@@ -277,8 +294,10 @@ def _listen(name: str) -> socket.socket:
     return listener
 
 
-def _receive(name: str, geometry: RegionGeometry, deadline: float) -> int:
-    """Return a descriptor of the region.
+def _receive(
+    name: str, geometry: RegionGeometry | None, deadline: float
+) -> tuple[int, RegionGeometry]:
+    """Return a descriptor of the region, and its shape.
 
     Raises:
         ConnectionError: Nobody serves it yet.
@@ -295,19 +314,20 @@ def _receive(name: str, geometry: RegionGeometry, deadline: float) -> int:
             raise EOFError from error
         if not descriptors:
             raise EOFError
-        _require_shape(name, json.loads(hello), geometry, descriptors[0])
+        served = RegionGeometry(**json.loads(hello))
+        _require_shape(name, served, geometry, descriptors[0])
         peer.send(_THANKS)
-    return descriptors[0]
+    return descriptors[0], served
 
 
 def _require_shape(
-    name: str, served: object, geometry: RegionGeometry, descriptor: int
+    name: str, served: RegionGeometry, geometry: RegionGeometry | None, descriptor: int
 ) -> None:
     """Close ``descriptor`` and raise unless the region served has the shape that is needed."""
-    if served != asdict(geometry):
+    if geometry not in {None, served}:
         os.close(descriptor)
         raise UnsupportedError(
-            f"host region {name!r} has another shape: {served} instead of {asdict(geometry)}; "
+            f"host region {name!r} has another shape: {served} instead of {geometry}; "
             "all processes of an engine must read the same configuration file"
         )
 
@@ -317,51 +337,3 @@ def _uid_of(peer: socket.socket) -> int:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return int(uid)
-
-
-def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now: later it would cost the first request, or kill the engine."""
-    os.ftruncate(descriptor, nbytes)
-    offsets = range(0, nbytes, _PREFAULT_PIECE)
-
-    def allocate(offset: int) -> None:
-        os.posix_fallocate(descriptor, offset, min(_PREFAULT_PIECE, nbytes - offset))
-
-    try:
-        with ThreadPoolExecutor(min(len(offsets), 8)) as pool:
-            for _ in pool.map(allocate, offsets):
-                pass
-    except OSError as error:
-        raise CapacityError(
-            f"the RAM tier's {format_size(nbytes)} cannot be allocated ({error.strerror}): "
-            "lower tiers[0].capacity"
-        ) from error
-
-
-def _require_memory(nbytes: int) -> None:
-    """Refuse a region that this host or its control group cannot hold.
-
-    Raises:
-        CapacityError: Too large; says what is available and by which limit.
-    """
-    for limit, available in _memory_limits():
-        if nbytes > available:
-            raise CapacityError(
-                f"the RAM tier needs {format_size(nbytes)} but {limit} leaves "
-                f"{format_size(available)}: lower tiers[0].capacity or raise the limit"
-            )
-
-
-def _memory_limits() -> Iterator[tuple[str, int]]:
-    """Yield the limits in force and what each leaves, in bytes."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            yield "available memory", int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        counts = dict(map(str.split, (group / "memory.stat").open(encoding="ascii")))
-        # Cached files count as used, but the kernel drops them before it kills anybody.
-        cached = int(counts["active_file"]) + int(counts["inactive_file"])
-        yield "the control group's memory.max", limit - used + cached

@@ -65,6 +65,8 @@ class ChunkCopy:
         hits: Loads served from this copy, and promotions begun from it.
         parent: Key of the preceding chunk of the prefix, None at the root or where unknown.
         depth: Chunks before it in the prefix.
+        session: What the request that stored it said it belongs to; empty if it did not say.
+        targets: Tiers it may be in, as that request said; None for any.
         kids: Copies in this tier whose parent this is; kept only for ``leaf_only`` policies.
         queued: For the eviction policy: entries of its queue that name this copy.
         policy: For the eviction policy: anything else.
@@ -87,8 +89,10 @@ class ChunkCopy:
         "pins",
         "policy",
         "queued",
+        "session",
         "slot",
         "state",
+        "targets",
         "transient",
     )
 
@@ -104,6 +108,8 @@ class ChunkCopy:
         self.slot = slot
         self.parent = parent
         self.depth = depth
+        self.session = ""
+        self.targets: frozenset[int] | None = None
         self.state = _WRITING
         self.pins = 0
         self.dirty = 0
@@ -129,6 +135,7 @@ class PolicyContext:
         now: Seconds on a monotonic clock that the driver advances once per step.
         rng: The only source of randomness; seeded by the driver.
         request: Identifies the request being served, empty when there is none.
+        session: What that request said it belongs to, empty if it did not say.
         next_use: When the chunk at hand is used next, as a position in the trace; set by a
             simulator for policies that need the future, before each use and insertion.
     """
@@ -136,6 +143,7 @@ class PolicyContext:
     now: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     request: str = ""
+    session: str = ""
     next_use: int = NEVER
 
 

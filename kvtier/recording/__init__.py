@@ -8,7 +8,7 @@ configuration they give the same decisions, chunk by chunk.
 
 from __future__ import annotations
 
-from kvtier.recording._calls import CALLS_MARK, CallEncoder, Ladder
+from kvtier.recording._calls import CALLS_MARK, CallEncoder, ManagerSetup
 from kvtier.recording._manager import RecordingManager
 from kvtier.recording._recorder import Recorder, RecorderStatistics
 from kvtier.recording._requests import RequestLog, RequestRecord
@@ -16,7 +16,7 @@ from kvtier.recording._requests import RequestLog, RequestRecord
 __all__ = [
     "CALLS_MARK",
     "CallEncoder",
-    "Ladder",
+    "ManagerSetup",
     "Recorder",
     "RecorderStatistics",
     "RecordingManager",

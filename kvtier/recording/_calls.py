@@ -1,6 +1,6 @@
 """Calls of a manager as lines of JSON.
 
-The first line names the ladder: what of the configuration decides, and the slots of each tier,
+The first line names the setup: what of the configuration decides, and the slots of each tier,
 which depend on the machine. Every other line is one call. Keys are long and come again and
 again, so a line gives the keys it mentions first in ``new``, as hexadecimal, and all lines
 name them by number. Requests are numbered too, for their ids may be their clients' own.
@@ -9,25 +9,30 @@ name them by number. Requests are numbered too, for their ids may be their clien
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
+from kvtier.manager import RequestTerms
 from kvtier.types import Job, TransferResult
 
-__all__ = ["CALLS_MARK", "CallEncoder", "Ladder", "decisive"]
+__all__ = ["CALLS_MARK", "CallEncoder", "ManagerSetup", "decisive"]
 
 CALLS_MARK: Final = "kvtier_calls"
 """The key of the first line that says what the file is; its value is the format's version."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _PART: Final = 4096
+_NO_LOAD: Final = -1
+"""Stands for a load of before a reset, whose end the manager ignores."""
+_LOAD_ENDS: Final = ("complete_load", "request")
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class ManagerSetup:
     """What a manager was built from.
 
     Attributes:
@@ -74,16 +79,19 @@ class CallEncoder:
         self._keys: dict[ChunkKey, int] = {}
         self._new: list[str] = []
         self._requests: dict[str, int] = {}
+        self._loading: dict[str, deque[int]] = {}
         self._begun = 0
         self._plain: Mapping[str, Callable[[Any], Any]] = {
             "keys": self._numbers,
             "stored": self._numbers,
             "evicted": self._numbers,
             "request": self._number_of,
+            "load": self._number_of_load,
             "started": self._known,
             "preempted": self._known,
             "jobs": self._described,
             "result": self._result,
+            "terms": _terms,
         }
 
     def lines(self, name: str, values: Mapping[str, Any]) -> Iterator[bytes]:
@@ -98,9 +106,13 @@ class CallEncoder:
             return
         line: dict[str, Any] = {"call": name}
         for field, value in values.items():
-            plain = self._plain.get(field)
+            plain = self._plain.get("load" if (name, field) == _LOAD_ENDS else field)
             line[field] = value if plain is None else plain(value)
-        if name == "end_request":
+        if name == "prepare_load":
+            self._loading.setdefault(values["request"], deque()).append(line["request"])
+        elif name == "reset":
+            self._loading.clear()
+        elif name == "end_request":
             del self._requests[values["request"]]
         yield self._finish(line)
 
@@ -129,6 +141,16 @@ class CallEncoder:
             self._begun += 1
         return number
 
+    def _number_of_load(self, req_id: str) -> int:
+        """Return the number of the request whose load is over; the request may be, too."""
+        loads = self._loading.get(req_id)
+        if loads is None:
+            return _NO_LOAD
+        number = loads.popleft()
+        if not loads:
+            del self._loading[req_id]
+        return number
+
     def _job(self, job: Job) -> dict[str, Any]:
         return {
             "id": job.job_id,
@@ -141,7 +163,13 @@ class CallEncoder:
 
     def _result(self, result: TransferResult) -> dict[str, Any]:
         outcomes = [outcome.value for outcome in result.outcomes]
-        return {"id": result.job_id, "settled": result.settled, "outcomes": outcomes}
+        return {
+            "id": result.job_id,
+            "settled": result.settled,
+            "outcomes": outcomes,
+            "seconds": result.seconds,
+            "queued_s": result.queued_s,
+        }
 
     def _recovery(
         self, tier: int, keys: Sequence[ChunkKey], slots: Sequence[int]
@@ -164,6 +192,14 @@ class CallEncoder:
             line["new"] = self._new
             self._new = []
         return _line(line)
+
+
+def _terms(terms: RequestTerms) -> dict[str, Any]:
+    return {
+        "load_tiers": None if terms.load_tiers is None else sorted(terms.load_tiers),
+        "store_tiers": None if terms.store_tiers is None else sorted(terms.store_tiers),
+        "session": terms.session,
+    }
 
 
 def _line(values: Mapping[str, Any]) -> bytes:

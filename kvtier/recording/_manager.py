@@ -14,9 +14,12 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import (
+    NO_TERMS,
     LoadPlan,
+    LoadWorth,
     Lookup,
     ManagerLimits,
+    RequestTerms,
     SlotTruth,
     StorePlan,
     TieredOffloadingManager,
@@ -42,10 +45,12 @@ class _Witness:
         self._doubt = False
         self.issue = truth.issue
         self.withdraw = truth.withdraw
-        self.publish = truth.publish
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         return self._remember(self._truth.stored(slots, generations))
+
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
+        return self._remember(self._truth.loaded(slots, generations))
 
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         return self._remember(self._truth.quiet(slots))
@@ -71,10 +76,11 @@ class RecordingManager(TieredOffloadingManager):
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        worth: Says which loads are worth their time; all of them when omitted.
         note: Told each call; it must not raise and must not change what it is given.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the manager's own, and one more
         self,
         tiers: Sequence[TierState],
         *,
@@ -82,6 +88,7 @@ class RecordingManager(TieredOffloadingManager):
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        worth: LoadWorth | None = None,
         note: Note,
     ) -> None:
         self._witness = _Witness(truth)
@@ -91,6 +98,7 @@ class RecordingManager(TieredOffloadingManager):
             limits=limits,
             truth=self._witness,
             record_events=record_events,
+            worth=worth,
         )
         self._note = note
         self._quiet = False
@@ -100,9 +108,10 @@ class RecordingManager(TieredOffloadingManager):
         self._found: list[Lookup] = []
 
     @override
-    def begin_request(self, req_id: str) -> None:
-        super().begin_request(req_id)
-        self._tell("begin_request", request=req_id)
+    def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
+        super().begin_request(req_id, terms)
+        given = {} if terms == NO_TERMS else {"terms": terms}
+        self._tell("begin_request", request=req_id, **given)
 
     @override
     def end_request(self, req_id: str) -> None:
@@ -132,11 +141,9 @@ class RecordingManager(TieredOffloadingManager):
         return plan
 
     @override
-    def complete_load(self, keys: Collection[ChunkKey]) -> None:
-        # A set's order is its own, and the order slots are freed in decides who gets them.
-        ordered = list(keys)
-        super().complete_load(ordered)
-        self._tell("complete_load", keys=ordered)
+    def complete_load(self, req_id: str) -> None:
+        super().complete_load(req_id)
+        self._tell("complete_load", request=req_id)
 
     @override
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
@@ -153,6 +160,7 @@ class RecordingManager(TieredOffloadingManager):
 
     @override
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
+        # A set's order is its own, and the order slots are freed in decides who gets them.
         ordered = list(keys)
         super().complete_store(ordered)
         self._tell("complete_store", keys=ordered)
@@ -173,6 +181,16 @@ class RecordingManager(TieredOffloadingManager):
         self._tell("end_step", started=begun, preempted=stopped, now=now)
 
     @override
+    def give_up(self, req_id: str) -> None:
+        super().give_up(req_id)
+        self._tell("give_up", request=req_id)
+
+    @override
+    def set_out_of_service(self, tiers: Collection[int]) -> None:
+        super().set_out_of_service(tiers)
+        self._tell("set_out_of_service", tiers=sorted(tiers))
+
+    @override
     def take_jobs(self) -> list[Job]:
         jobs = super().take_jobs()
         if jobs:
@@ -183,6 +201,11 @@ class RecordingManager(TieredOffloadingManager):
     def apply(self, result: TransferResult) -> None:
         super().apply(result)
         self._tell("apply", result=result)
+
+    @override
+    def computed(self, tokens: int, seconds: float) -> None:
+        super().computed(tokens, seconds)
+        self._tell("computed", tokens=tokens, seconds=seconds)
 
     @override
     def flush(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.config import TraceConfig
-from kvtier.recording._calls import CallEncoder, Ladder
+from kvtier.recording._calls import CallEncoder, ManagerSetup
 from kvtier.recording._files import NumberedFiles
 from kvtier.recording._requests import RequestRecord
 
@@ -49,18 +49,18 @@ class Recorder:
     Args:
         directory: Where the files go; made if its parent exists.
         options: What to record and how much of it.
-        ladder: What the manager is built from.
+        setup: What the manager is built from.
 
     Raises:
         OSError: The directory cannot be made.
     """
 
-    def __init__(self, directory: Path, *, options: TraceConfig, ladder: Ladder) -> None:
+    def __init__(self, directory: Path, *, options: TraceConfig, setup: ManagerSetup) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         self._file_bytes = options.file_size_bytes
         self._requests = NumberedFiles(directory, "requests", keep=options.files)
         self._calls = NumberedFiles(directory, "calls", keep=options.files)
-        self._header = ladder.line()
+        self._header = setup.line()
         self._encoder = CallEncoder()
         self._waiting: queue.Queue[RequestRecord | _Call | None] = queue.Queue(options.queue)
         # Each count is changed by one thread only.

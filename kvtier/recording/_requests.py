@@ -28,12 +28,14 @@ class RequestRecord:
         prompt: The whole chunks of its prompt, root to leaf.
         answer_chunks: Whole chunks that its answer added.
         chunk_tokens: Tokens of a chunk.
+        session: What it belongs to, if whoever sent it said so.
     """
 
     arrival_s: float
     prompt: Sequence[ChunkKey]
     answer_chunks: int
     chunk_tokens: int
+    session: str = ""
 
     def line(self) -> bytes:
         """Return the record as a line of JSON.
@@ -41,19 +43,22 @@ class RequestRecord:
         Ids are 63 bits of the engine's block hash: enough to tell chunks apart, and numbers,
         as readers of the format expect. Lengths are those of whole chunks.
         """
-        record = {
+        record: dict[str, object] = {
             "timestamp": round(self.arrival_s * 1e3, 3),
             "input_length": len(self.prompt) * self.chunk_tokens,
             "output_length": self.answer_chunks * self.chunk_tokens,
             "hash_ids": [int.from_bytes(key[:8], "big") >> 1 for key in self.prompt],
             "block_tokens": self.chunk_tokens,
         }
+        if self.session:
+            record["session_id"] = self.session
         return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 @dataclass(slots=True)
 class _Open:
     arrival_s: float
+    session: str
     prompt: Sequence[ChunkKey] = ()
     record: RequestRecord | None = None
     over: bool = False
@@ -82,11 +87,11 @@ class RequestLog:
         self._begun_s: float | None = None
         self._open: dict[str, _Open] = {}
 
-    def arrived(self, req_id: str, now: float) -> None:
-        """Note that a request came, ``now`` in seconds on a monotonic clock."""
+    def arrived(self, req_id: str, now: float, session: str = "") -> None:
+        """Note that a request of ``session`` came, ``now`` in seconds on a monotonic clock."""
         if self._begun_s is None:
             self._begun_s = now
-        self._open.setdefault(req_id, _Open(now - self._begun_s))
+        self._open.setdefault(req_id, _Open(now - self._begun_s, session))
 
     def started(self, req_id: str, prompt: Sequence[ChunkKey]) -> None:
         """Note a request's chunks before it generates any."""
@@ -109,7 +114,11 @@ class RequestLog:
         prompt = request.prompt or tuple(keys)
         if prompt:
             request.record = RequestRecord(
-                request.arrival_s, prompt, len(keys) - len(prompt), self._chunk_tokens
+                request.arrival_s,
+                prompt,
+                len(keys) - len(prompt),
+                self._chunk_tokens,
+                request.session,
             )
         self._release()
 

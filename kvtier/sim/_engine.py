@@ -190,8 +190,9 @@ class ModelEngine:
         _, request = heapq.heappop(self._ready)
         # An engine computes at least the last token, whose logits it needs.
         left = max(request.tokens - request.hits * self._chunk_tokens, 1)
-        done_s = self._now_s + left / self._model.prefill_tokens_per_s
-        self._at(done_s, partial(self._computed, request))
+        seconds = left / self._model.prefill_tokens_per_s
+        self._manager.computed(left, seconds)
+        self._at(self._now_s + seconds, partial(self._computed, request))
 
     def _store(self) -> None:
         """Offer the new chunks of computed requests; one that finds no room comes again."""
@@ -223,7 +224,7 @@ class ModelEngine:
             self._may_answer = True
 
     def _loaded(self, request: ModelRequest) -> None:
-        self._manager.complete_load(request.keys[: request.hits])
+        self._manager.complete_load(request.req_id)
         heapq.heappush(self._ready, (request.number, request))
 
     def _computed(self, request: ModelRequest) -> ModelRequest:

@@ -1,4 +1,4 @@
-"""Reads a recording of calls: its lines, and the ladder that its first line names."""
+"""Reads a recording of calls: its lines, and the setup that its first line names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from kvtier.config import KvtierConfig
 from kvtier.errors import ConfigError
-from kvtier.recording import CALLS_MARK, Ladder
+from kvtier.recording import CALLS_MARK, ManagerSetup
 from kvtier.sim.traces._source import Source, open_source
 
-__all__ = ["Line", "is_recording", "recorded_ladder", "recorded_lines"]
+__all__ = ["Line", "is_recording", "recorded_lines", "recorded_setup"]
 
 Line = dict[str, Any]
 
@@ -40,7 +40,9 @@ def recorded_lines(source: Source) -> Iterator[tuple[int, Line]]:
         yield number, line
 
 
-def recorded_ladder(source: Source, number: int, header: Line, config: KvtierConfig) -> Ladder:
+def recorded_setup(
+    source: Source, number: int, header: Line, config: KvtierConfig
+) -> ManagerSetup:
     """Return what the recorded manager was built from.
 
     Raises:
@@ -48,7 +50,7 @@ def recorded_ladder(source: Source, number: int, header: Line, config: KvtierCon
         ConfigError: ``config`` is another one.
     """
     try:
-        ladder = Ladder(
+        setup = ManagerSetup(
             config=config,
             capacities=[int(slots) for slots in header["capacities"]],
             slot_nbytes=int(header["slot_bytes"]),
@@ -59,7 +61,7 @@ def recorded_ladder(source: Source, number: int, header: Line, config: KvtierCon
     except (KeyError, TypeError, ValueError) as error:
         remedy = "name a file calls-*.jsonl of a recording"
         raise source.error(number, "not the beginning of a recording", remedy) from error
-    now = json.loads(ladder.line())
+    now = json.loads(setup.line())
     if version != now[CALLS_MARK]:
         problem = f"recorded in format {version}, this is {now[CALLS_MARK]}"
         raise source.error(number, problem, "use the version of kvtier that recorded it")
@@ -75,4 +77,4 @@ def recorded_ladder(source: Source, number: int, header: Line, config: KvtierCon
             "try another"
         )
         raise ConfigError("\n".join([*problems, remedy]))
-    return ladder
+    return setup

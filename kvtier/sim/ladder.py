@@ -56,11 +56,12 @@ class HonestTruth:
     def withdraw(self, slots: Sequence[int]) -> None:
         """Nothing to note: nobody reads the stamps."""
 
-    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Nothing to note: nobody reads the stamps."""
-
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Return that all bytes are whole."""
+        return [True for _ in zip(slots, generations, strict=True)]
+
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return that all bytes were loaded."""
         return [True for _ in zip(slots, generations, strict=True)]
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
@@ -189,7 +190,12 @@ def simulate_ladder(
     slot = slot_nbytes(chunk_bytes)
     tiers = build_tiers(config, [tier.capacity_bytes // slot for tier in config.tiers])
     manager = build_manager(
-        config, tiers, slot_nbytes=slot, truth=HonestTruth(), record_events=False
+        config,
+        tiers,
+        slot_nbytes=slot,
+        chunk_tokens=trace.chunk_tokens,
+        truth=HonestTruth(),
+        record_events=False,
     )
     engine = ModelEngine(
         manager,
@@ -248,7 +254,7 @@ def _reference(
         answer = manager.lookup(key, req_id)
     if answer is Lookup.HIT:
         manager.prepare_load((key,), req_id)
-        manager.complete_load((key,))
+        manager.complete_load(req_id)
     else:
         plan = manager.prepare_store((key,), req_id)
         if plan is not None and plan.keys:

@@ -17,10 +17,10 @@ from typing import Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup
+from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.recording import Ladder
-from kvtier.sim._recording import Line, recorded_ladder, recorded_lines
+from kvtier.recording import ManagerSetup
+from kvtier.sim._recording import Line, recorded_lines, recorded_setup
 from kvtier.sim.ladder import HonestTruth, ReplayedTier
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
@@ -79,8 +79,8 @@ def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
     source = open_source(path)
     lines = recorded_lines(source)
     number, header = next(lines, (1, {}))
-    ladder = recorded_ladder(source, number, header, config)
-    replay = _Replay(source, ladder)
+    setup = recorded_setup(source, number, header, config)
+    replay = _Replay(source, setup)
     calls = 0
     for number, line in lines:
         replay.call(number, line)
@@ -101,6 +101,9 @@ class _Recalled(HonestTruth):
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         return self._next() or super().stored(slots, generations)
 
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        return self._next() or super().loaded(slots, generations)
+
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         return self._next() or super().quiet(slots)
 
@@ -111,15 +114,16 @@ class _Recalled(HonestTruth):
 class _Replay:
     """One manager and the calls made to it so far."""
 
-    def __init__(self, source: Source, ladder: Ladder) -> None:
+    def __init__(self, source: Source, setup: ManagerSetup) -> None:
         self._source = source
-        self._ladder = ladder
-        self._tiers = build_tiers(ladder.config, ladder.capacities)
+        self._setup = setup
+        self._tiers = build_tiers(setup.config, setup.capacities)
         self._truth = _Recalled()
         self._manager = build_manager(
-            ladder.config,
+            setup.config,
             self._tiers,
-            slot_nbytes=ladder.slot_nbytes,
+            slot_nbytes=setup.slot_nbytes,
+            chunk_tokens=setup.chunk_tokens,
             truth=self._truth,
             record_events=False,
         )
@@ -140,8 +144,11 @@ class _Replay:
             "complete_store": self._complete_store,
             "retain": self._retain,
             "end_step": self._end_step,
+            "give_up": self._give_up,
+            "set_out_of_service": self._set_out_of_service,
             "take_jobs": self._take_jobs,
             "apply": self._apply,
+            "computed": self._computed,
             "flush": self._flush,
             "recover": self._recover,
             "reset": self._reset,
@@ -176,7 +183,7 @@ class _Replay:
                 chunks_promoted=promoted[tier.index],
                 evictions=tier.counters.evicted,
             )
-            for options, tier in zip(self._ladder.config.tiers, self._tiers, strict=True)
+            for options, tier in zip(self._setup.config.tiers, self._tiers, strict=True)
         ]
         return ReplayResult(
             trace=self._source.name,
@@ -185,7 +192,7 @@ class _Replay:
             answers=self._answers,
             requests=self._requests,
             refs=refs,
-            chunk_tokens=self._ladder.chunk_tokens,
+            chunk_tokens=self._setup.chunk_tokens,
             tiers=tiers,
             total_hit_ratio=sum(tier.hits for tier in tiers) / refs,
             writes_per_ref=sum(tier.chunks_written for tier in tiers[1:]) / refs,
@@ -216,7 +223,7 @@ class _Replay:
 
     def _begin_request(self, line: Line) -> None:
         self._requests += 1
-        self._manager.begin_request(str(line["request"]))
+        self._manager.begin_request(str(line["request"]), _terms(line.get("terms")))
 
     def _end_request(self, line: Line) -> None:
         self._refs += len(self._asked.pop(line["request"], ()))
@@ -233,7 +240,7 @@ class _Replay:
         self._compare("tiers loaded from", list(plan.origins), line["origins"], count=0)
 
     def _complete_load(self, line: Line) -> None:
-        self._manager.complete_load(self._named(line["keys"]))
+        self._manager.complete_load(str(line["request"]))
 
     def _prepare_store(self, line: Line) -> None:
         plan = self._manager.prepare_store(*self._chain(line))
@@ -259,6 +266,12 @@ class _Replay:
             now=line["now"],
         )
 
+    def _give_up(self, line: Line) -> None:
+        self._manager.give_up(str(line["request"]))
+
+    def _set_out_of_service(self, line: Line) -> None:
+        self._manager.set_out_of_service(line["tiers"])
+
     def _take_jobs(self, line: Line) -> None:
         jobs = self._manager.take_jobs()
         self._compare("jobs", len(jobs), len(line["jobs"]), count=0)
@@ -281,7 +294,18 @@ class _Replay:
     def _apply(self, line: Line) -> None:
         result = line["result"]
         outcomes = [Outcome(outcome) for outcome in result["outcomes"]]
-        self._manager.apply(TransferResult(result["id"], outcomes, settled=result["settled"]))
+        self._manager.apply(
+            TransferResult(
+                result["id"],
+                outcomes,
+                settled=result["settled"],
+                seconds=result["seconds"],
+                queued_s=result["queued_s"],
+            )
+        )
+
+    def _computed(self, line: Line) -> None:
+        self._manager.computed(line["tokens"], line["seconds"])
 
     def _flush(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.flush()
@@ -294,6 +318,17 @@ class _Replay:
 
     def _reset(self, line: Line) -> None:  # noqa: ARG002 - a call without arguments
         self._manager.reset()
+
+
+def _terms(told: Line | None) -> RequestTerms:
+    if told is None:
+        return NO_TERMS
+    load, store = told["load_tiers"], told["store_tiers"]
+    return RequestTerms(
+        load_tiers=None if load is None else frozenset(load),
+        store_tiers=None if store is None else frozenset(store),
+        session=told["session"],
+    )
 
 
 def _short(value: object) -> str:

@@ -155,18 +155,26 @@ class TransferModel:
         ]
         deadline_s = now_s + job.timeout_s
         if any(device.free_at_s > deadline_s for device in devices):
-            return [(deadline_s, _result(job, Outcome.EXPIRED))]
+            return [(deadline_s, _expired(job))]
         nbytes = len(job.keys) * self._slot_nbytes
+        queued_s = max((device.free_at_s - now_s for device in devices), default=0.0)
         done_s = max(
             (device.occupy(nbytes, since_s=now_s) for device in devices), default=now_s
         )
         if done_s <= deadline_s:
-            return [(done_s, _result(job, Outcome.DONE))]
+            result = TransferResult(
+                job.job_id,
+                [Outcome.DONE] * len(job.keys),
+                nbytes=nbytes,
+                seconds=done_s - now_s - max(queued_s, 0.0),
+                queued_s=max(queued_s, 0.0),
+            )
+            return [(done_s, result)]
         return [
-            (deadline_s, _result(job, Outcome.EXPIRED, settled=False)),
-            (done_s, _result(job, Outcome.EXPIRED)),
+            (deadline_s, _expired(job, settled=False)),
+            (done_s, _expired(job)),
         ]
 
 
-def _result(job: Job, outcome: Outcome, *, settled: bool = True) -> TransferResult:
-    return TransferResult(job.job_id, [outcome] * len(job.keys), settled=settled)
+def _expired(job: Job, *, settled: bool = True) -> TransferResult:
+    return TransferResult(job.job_id, [Outcome.EXPIRED] * len(job.keys), settled=settled)

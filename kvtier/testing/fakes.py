@@ -26,9 +26,11 @@ class RecordingTruth:
 
     Attributes:
         not_stored: Slots whose stores fail, whatever was stamped.
+        not_loaded: Slots that a worker cannot load from.
         not_quiet: Slots that a worker never lets go of.
         issued: Jobs issued, per slot.
         published: Every (slot, generation) stamped on behalf of a slower tier, in order.
+        poisoned: Every (slot, generation) that was said not to come.
         generations: The stamp each slot bears.
     """
 
@@ -36,10 +38,13 @@ class RecordingTruth:
         self._driven = driven
         self._acknowledged: Counter[int] = Counter()
         self.not_stored: set[int] = set()
+        self.not_loaded: set[int] = set()
         self.not_quiet: set[int] = set()
         self.issued: Counter[int] = Counter()
         self.published: list[tuple[int, int]] = []
+        self.poisoned: set[tuple[int, int]] = set()
         self.generations: dict[int, int] = {}
+        self._refused: dict[int, int] = {}
         self._bare: set[int] = set()
 
     # -- the workers' side ------------------------------------------------------------------
@@ -52,6 +57,10 @@ class RecordingTruth:
         """
         for slot in slots:
             self._stamp(slot, generation)
+
+    def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Say that the bytes of these stamps could not be loaded from ``slots``."""
+        self._refused.update(zip(slots, generations, strict=True))
 
     def acknowledge(self, slots: Sequence[int]) -> None:
         """Say that one job issued on each of ``slots`` is over.
@@ -90,6 +99,19 @@ class RecordingTruth:
             and self.generations.get(slot) == generation
             for slot, generation in zip(slots, generations, strict=True)
         ]
+
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return whether loading each slot worked, as far as the test says otherwise."""
+        return [
+            slot not in self.not_loaded and self._refused.get(slot) != generation
+            for slot, generation in zip(slots, generations, strict=True)
+        ]
+
+    # -- the storage engine's side ----------------------------------------------------------
+
+    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Say that the bytes of these stamps will not come."""
+        self.poisoned.update(zip(slots, generations, strict=True))
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Stamp slots filled from a slower tier.

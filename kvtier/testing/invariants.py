@@ -51,6 +51,9 @@ def check_manager(manager: TieredOffloadingManager) -> None:
             moving.update(copies)
             held[index].update(copies)
     held[0].update(manager._quarantine._held)
+    loading = Counter(manager._loader.in_flight())
+    held[0].update(loading)
+    moving.update(loading)
     held[0].update(copy for queue in manager._demoter._queues for copy in queue)
     for tier in ladder.tiers:
         _check_copies(tier, moving)

@@ -8,6 +8,7 @@ from typing import Literal
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import (
     LoadPlan,
+    LoadWorth,
     Lookup,
     ManagerLimits,
     StorePlan,
@@ -44,6 +45,8 @@ class Workbench:
         eviction: The eviction policy of every tier, by name.
         truth: What the workers say; instant workers when omitted.
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
+        worth: Which loads are worth their time; all when omitted.
+        record_events: Whether somebody listens to residency events.
 
     Attributes:
         manager: The manager.
@@ -52,7 +55,7 @@ class Workbench:
         truth: What the workers say.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         *capacities: int,
         write: Literal["through", "evict"] = "through",
@@ -61,6 +64,8 @@ class Workbench:
         eviction: str = "lru",
         truth: RecordingTruth | None = None,
         limits: ManagerLimits | None = None,
+        worth: LoadWorth | None = None,
+        record_events: bool = True,
     ) -> None:
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
@@ -74,7 +79,8 @@ class Workbench:
             or LadderPlacement(tiers=len(capacities), write=write, promote_after=promote_after),
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
             truth=self.truth,
-            record_events=True,
+            record_events=record_events,
+            worth=worth,
         )
 
     # -- what an engine does ----------------------------------------------------------------
@@ -100,7 +106,7 @@ class Workbench:
     def load(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> LoadPlan:
         """Load ``keys`` at once."""
         plan = self.manager.prepare_load(keys, req_id)
-        self.manager.complete_load(set(keys))
+        self.manager.complete_load(req_id)
         self.check()
         return plan
 
@@ -116,6 +122,13 @@ class Workbench:
         """Report ``outcomes`` for the chunks of ``job``; the last one for all further ones."""
         padded = outcomes or (Outcome.DONE,)
         every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
+        for slot, stamp, outcome in zip(
+            job.destination_slots, job.payload or (), every, strict=False
+        ):
+            if outcome is not Outcome.DONE:
+                self.truth.poison([slot], [stamp])
+            elif settled:
+                self.truth.publish([slot], [stamp])
         self.manager.apply(TransferResult(job.job_id, every, settled=settled))
         self.check()
 

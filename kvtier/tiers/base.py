@@ -119,6 +119,9 @@ class StorageTier(ABC):
     Options: ClassVar[type[TierConfig]]
     """The tier's section of the YAML file. ``kind`` is its name among the entry points."""
 
+    is_local: ClassVar[bool] = True
+    """Whether the medium is on this host; what requests and events call its locality."""
+
     name: str
     capacity_slots: int
     slot_nbytes: int

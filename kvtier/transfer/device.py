@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import compress
+from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
@@ -20,6 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceLoad", "DevicePayload", "DeviceStore"]
 
+_FIRST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.002
+"""Between two looks at a slot's stamp: a disk takes a tenth of a millisecond and more, and a
+look takes a few microseconds of an interpreter that others need."""
+_UNBLAMED: Final = (Outcome.DONE, Outcome.CANCELLED)
+_OVERWRITTEN: Final = "a slot was given away while it was read"
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePayload:
@@ -28,12 +38,15 @@ class DevicePayload:
     Attributes:
         plan: The copies.
         after: Point in the compute stream that they must come after; None on a CPU.
-        generations: Stamp per slot: what a store leaves, what a load insists on.
+        generations: Stamp per slot: what a store leaves, what a load insists on; 0 for a chunk
+            that has no slot, whose load fails.
+        wait_s: How long a load's slots may take to bear their stamps.
     """
 
     plan: BlockCopyPlan
     after: Fence | None
     generations: Sequence[int]
+    wait_s: float = 0.0
 
 
 class _DeviceRoute(Route):
@@ -80,25 +93,113 @@ class DeviceStore(_DeviceRoute):
 
 
 class DeviceLoad(_DeviceRoute):
-    """RAM slots to KV blocks; refuses a slot whose stamp is not the one it was promised."""
+    """RAM slots to KV blocks; a slot without the stamp it was promised is never used.
+
+    A load may be told to wait for slots that are still being filled. It looks at their stamps
+    now and then, on its engine's loop, so that loads that wait keep none from being copied; and
+    it copies what is there while the rest is on its way.
+
+    Chunks follow on one another, so once one will not come those behind it are of no use, and
+    are not waited for. Those before it are: an engine may keep the head of what it asked for.
+    """
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
         payload: DevicePayload = job.payload
         slots = payload.plan.slots
+        outcomes = [Outcome.CANCELLED] * len(slots)
+        try:
+            error = await self._load(payload, outcomes, priority=int(job.why))
+        finally:
+            self._record(payload, outcomes)
+        return SlotOutcomes(outcomes, error)
+
+    async def _load(
+        self, payload: DevicePayload, outcomes: list[Outcome], *, priority: int
+    ) -> str:
+        """Copy chunk by chunk as they arrive; return what went wrong, if anything did."""
+        deadline = time.monotonic() + payload.wait_s
+        pause_s = _FIRST_PAUSE_S
+        waiting = list(range(len(outcomes)))
+        error = ""
+        while waiting:
+            ready, lost = self._look(payload, waiting)
+            if not ready and not lost and time.monotonic() >= deadline:
+                lost = waiting
+            if lost:
+                error = error or _reason(payload, lost[0])
+                _mark(outcomes, lost, Outcome.FAILED)
+                waiting = [at for at in waiting if at < lost[0]]
+                ready = [at for at in ready if at < lost[0]]
+            if ready:
+                if not await self._copy(payload, ready, outcomes, priority=priority):
+                    return error or _OVERWRITTEN
+                done = set(ready)
+                waiting = [at for at in waiting if at not in done]
+                pause_s = _FIRST_PAUSE_S
+            elif waiting:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return error
+
+    def _look(
+        self, payload: DevicePayload, waiting: Sequence[int]
+    ) -> tuple[list[int], Sequence[int]]:
+        """Return which of the chunks at ``waiting`` are there, and which will not come."""
+        slots = [payload.plan.slots[at] for at in waiting]
+        stamps = [payload.generations[at] for at in waiting]
+        whole, lost = self._control.arrivals(self._rank, slots, stamps)
+        gone = [
+            not stamp or never for stamp, never in zip(stamps, lost, strict=True)
+        ]  # a stamp of 0 is that of a chunk without a slot
+        ready = [yes and not no for yes, no in zip(whole, gone, strict=True)]
+        return list(compress(waiting, ready)), list(compress(waiting, gone))
+
+    async def _copy(
+        self,
+        payload: DevicePayload,
+        ready: Sequence[int],
+        outcomes: list[Outcome],
+        *,
+        priority: int,
+    ) -> bool:
+        """Copy the chunks at ``ready``; return whether their slots still bore their stamps."""
+        part = payload.plan
+        if len(ready) < len(part.slots):
+            part = part.restricted_to([part.slots[at] for at in ready])
+        stamps = [payload.generations[at] for at in ready]
 
         def copy() -> bool:
-            if not self._control.bears(self._rank, slots, payload.generations):
-                return False
-            self._copier.load(payload.plan, after=payload.after)
-            return self._control.bears(self._rank, slots, payload.generations)
+            self._copier.load(part, after=payload.after)
+            return self._control.bears(self._rank, part.slots, stamps)
 
-        try:
-            whole = await self._pool.run(copy, priority=int(job.why))
-        finally:
-            self._control.acknowledge(self._rank, slots)
-        if not whole:
-            return SlotOutcomes(
-                [Outcome.CORRUPT] * len(slots), "a slot's stamp is not the one promised"
-            )
-        return SlotOutcomes([Outcome.DONE] * len(slots))
+        _mark(outcomes, ready, Outcome.FAILED)
+        whole = await self._pool.run(copy, priority=priority)
+        _mark(outcomes, ready, Outcome.DONE if whole else Outcome.CORRUPT)
+        return whole
+
+    def _record(self, payload: DevicePayload, outcomes: Sequence[Outcome]) -> None:
+        """Write down which stamps could not be loaded, and that the slots are let go."""
+        slots, stamps = payload.plan.slots, payload.generations
+        held = [bool(stamp) for stamp in stamps]
+        if outcomes.count(Outcome.DONE) < len(outcomes):
+            lost = [
+                yes and outcome not in _UNBLAMED
+                for yes, outcome in zip(held, outcomes, strict=True)
+            ]
+            refused = list(compress(slots, lost))
+            self._control.refuse(self._rank, refused, list(compress(stamps, lost)))
+        self._control.acknowledge(self._rank, list(compress(slots, held)))
+
+
+def _mark(outcomes: list[Outcome], places: Sequence[int], outcome: Outcome) -> None:
+    for at in places:
+        outcomes[at] = outcome
+
+
+def _reason(payload: DevicePayload, lost: int) -> str:
+    if not payload.generations[lost]:
+        return "there was no RAM slot for a chunk after all"
+    if not payload.wait_s:
+        return "a slot's stamp is not the one promised"
+    return "a chunk did not come up from a slower tier"

@@ -108,6 +108,11 @@ class TransferEngine:
 
     # -- called from any one thread; none of these blocks -------------------------------------
 
+    def out_of_service(self) -> list[Pair]:
+        """Return the channels whose breaker is open: their jobs are refused for now."""
+        now = time.monotonic()
+        return [pair for pair, each in self._channels.items() if each.breaker.is_open(now)]
+
     def submit(self, job: Job) -> None:
         """Queue ``job``; its outcome arrives through :meth:`poll`, also when it is refused.
 
@@ -351,6 +356,7 @@ class TransferEngine:
             job.destination,
             job.timeout_s,
         )
+        channel.route.abandon(job)
         outcomes = [Outcome.EXPIRED] * len(job.source_slots)
         error = f"no answer after {job.timeout_s:.1f} s"
         with self._settled:
@@ -389,6 +395,7 @@ class TransferEngine:
     def _finish(self, pending: _Pending, outcome: Outcome, *, error: str) -> None:
         """Settle a job that never ran."""
         self._queued.pop(pending.job.job_id, None)
+        pending.channel.route.abandon(pending.job)
         outcomes = [outcome] * len(pending.job.source_slots)
         self._settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
 

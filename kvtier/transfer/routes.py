@@ -9,9 +9,9 @@ from typing import Protocol
 from typing_extensions import override
 
 from kvtier.tiers.base import SlotOutcomes, StorageTier
-from kvtier.types import Job
+from kvtier.types import Job, Outcome
 
-__all__ = ["FromTier", "Route", "SlotMemory", "ToTier"]
+__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier"]
 
 
 class SlotMemory(Protocol):
@@ -32,6 +32,24 @@ class Route(ABC):
             Deferred until no thread touches the job's slots.
         """
 
+    def abandon(self, job: Job) -> None:  # noqa: B027 - most jobs have no such audience
+        """Tell whoever waits for a chunk of ``job``, other than its submitter, not to.
+
+        Called when a job ends without having run, and when its deadline passes. In any thread,
+        never while :meth:`run` is past its last await; must not block. Nobody waits unless a
+        route says otherwise.
+        """
+
+
+class Stamps(Protocol):
+    """Where workers see what became of a RAM slot: the control block."""
+
+    def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Say that the bytes of these stamps are whole."""
+
+    def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Say that the bytes of these stamps will not come."""
+
 
 class ToTier(Route):
     """RAM slots to a storage tier."""
@@ -51,22 +69,46 @@ class ToTier(Route):
 
 
 class FromTier(Route):
-    """A storage tier to RAM slots, every byte verified by the tier."""
+    """A storage tier to RAM slots, every byte verified by the tier.
 
-    def __init__(self, memory: SlotMemory, tier: StorageTier) -> None:
+    The job's payload is the stamp of each slot. What arrived is published and what did not is
+    poisoned before the job's result is posted: a worker may wait for the chunk already.
+    """
+
+    def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:
         self._memory = memory
         self._tier = tier
+        self._stamps = stamps
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        outcomes = await self._tier.read(
-            job.keys,
-            job.source_slots,
-            _views(self._memory, job.destination_slots),
-            why=job.why,
-        )
+        try:
+            moved = await self._tier.read(
+                job.keys,
+                job.source_slots,
+                _views(self._memory, job.destination_slots),
+                why=job.why,
+            )
+        except BaseException:
+            self.abandon(job)
+            raise
+        self._announce(job, moved.outcomes)
         self._tier.touch(job.source_slots)
-        return outcomes
+        return moved
+
+    @override
+    def abandon(self, job: Job) -> None:
+        self._stamps.poison(job.destination_slots, job.payload)
+
+    def _announce(self, job: Job, outcomes: Sequence[Outcome]) -> None:
+        if outcomes.count(Outcome.DONE) == len(outcomes):
+            self._stamps.publish(job.destination_slots, job.payload)
+            return
+        stamped = list(zip(job.destination_slots, job.payload, outcomes, strict=True))
+        whole = [pair for *pair, outcome in stamped if outcome is Outcome.DONE]
+        lost = [pair for *pair, outcome in stamped if outcome is not Outcome.DONE]
+        for tell, pairs in ((self._stamps.publish, whole), (self._stamps.poison, lost)):
+            tell([slot for slot, _ in pairs], [generation for _, generation in pairs])
 
 
 def _views(memory: SlotMemory, slots: Sequence[int]) -> list[memoryview]:

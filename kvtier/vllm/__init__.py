@@ -1,7 +1,8 @@
 """The doors into vLLM; the only package that imports it.
 
-``KVTierOffloadingSpec`` is loaded by vLLM's OffloadingConnector from
-``--kv-transfer-config``; ``kvtier vllm-args FILE`` prints the option.
+``KVTierConnector``, the recommended one, is loaded by vLLM from ``--kv-transfer-config``, and
+``KVTierOffloadingSpec`` by vLLM's OffloadingConnector; ``kvtier vllm-args FILE`` prints the
+option.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtier.vllm.connector import KVTierConnector
     from kvtier.vllm.spec import KVTierOffloadingSpec
 
-__all__ = ["KVTierOffloadingSpec"]
+__all__ = ["KVTierConnector", "KVTierOffloadingSpec"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks for
@@ -20,4 +22,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks 
         from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415
 
         return KVTierOffloadingSpec
+    if name == "KVTierConnector":
+        from kvtier.vllm.connector import KVTierConnector  # noqa: PLC0415
+
+        return KVTierConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,95 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import operator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vllm.v1.core import kv_cache_utils
-
-from kvtier.config import KvtierConfig, check_chunk_fits, environment, slot_nbytes
+from kvtier.config import KvtierConfig, check_chunk_fits, environment
+from kvtier.connector.observer import Positions
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.config import OffloadingConfig
+from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
+from kvtier.vllm.contract import ReqContext
 
 __all__ = [
     "block_hashes_are_stable",
+    "chunk_positions",
     "fingerprint",
-    "region_geometry",
     "require_supported_layout",
 ]
 
-_FORMAT = "kvtier-vllm-1"
+_POSITIONS = "_offload_key_positions"
+_FORMAT = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
 
 
-def require_supported_layout(engine: OffloadingConfig, config: KvtierConfig) -> None:
+def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
     """Refuse what kvtier cannot store correctly, before anything is allocated.
 
     Raises:
         UnsupportedError: A parallelism or layout kvtier does not support.
-        ConfigError: The engine was started with another chunk size than the file says.
+        ConfigError: The engine was started with another chunk size than the file says, or a
+            tier is smaller than a chunk.
     """
-    parallel = engine.parallel
-    if parallel.pp_size > 1 or parallel.pcp_size > 1 or parallel.dcp_size > 1:
+    if engine.pp_size > 1 or engine.pcp_size > 1 or engine.dcp_size > 1:
         raise UnsupportedError(
             "kvtier supports tensor parallelism only; pipeline and context parallel sizes "
-            f"are {parallel.pp_size}, {parallel.pcp_size} and {parallel.dcp_size}"
+            f"are {engine.pp_size}, {engine.pcp_size} and {engine.dcp_size}"
         )
     if engine.canonical_layout:
         raise UnsupportedError("kvtier does not support canonical_layout: remove it")
     if engine.worker_kv_bytes_per_block <= 0:
         raise UnsupportedError("the engine has no KV cache to offload")
-    if engine.cache.blocks_per_chunk != config.engine.blocks_per_chunk:
+    if engine.blocks_per_chunk != config.engine.blocks_per_chunk:
         raise ConfigError(
             f"engine.blocks_per_chunk is {config.engine.blocks_per_chunk} in the file but "
-            f"vLLM was started with {engine.cache.blocks_per_chunk}: start it with what "
+            f"vLLM was started with {engine.blocks_per_chunk}: start it with what "
             "`kvtier vllm-args` prints"
         )
+    # What a chunk has at least: one worker's part. The workers know the rest, and check it.
+    check_chunk_fits(config, engine.worker_kv_bytes_per_block * engine.blocks_per_chunk)
 
 
-def region_geometry(engine: OffloadingConfig, config: KvtierConfig) -> RegionGeometry:
-    """Return the shape of the RAM tier.
-
-    Raises:
-        ConfigError: A tier is smaller than one chunk.
-    """
-    shard_nbytes = engine.worker_kv_bytes_per_block * engine.cache.blocks_per_chunk
-    chunk_nbytes = shard_nbytes * engine.parallel.world_size
-    check_chunk_fits(config, chunk_nbytes)
-    size = slot_nbytes(chunk_nbytes)
-    return RegionGeometry(
-        slots=config.tiers[0].capacity_bytes // size,
-        slot_nbytes=size,
-        shard_nbytes=shard_nbytes,
-        ranks=engine.parallel.world_size,
-    )
-
-
-def fingerprint(engine: OffloadingConfig, config: KvtierConfig) -> LayoutFingerprint:
+def fingerprint(
+    engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
+) -> LayoutFingerprint:
     """Return everything stored bytes depend on besides the tokens, which the keys name."""
-    parallel = engine.parallel
-    groups = ";".join(
-        f"{group.tokens_per_block}:{','.join(group.layer_names)}" for group in engine.groups
-    )
+    groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
     return LayoutFingerprint(
         {
             "format": _FORMAT,
-            "model": engine.model.name,
-            "model_files": _model_files(Path(engine.model.name)),
+            "model": engine.model_name,
+            "model_files": _model_files(Path(engine.model_name)),
             "model_revision": config.identity.model_revision or "",
             "weights_epoch": config.identity.weights_epoch,
-            "kv_dtype": engine.model.dtype,
-            "kv_layout": engine.kv_cache_layout or "",
+            "kv_dtype": engine.kv_dtype,
+            "kv_layout": geometry.content if engine.kv_layout is None else engine.kv_layout,
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
-            "tokens_per_hash": engine.cache.tokens_per_hash,
-            "blocks_per_chunk": engine.cache.blocks_per_chunk,
-            "worker_kv_bytes_per_block": engine.worker_kv_bytes_per_block,
-            "world_size": parallel.world_size,
-            "tp_size": parallel.tp_size,
+            "tokens_per_hash": engine.tokens_per_hash,
+            "blocks_per_chunk": engine.blocks_per_chunk,
+            "ranks": "any" if geometry.is_portable else geometry.ranks,
+            "stripes": geometry.stripes,
+            "stripe_nbytes": geometry.stripe_nbytes,
             "hash_seed": environment().python_hash_seed or "",
         }
     )
@@ -102,9 +85,7 @@ def block_hashes_are_stable() -> bool:
     vLLM seeds its block hashes while the engine starts, after its connectors are built, so this
     is to be asked when the first request arrives.
     """
-    seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
-    known = (None, getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None))
-    return environment().python_hash_seed is not None or seed in known
+    return environment().python_hash_seed is not None or not hashes_are_seeded_at_random()
 
 
 def _model_files(model: Path) -> str:
@@ -123,3 +104,10 @@ def _model_files(model: Path) -> str:
             status = path.stat()
             digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
+
+
+def chunk_positions() -> Positions | None:
+    """Return what tells the chunks of a request; None in a vLLM that does not keep them."""
+    if _POSITIONS not in {field.name for field in dataclasses.fields(ReqContext)}:
+        return None
+    return operator.attrgetter(_POSITIONS)

@@ -8,31 +8,34 @@ The spec object is built in every one of them from the same configuration.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
+
+from kvtier.config import KvtierConfig, load_config
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import open_storage
+from kvtier.errors import ConfigError
+from kvtier.memory import HostRegion
+from kvtier.vllm.compat import adopt_chunk_size, read_engine, require_supported_vllm
+from kvtier.vllm.contract import (
     CanonicalKVCaches,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
 )
-
-from kvtier.config import load_config
-from kvtier.errors import ConfigError
-from kvtier.memory import HostRegion
-from kvtier.vllm.compat import require_supported_vllm
-from kvtier.vllm.layout import fingerprint, region_geometry, require_supported_layout
+from kvtier.vllm.layout import (
+    chunk_positions,
+    fingerprint,
+    require_supported_layout,
+)
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
-from kvtier.vllm.storage import open_storage
+from kvtier.vllm.slots import lay_out_slots, require_same_file
 from kvtier.vllm.worker import KVTierWorker
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.config import OffloadingConfig
-
-__all__ = ["KVTierOffloadingSpec"]
+__all__ = ["KVTierConnectorSpec", "KVTierOffloadingSpec"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
@@ -44,29 +47,49 @@ class KVTierOffloadingSpec(OffloadingSpec):
     """Builds kvtier's halves for vLLM.
 
     Args:
-        config: vLLM's offloading configuration; ``extra_config["kvtier_config"]`` is the path
-            of
-            kvtier's own file.
+        arguments: vLLM's offloading configuration, or what vLLM 0.25 has instead: its own
+            configuration and that of its KV cache. ``kvtier_config`` in
+            ``kv_connector_extra_config`` is the path of kvtier's own file.
 
     Raises:
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
         UnsupportedError: This vLLM or this layout is not supported.
     """
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    _reports_failed_loads: ClassVar[bool] = False
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - vLLM's configurations
         require_supported_vllm(KVTierManager, KVTierWorker)
-        super().__init__(config)
-        path = config.extra_config.get("kvtier_config")
+        super().__init__(*arguments)
+        adopt_chunk_size(self, arguments)
+        self._engine = read_engine(self, arguments)
+        path = self._engine.extra_config.get("kvtier_config")
         if not path:
             raise ConfigError(
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
                 "`kvtier vllm-args FILE` prints"
             )
-        self._settings = load_config(path)
-        require_supported_layout(config, self._settings)
-        self._geometry = region_geometry(config, self._settings)
+        self._settings = self._choose_load_path(load_config(path))
+        require_supported_layout(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
+
+    def _choose_load_path(self, settings: KvtierConfig) -> KvtierConfig:
+        """Return ``settings`` with the load path of this door.
+
+        Raises:
+            ConfigError: The file asks for one that this door cannot take.
+        """
+        wanted = settings.transfer.load_path
+        if wanted == "direct" and not self._reports_failed_loads:
+            problem = "this door cannot report a load that fails on its way"
+            remedy = "use --door connector of `kvtier vllm-args`, or load_path: staged"
+            text = settings.origin.complain("transfer.load_path", problem, remedy, value=wanted)
+            raise ConfigError(text)
+        if wanted == "auto":
+            wanted = "direct" if self._reports_failed_loads else "staged"
+        transfer = settings.transfer.model_copy(update={"load_path": wanted})
+        return settings.model_copy(update={"transfer": transfer})
 
     @classmethod
     @override
@@ -81,28 +104,32 @@ class KVTierOffloadingSpec(OffloadingSpec):
         """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
             settings = self._settings
-            chunk_tokens = self.tokens_per_block[0] * self.blocks_per_chunk
-            region = HostRegion.attach(
-                self.config.engine_id, self._geometry, timeout_s=_MEET_TIMEOUT_S
-            )
+            chunk_tokens = self._engine.chunk_tokens
+            # The workers chose its shape: only they see how the KV memory is laid out.
+            region = HostRegion.attach(self._engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
             try:
+                require_same_file(region.geometry, self._engine, settings)
                 storage = open_storage(
                     settings,
                     region,
-                    fingerprint(self.config, settings),
+                    fingerprint(self._engine, settings, region.geometry),
                     tokens_per_chunk=chunk_tokens,
-                    record_events=self.kv_events_config.enable_kv_cache_events,
+                    record_events=self._engine.records_events,
+                    positions=chunk_positions(),
                 )
             except BaseException:
                 region.close()
                 raise
-            self._manager = KVTierManager(
+            service = CacheService(
                 storage,
                 tokens_per_chunk=chunk_tokens,
                 retain_s=settings.placement.retain_s or 0.0,
-                report_metrics=settings.metrics.enabled,
                 close_timeout_s=settings.transfer.close_timeout_s,
-                observer=storage.observer,
+            )
+            self._manager = KVTierManager(
+                service,
+                persistent=bool(storage.tiers),
+                report_metrics=settings.metrics.enabled,
             )
         return self._manager
 
@@ -110,27 +137,37 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker half; the first worker creates the memory, the others attach."""
         if self._worker is None:
-            rank = self.config.parallel.rank
-            name = self.config.engine_id
+            rank = self._engine.rank
+            name = self._engine.engine_id
+            geometry, share = lay_out_slots(self._engine, self._settings, kv_caches)
             region = (
                 HostRegion.create(
                     name,
-                    self._geometry,
-                    attachers=self.config.parallel.world_size,
+                    geometry,
+                    attachers=self._engine.world_size,
                     timeout_s=_MEET_TIMEOUT_S,
+                    huge_pages=self._settings.ram.huge_pages,
                 )
                 if rank == 0
-                else HostRegion.attach(name, self._geometry, timeout_s=_MEET_TIMEOUT_S)
+                else HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
             )
             try:
                 self._worker = KVTierWorker(
                     kv_caches,
                     region,
                     rank=rank,
-                    blocks_per_chunk=self.blocks_per_chunk,
+                    share=share,
+                    blocks_per_chunk=self._engine.blocks_per_chunk,
                     close_timeout_s=self._settings.transfer.close_timeout_s,
+                    reports_failed_loads=self._reports_failed_loads,
                 )
             except BaseException:
                 region.close()
                 raise
         return self._worker
+
+
+class KVTierConnectorSpec(KVTierOffloadingSpec):
+    """What :class:`~kvtier.vllm.connector.KVTierConnector` builds its halves from."""
+
+    _reports_failed_loads = True

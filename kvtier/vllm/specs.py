@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm.v1.kv_offload.base import LoadStoreSpec
+from kvtier.vllm.contract import LoadStoreSpec
 
 __all__ = ["SlotLoadStoreSpec"]
 
@@ -15,11 +15,20 @@ class SlotLoadStoreSpec(LoadStoreSpec):
     Args:
         slots: One per chunk, in the job's order.
         generations: Stamp per slot: what a store leaves, what a load insists on.
+        wait_s: How long the slots of a load may take to bear their stamps.
     """
 
-    def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+    def __init__(
+        self, slots: Sequence[int], generations: Sequence[int], wait_s: float = 0.0
+    ) -> None:
         self.slots = list(slots)
         self.generations = list(generations)
+        self.wait_s = wait_s
+
+    @staticmethod
+    def medium() -> str:
+        """Name the memory the slots are in; nobody asks since vLLM 0.26."""
+        return "CPU"
 
     def __repr__(self) -> str:
         return f"SlotLoadStoreSpec({self.slots})"

@@ -1,32 +1,34 @@
 """The worker half: copies blocks between the device and RAM slots.
 
-vLLM kills the engine when a worker reports a failure, so every store is acknowledged as a
-success and the truth is left in the control block. A load that found another stamp than it
-was promised is the one exception: serving those bytes would be a wrong token, and no later
-message could undo it.
+vLLM's half of the worker asserts that every job worked, and the engine dies if one did not. So
+every job is acknowledged as a success and the truth is left in the control block. Of a load
+somebody must be told more, because a request waits for its bytes: the connector is, which
+reports it to vLLM. Behind the offloading spec there is nobody to tell, and a load that did not
+work is the one job that is not acknowledged: serving those bytes would be a wrong token, and no
+later message could undo it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
-from vllm.v1.kv_offload.base import (
+
+from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
+from kvtier.errors import UnsupportedError
+from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.slot_layout import RankShare
+from kvtier.types import Why
+from kvtier.vllm.contract import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
-
-from kvtier.errors import UnsupportedError
-from kvtier.iopool import IoPool
-from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
-from kvtier.transfer import EngineLimits, TransferEngine
-from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
-from kvtier.types import Job, Outcome, Why
 from kvtier.vllm.specs import SlotLoadStoreSpec
 
 if TYPE_CHECKING:
@@ -36,10 +38,20 @@ __all__ = ["KVTierWorker"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
-_COPY_TIMEOUT_S = 60.0
-"""A copy between device and RAM takes milliseconds; one that takes this long has failed."""
-_UNBOUNDED = 1 << 62
-"""vLLM has no answer to a refused job, so the device engine's queue refuses nothing."""
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """How a load ended.
+
+    Attributes:
+        is_whole: Whether every byte is where it should be.
+        lost_blocks: Blocks whose content must not be used; None if that is all of the load's.
+        error: What went wrong, for a log line.
+    """
+
+    is_whole: bool
+    lost_blocks: frozenset[int] | None
+    error: str
 
 
 class KVTierWorker(OffloadingWorker):
@@ -49,50 +61,46 @@ class KVTierWorker(OffloadingWorker):
         kv_caches: The rank's KV memory.
         region: The RAM tier; closed with the worker.
         rank: This rank.
+        share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest :meth:`shutdown`.
+        reports_failed_loads: Whether somebody asks :meth:`take_ended_loads`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         kv_caches: CanonicalKVCaches,
         region: HostRegion,
         *,
         rank: int,
+        share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
+        reports_failed_loads: bool = False,
     ) -> None:
-        self._region = region
-        self._blocks_per_chunk = blocks_per_chunk
-        self._close_timeout_s = close_timeout_s
-        self._copier = BlockCopier(
-            _kv_blocks(kv_caches), region, rank=rank, blocks_per_chunk=blocks_per_chunk
+        self._device = DeviceEngine(
+            _kv_blocks(kv_caches),
+            region,
+            rank=rank,
+            share=share,
+            blocks_per_chunk=blocks_per_chunk,
+            close_timeout_s=close_timeout_s,
         )
-        # One thread: copies share a link, and a block stored and loaded again keeps its order.
-        self._pool = IoPool(1, name=f"kvtier-copy-{rank}")
-        control = region.control
-        self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
-        self._engine = TransferEngine(
-            f"device-{rank}",
-            {
-                ("gpu", "ram"): self._store,
-                ("ram", "gpu"): DeviceLoad(self._copier, control, rank=rank, pool=self._pool),
-            },
-            chunk_nbytes=region.geometry.shard_nbytes,
-            limits=EngineLimits(
-                queued_bytes=_UNBOUNDED,
-                running_bytes=_UNBOUNDED,
-                breaker_failures=_UNBOUNDED,
-            ),
-        )
-        self._loads: set[int] = set()
+        self._reports_failed_loads = reports_failed_loads
+        self._plans: dict[int, BlockCopyPlan] = {}
+        self._ended_loads: dict[int, EndedLoad] = {}
 
     @override
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Start copying blocks to RAM slots."""
-        self._submit(job_id, Why.STORE, src_spec, dst_spec)
+        chunks = _slots(dst_spec)
+        try:
+            self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
+        except Exception as error:
+            logger.exception("store %d was not started", job_id)
+            self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, error)
         return True
 
     @override
@@ -104,78 +112,64 @@ class KVTierWorker(OffloadingWorker):
         expedited: bool = False,
     ) -> bool:
         """Start copying RAM slots to blocks."""
-        self._loads.add(job_id)
-        self._submit(job_id, Why.LOAD, dst_spec, src_spec)
+        chunks = _slots(src_spec)
+        try:
+            plan = self._plan(dst_spec, chunks)
+            self._plans[job_id] = plan
+            self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
+        except Exception as error:
+            logger.exception("load %d was not started", job_id)
+            self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
         return True
 
     @override
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        finished: list[TransferResult] = []
-        for result in self._engine.poll():
-            if not result.settled:
-                continue
-            whole = all(outcome is Outcome.DONE for outcome in result.outcomes)
-            is_load = result.job_id in self._loads
-            self._loads.discard(result.job_id)
-            if is_load and not whole:
-                logger.critical(
-                    "refusing to let a request continue on KV that was not loaded: %s",
-                    result.error,
-                )
-            finished.append(
-                TransferResult(
-                    job_id=result.job_id,
-                    success=whole or not is_load,
-                    transfer_size=result.nbytes,
-                    transfer_time=result.seconds,
-                )
-            )
-        return finished
+        return [self._acknowledgement(result) for result in self._device.poll()]
+
+    def take_ended_loads(self) -> dict[int, EndedLoad]:
+        """Return, by job, the loads that :meth:`get_finished` named since the last call."""
+        ended, self._ended_loads = self._ended_loads, {}
+        return ended
 
     @override
     def wait(self, job_ids: set[int]) -> None:
         """Block until ``job_ids`` ended; their blocks are about to be overwritten."""
-        if self._engine.wait(job_ids, timeout_s=_COPY_TIMEOUT_S):
-            return
-        logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
-        for job_id in job_ids:
-            self._store.revoke(job_id)
+        self._device.wait(job_ids)
 
     @override
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
-        self._engine.close(timeout_s=self._close_timeout_s)
-        self._pool.close(timeout_s=self._close_timeout_s)
-        self._copier.close()
-        self._region.close()
+        self._device.close()
 
-    def _submit(
-        self, job_id: int, why: Why, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
-    ) -> None:
-        if not isinstance(chunks, SlotLoadStoreSpec):
-            raise UnsupportedError(f"{type(chunks).__name__} is not a spec of kvtier's")
-        plan = plan_copy(
-            blocks.block_ids,
-            blocks.group_sizes,
-            blocks.block_indices,
-            chunks.slots,
-            blocks_per_chunk=self._blocks_per_chunk,
-        )
-        source, destination = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
-        self._engine.submit(
-            Job(
-                job_id=job_id,
-                why=why,
-                source=source,
-                destination=destination,
-                keys=(),
-                source_slots=plan.slots,
-                destination_slots=plan.slots,
-                timeout_s=_COPY_TIMEOUT_S,
-                payload=DevicePayload(plan, self._copier.mark(), chunks.generations),
+    def _acknowledgement(self, result: DeviceResult) -> TransferResult:
+        lost = result.why is Why.LOAD and not result.is_whole
+        plan = self._plans.pop(result.job_id, None)
+        if result.why is Why.LOAD and self._reports_failed_loads:
+            # What could not be started names its blocks nowhere else than in vLLM's own job.
+            blocks = None if plan is None else blocks_not_loaded(plan, result.outcomes)
+            self._ended_loads[result.job_id] = EndedLoad(not lost, blocks, result.error)
+        elif lost:
+            logger.critical(
+                "refusing to let a request continue on KV that was not loaded: %s", result.error
             )
+        return TransferResult(
+            job_id=result.job_id,
+            success=self._reports_failed_loads or not lost,
+            transfer_size=result.nbytes,
+            transfer_time=result.seconds,
         )
+
+    def _plan(self, blocks: GPULoadStoreSpec, chunks: SlotLoadStoreSpec) -> BlockCopyPlan:
+        return self._device.plan(
+            blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
+        )
+
+
+def _slots(spec: LoadStoreSpec) -> SlotLoadStoreSpec:
+    if not isinstance(spec, SlotLoadStoreSpec):
+        raise UnsupportedError(f"{type(spec).__name__} is not a spec of kvtier's")
+    return spec
 
 
 def _kv_blocks(kv_caches: CanonicalKVCaches) -> KVBlocks:

@@ -31,14 +31,22 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.errors import ConfigError, KvtierError, StoreLockedError, UnsupportedError
+from kvtier.connector import service as service_module
+from kvtier.connector.statistics import TierFigures
+from kvtier.errors import (
+    CapacityError,
+    ConfigError,
+    KvtierError,
+    StoreLockedError,
+    UnsupportedError,
+)
 from kvtier.keys import make_key
+from kvtier.memory import backing
 from kvtier.types import Outcome, TransferResult
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.specs import SlotLoadStoreSpec
-from kvtier.vllm.statistics import TierFigures
 
 BLOCKS = 24
 PAGE_NBYTES = 4096
@@ -83,7 +91,9 @@ def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
 class Door:
     """Both halves of one engine, and a KV memory whose blocks name themselves."""
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(
+        self, config: OffloadingConfig, kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec
+    ) -> None:
         self.tensors = [
             torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
         ]
@@ -91,7 +101,7 @@ class Door:
             tensors=[CanonicalKVCacheTensor(tensor, PAGE_NBYTES) for tensor in self.tensors],
             group_data_refs=[[CanonicalKVCacheRef(i, PAGE_NBYTES) for i in range(LAYERS)]],
         )
-        spec = KVTierOffloadingSpec(config)
+        spec = kind(config)
         self.worker = spec.get_worker(caches)
         assert spec.get_worker(caches) is self.worker
         try:
@@ -360,9 +370,11 @@ def test_a_reset_that_fails_is_loud_and_reaches_every_tier(
 
         return reset
 
-    for tier in door.manager._storage.tiers:
+    for tier in door.manager._service._storage.tiers:
         monkeypatch.setattr(tier, "reset", failing(tier.name))
-    monkeypatch.setattr(door_module.logger, "error", lambda text, *_, **__: said.append(text))
+    monkeypatch.setattr(
+        service_module.logger, "error", lambda text, *_, **__: said.append(text)
+    )
     door.manager.reset_cache()
     assert reached == ["nvme", "big"]
     assert "remove the stores' directories" in said[-1]
@@ -397,8 +409,8 @@ def test_every_number_that_is_reported_was_declared(
         for labels in values:
             assert len(labels) == len(declared[name].labelnames)
     assert stats.reduce()["kvtier_evicted_chunks:('ram',)"] == 4
-    again = door.manager.get_stats().reduce()
-    assert "kvtier_evicted_chunks:('ram',)" not in again
+    assert stats.reduce()["kvtier_kv_offload_total_bytes:('ram_to_nvme',)"] > 0
+    assert door.manager.get_stats() is None
 
 
 def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
@@ -418,6 +430,16 @@ def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
     assert "PYTHONHASHSEED" in warned[0]
 
 
+def test_huge_pages_that_are_required_and_not_reserved_are_an_error_at_the_start(
+    settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings()
+    path.write_text(path.read_text().replace("kind: ram", "kind: ram\n  huge_pages: require"))
+    monkeypatch.setattr(backing, "_free_huge_pages", lambda: 0)
+    with pytest.raises(CapacityError, match="huge_pages to auto"):
+        open_door(path)
+
+
 def test_metrics_can_be_switched_off(settings: Settings, open_door: OpenDoor) -> None:
     door = open_door(settings(extra="metrics:\n  enabled: false\n"))
     assert door.manager.get_stats() is None
@@ -435,8 +457,8 @@ def test_an_unexpected_error_is_a_miss_or_a_refusal_and_is_counted(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(door.manager._manager, "lookup", fail)
-    monkeypatch.setattr(door.manager._manager, "prepare_store", fail)
+    monkeypatch.setattr(door.manager._service._manager, "lookup", fail)
+    monkeypatch.setattr(door.manager._service._manager, "prepare_store", fail)
     with caplog.at_level(logging.ERROR):
         assert door.manager.lookup(key(1), context) is LookupResult.MISS
         assert door.manager.prepare_store([key(1)], context).keys_to_store == []
@@ -460,8 +482,10 @@ def test_a_result_that_cannot_be_applied_does_not_take_the_others_with_it(
         if len(applied) == 1:
             raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(door.manager._engine, "poll", lambda: arrived.pop() if arrived else [])
-    monkeypatch.setattr(door.manager._manager, "apply", fail_at_first)
+    monkeypatch.setattr(
+        door.manager._service._engine, "poll", lambda: arrived.pop() if arrived else []
+    )
+    monkeypatch.setattr(door.manager._service._manager, "apply", fail_at_first)
     with caplog.at_level(logging.ERROR):
         assert door.manager.lookup(key(1), context) is LookupResult.MISS
     assert applied == [1, 2, 3]
@@ -580,7 +604,7 @@ def test_a_prefix_larger_than_ram_makes_progress_within_five_steps(
             del waiting[number]
         door.manager.on_schedule_end(ScheduleEndContext(started, ()))
         # A step of a real model takes longer than the disk: let it catch up.
-        door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+        door.manager._service._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
         steps += 1
         assert steps <= 5
 
@@ -593,9 +617,9 @@ def test_a_hit_stays_a_hit_until_the_step_ends_although_its_demotion_has_finishe
     )
     keys = fill_and_store(door, 50, 8)
     # The step above began to send the oldest chunks down; let them arrive unseen.
-    assert door.manager._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+    assert door.manager._service._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
     context = door.request()
-    door.manager._step_begins = False  # another request was looked up before
+    door.manager._service._step_begins = False  # another request was looked up before
     assert door.lookup(keys, context) == 8
     spec = door.manager.prepare_load(keys, context)
     assert door.worker.submit_load(9, spec, GPULoadStoreSpec(list(range(8)), [8], [0]))

@@ -51,6 +51,7 @@ class Request:
     running: bool = False
     lookups: int = 0
     loading: bool = False
+    failed: bool = False
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class WorkerOp:
     epoch: int
     writes: bool
     request: Request | None = None
+    failed: bool = False
 
 
 @dataclass(eq=False)
@@ -86,6 +88,7 @@ class ManagerMachine(RuleBasedStateMachine):
         queue=st.integers(1, 8),
         retained=st.integers(0, 3),
         warm=st.lists(st.integers(0, 2), max_size=3, unique=True),
+        streams=st.booleans(),
     )
     def start(
         self,
@@ -99,6 +102,7 @@ class ManagerMachine(RuleBasedStateMachine):
         queue: int,
         retained: int,
         warm: list[int],
+        streams: bool,
     ) -> None:
         self.truth = RecordingTruth(driven=True)
         tiers = 1 + len(slower)
@@ -119,6 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 retained=retained,
                 patience_lookups=PATIENCE,
                 patience_stores=2,
+                streams=streams,
             ),
         )
         self.manager = self.bench.manager
@@ -146,7 +151,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.recover(1, chunks) == len(chunks)
         for key, slot in chunks:
             self.contents[1][slot] = (key, self.epoch)
-            self.listed[1].add(key)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -178,6 +182,11 @@ class ManagerMachine(RuleBasedStateMachine):
         """Look a request up like vLLM does: every group, up to its first miss."""
         request.lookups += 1
         hits, deferred = request.chunks, False
+        if request.failed:
+            for group in range(GROUPS):
+                keys = prefix(hits, of=request.prompt, group=group)
+                assert self.manager.lookup_prefix(keys, request.req_id) == 0
+            return 0
         for group in range(GROUPS):
             keys = prefix(hits, of=request.prompt, group=group)
             found = self.manager.lookup_prefix(keys, request.req_id)
@@ -196,9 +205,11 @@ class ManagerMachine(RuleBasedStateMachine):
         if not keys:
             return
         plan = self.manager.prepare_load(keys, request.req_id)
-        for slot in plan.slots:
-            self.claim(0, slot, writes=False)
+        assert all(plan.generations), "a hit has no slot after all"
+        for slot, generation in zip(plan.slots, plan.generations, strict=True):
+            self.claim(0, slot, generation, writes=False)
         self.orders.append(self.order(keys, plan, request))
+        self.collect()
         request.loading = True
 
     def order(self, keys: Sequence[ChunkKey], plan: LoadPlan, request: Request) -> WorkerOp:
@@ -239,7 +250,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def issue_store(self, plan: StorePlan) -> None:
         for slot in plan.slots:
-            self.claim(0, slot, writes=True)
+            self.claim(0, slot, plan.generation, writes=True)
         generations = [plan.generation] * len(plan.keys)
         self.orders.append(
             WorkerOp(plan.keys, plan.slots, generations, self.epoch, writes=True)
@@ -297,22 +308,49 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- workers ----------------------------------------------------------------------------
 
-    @precondition(lambda self: self.orders)
+    def awaits(self, op: WorkerOp) -> bool:
+        """Whether a load's workers have to wait for one of its chunks."""
+        return not op.writes and any(
+            self.truth.generations.get(slot) != generation
+            and (slot, generation) not in self.truth.poisoned
+            for slot, generation in zip(op.slots, op.generations, strict=True)
+        )
+
+    @precondition(lambda self: any(not self.awaits(op) for op in self.orders))
     @rule(data=st.data(), fails=st.integers(0, 4))
     def work(self, data: st.DataObject, fails: int) -> None:
-        """The workers do the oldest thing they were told to; a store's chunk may fail."""
-        op = self.orders.pop(0)
+        """The workers do the oldest thing that they can; a chunk of it may fail."""
+        op = next(op for op in self.orders if not self.awaits(op))
+        self.orders.remove(op)
         for at, (key, slot, generation) in enumerate(
             zip(op.keys, op.slots, op.generations, strict=True)
         ):
-            if not op.writes:
+            if not op.writes and (slot, generation) in self.truth.poisoned:
+                self.truth.refuse([slot], [generation])
+                op.failed = True
+            elif not op.writes:
                 assert self.contents[0].get(slot) == (key, op.epoch), "a wrong byte was loaded"
                 assert self.truth.generations[slot] == generation
+                if fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
+                    self.truth.refuse([slot], [generation])
+                    op.failed = True
             elif fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
                 self.contents[0][slot] = None
             else:
                 self.contents[0][slot] = (key, op.epoch)
                 self.truth.stamp([slot], generation)
+        self.truth.acknowledge(op.slots)
+        if op.epoch == self.epoch:
+            self.acknowledged.append(op)
+
+    @precondition(lambda self: any(self.awaits(op) for op in self.orders))
+    @rule()
+    def give_up_waiting(self) -> None:
+        """The workers' own deadline passes before any chunk of a load has come."""
+        op = next(op for op in self.orders if self.awaits(op))
+        self.orders.remove(op)
+        self.truth.refuse(op.slots, op.generations)
+        op.failed = True
         self.truth.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
@@ -325,9 +363,15 @@ class ManagerMachine(RuleBasedStateMachine):
         if op.writes:
             self.manager.complete_store(set(op.keys))
             return
-        self.manager.complete_load(set(op.keys))
+        self.end_load(op)
+
+    def end_load(self, op: WorkerOp) -> None:
         if op.request is not None:
+            self.manager.complete_load(op.request.req_id)
             op.request.loading = False
+            if op.failed:  # the engine computes it, after asking again
+                op.request.failed = True
+                op.request.running = False
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -346,6 +390,8 @@ class ManagerMachine(RuleBasedStateMachine):
         op = data.draw(st.sampled_from([op for op in self.storage if not op.late]))
         op.late = True
         outcomes = [Outcome.EXPIRED] * len(op.job.keys)
+        if op.job.payload is not None:
+            self.truth.poison(op.job.destination_slots, op.job.payload)
         self.manager.apply(TransferResult(op.job.job_id, outcomes, settled=False))
 
     @precondition(lambda self: any(self.contents[1:]))
@@ -372,6 +418,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 corrupt.add((source, src))
             done = outcomes[at] is Outcome.DONE
             self.contents[destination][dst] = (key, op.epoch) if done else None
+            if job.payload is not None:
+                (self.truth.publish if done else self.truth.poison)([dst], [job.payload[at]])
             self.rotten.discard((destination, dst))
         self.storage.remove(op)
         resident = {
@@ -392,19 +440,25 @@ class ManagerMachine(RuleBasedStateMachine):
             op = StorageOp(job, self.epoch)
             source = TIER_NAMES.index(job.source)
             destination = TIER_NAMES.index(job.destination)
+            stamps = job.payload or [0] * len(job.keys)
             for slot in job.source_slots:
                 self.claim(source, slot, writes=False)
-            for slot in job.destination_slots:
-                self.claim(destination, slot, writes=True)
+            for slot, stamp in zip(job.destination_slots, stamps, strict=True):
+                self.claim(destination, slot, stamp, writes=True)
             self.storage.append(op)
         self.manager.take_cancels()
 
     # -- what must hold ---------------------------------------------------------------------
 
-    def claim(self, tier: int, slot: int, *, writes: bool) -> None:
-        """Check that whoever still touches ``slot`` does not mind the new user."""
+    def claim(self, tier: int, slot: int, stamp: int = 0, *, writes: bool) -> None:
+        """Check that whoever still touches ``slot`` does not mind the new user.
+
+        A load and the write it waits for name the same stamp, and do not mind each other.
+        """
         for op in self.orders:
             if tier == 0 and slot in op.slots:
+                if stamp and op.generations[list(op.slots).index(slot)] == stamp:
+                    continue
                 assert not writes, f"slot {slot} is given away while a worker uses it"
                 assert not op.writes, f"slot {slot} is read while a worker writes it"
         for other in self.storage:
@@ -412,6 +466,10 @@ class ManagerMachine(RuleBasedStateMachine):
             if tier == TIER_NAMES.index(job.source) and slot in job.source_slots:
                 assert not writes, f"slot {slot} of tier {tier} is given away while read"
             if tier == TIER_NAMES.index(job.destination):
+                if stamp and (slot, stamp) in zip(
+                    job.destination_slots, job.payload or (), strict=False
+                ):
+                    continue
                 assert slot not in job.destination_slots, f"slot {slot} is being written"
 
     def end_step(self, started: list[Request], preempted: list[Request]) -> None:
@@ -503,15 +561,17 @@ class ManagerMachine(RuleBasedStateMachine):
                 break
 
     def finish_everything(self) -> None:
+        if any(self.awaits(op) for op in self.orders):
+            for storage in list(self.storage):
+                self.finish(storage, [Outcome.DONE] * len(storage.job.keys))
         while self.orders:
             op = self.orders[0]
             self.work_well(op)
         for op in self.acknowledged:
-            if op.request is not None:
-                op.request.loading = False
-            (self.manager.complete_store if op.writes else self.manager.complete_load)(
-                set(op.keys)
-            )
+            if op.writes:
+                self.manager.complete_store(set(op.keys))
+            else:
+                self.end_load(op)
         self.acknowledged = []
         for storage in list(self.storage):
             self.finish(storage, [Outcome.DONE] * len(storage.job.keys))
@@ -524,6 +584,9 @@ class ManagerMachine(RuleBasedStateMachine):
             if op.writes:
                 self.contents[0][slot] = (key, op.epoch)
                 self.truth.stamp([slot], generation)
+            elif (slot, generation) in self.truth.poisoned:
+                self.truth.refuse([slot], [generation])
+                op.failed = True
             else:
                 assert self.contents[0].get(slot) == (key, op.epoch)
         self.truth.acknowledge(op.slots)

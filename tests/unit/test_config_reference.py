@@ -12,11 +12,14 @@ from kvtier.config import parse_config, schema
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/configuration.md").read_text()
 DEFINITIONS = schema()["$defs"]
-COMMON = DEFINITIONS["tier-ram"]["properties"]
-NVME = DEFINITIONS["tier-nvme"]["properties"]
+KINDS = {kind: DEFINITIONS[f"tier-{kind}"]["properties"] for kind in ("ram", "nvme")}
+COMMON = {key: KINDS["ram"][key] for key in KINDS["ram"] if key in KINDS["nvme"]}
 SECTIONS = {
     "### Every tier": COMMON,
-    "### kind: nvme": {key: NVME[key] for key in NVME if key not in COMMON},
+    **{
+        f"### kind: {kind}": {key: keys[key] for key in keys if key not in COMMON}
+        for kind, keys in KINDS.items()
+    },
     **{
         f"## {name}": DEFINITIONS[f"{name.capitalize()}Config"]["properties"]
         for name in ("placement", "transfer", "metrics", "trace", "engine", "identity")

@@ -52,4 +52,17 @@ def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
 
 def test_its_size_is_whole_pages() -> None:
     assert ControlBlock.nbytes(1, 1) == 4096
-    assert ControlBlock.nbytes(4096, 1) == 12 * 4096
+    assert ControlBlock.nbytes(4096, 1) == 20 * 4096
+
+
+def test_a_load_that_one_rank_refused_did_not_work_until_the_slot_is_written_again(
+    block: ControlBlock,
+) -> None:
+    block.publish([2, 3], [9, 10])
+    block.refuse(1, [3], [10])
+    assert block.loaded([2, 3], [9, 10]) == [True, False]
+    assert block.bears(0, [2, 3], [9, 10])
+    block.publish([3], [11])
+    assert block.loaded([2, 3], [9, 11]) == [True, True]
+    block.refuse(0, [], [])
+    assert block.loaded([], []) == []

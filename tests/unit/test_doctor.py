@@ -15,6 +15,7 @@ from kvtier.cli._doctor import examination_document, show_examination
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.doctor import Examination, Finding, Verdict, _memory, _store, examine
 from kvtier.doctor._machine import Machine
+from kvtier.doctor._memory import HugePagePool
 from kvtier.doctor._store import Room
 
 FINDINGS = [
@@ -190,10 +191,10 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) ->
 def test_an_error_without_words_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stumble(machine: Machine) -> str:
+    def stumble(machine: Machine) -> HugePagePool:
         raise RuntimeError
 
-    monkeypatch.setattr(_memory, "shmem_pages", stumble)
+    monkeypatch.setattr(_memory, "huge_page_pool", stumble)
     (finding,) = found(examine(config_of(tmp_path), seconds=None), "huge pages")
     assert finding.found == "could not be looked at: RuntimeError"
 

@@ -15,6 +15,7 @@ from kvtier.doctor import Finding, MeasuredRates, Verdict
 from kvtier.doctor._devices import BlockQueue, check_queues
 from kvtier.doctor._gds import GdsParts, check_gds
 from kvtier.doctor._memory import (
+    HugePagePool,
     MemoryLimit,
     check_memory,
     check_open_files,
@@ -278,19 +279,30 @@ def test_open_files_may_be_too_few(limit: int | None, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages", "verdict"),
+    ("free", "wanted", "verdict"),
     [
-        ("always", "ok"),
-        ("within_size", "ok"),
-        ("advise", "note"),
-        ("never", "note"),
-        ("", "note"),
+        (513, "auto", "ok"),
+        (513, "require", "ok"),
+        (512, "auto", "note"),
+        (512, "require", "problem"),
+        (0, "off", "ok"),
     ],
 )
-def test_small_pages_are_a_note(pages: str, verdict: str) -> None:
-    finding = check_pages(GIB, pages)
+def test_huge_pages_are_counted_against_the_ram_tier(
+    free: int, wanted: str, verdict: str
+) -> None:
+    finding = check_pages(GIB, HugePagePool(2 << 20, total=600, free=free), wanted=wanted)
     assert finding.verdict == verdict
-    assert verdict == "ok" or "262,144 pages" in finding.found
+    if free == 512:
+        assert "512 of 513" in finding.found
+        assert finding.remedy.endswith("vm.nr_hugepages=601")
+
+
+def test_a_kernel_without_huge_pages_matters_only_to_who_requires_them() -> None:
+    pool = HugePagePool(0, 0, 0)
+    assert not pool.holds(1)
+    assert check_pages(GIB, pool, wanted="auto").verdict is Verdict.OK
+    assert check_pages(GIB, pool, wanted="require").verdict is Verdict.PROBLEM
 
 
 def test_a_small_dev_shm_matters_to_the_engine_and_not_to_kvtier() -> None:

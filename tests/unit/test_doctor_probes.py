@@ -13,12 +13,13 @@ from kvtier.doctor._devices import BlockQueue, find_queues
 from kvtier.doctor._gds import cuda_of_torch, find_gds_parts
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._memory import (
+    HugePagePool,
     MemoryLimit,
     find_gpus,
+    huge_page_pool,
     memory_limits,
     process_limits,
     shared_memory_nbytes,
-    shmem_pages,
 )
 from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
 from kvtier.doctor._store import find_holders, find_room, stored_chunk_nbytes
@@ -163,7 +164,7 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
 def test_a_machine_that_says_nothing_has_no_limits(tree: Tree) -> None:
     assert memory_limits(tree.machine) == []
     assert find_gpus(tree.machine) == []
-    assert shmem_pages(tree.machine) == ""
+    assert huge_page_pool(tree.machine) == HugePagePool(0, 0, 0)
 
 
 def test_gpus_are_counted_without_their_helpers(tree: Tree) -> None:
@@ -172,9 +173,13 @@ def test_gpus_are_counted_without_their_helpers(tree: Tree) -> None:
     assert find_gpus(tree.machine) == ["nvidia0", "nvidia1"]
 
 
-def test_the_chosen_pages_are_in_brackets(tree: Tree) -> None:
-    tree.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [advise] never\n")
-    assert shmem_pages(tree.machine) == "advise"
+def test_huge_pages_promised_to_somebody_are_not_free(tree: Tree) -> None:
+    tree.write(
+        "proc/meminfo",
+        "HugePages_Total:      64\nHugePages_Free:       60\nHugePages_Rsvd:       10\n"
+        "Hugepagesize:       2048 kB\n",
+    )
+    assert huge_page_pool(tree.machine) == HugePagePool(2 << 20, total=64, free=50)
 
 
 def test_this_machine_has_limits_and_shared_memory() -> None:

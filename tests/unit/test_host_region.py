@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError, UnsupportedError
-from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory import host_region as module
+from kvtier.memory import HostRegion, RegionGeometry, backing
 
-SMALL = RegionGeometry(slots=4, slot_nbytes=8192, shard_nbytes=4096, ranks=2)
+SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
 
 def name_of(request: pytest.FixtureRequest) -> str:
@@ -84,7 +83,7 @@ def test_processes_that_disagree_about_the_shape_are_told_so(
 ) -> None:
     name = name_of(request)
     region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
-    other = RegionGeometry(slots=5, slot_nbytes=8192, shard_nbytes=4096, ranks=2)
+    other = RegionGeometry(slots=5, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
     with pytest.raises(UnsupportedError, match="same configuration file"):
         HostRegion.attach(name, other, timeout_s=10)
     region.close()
@@ -93,7 +92,7 @@ def test_processes_that_disagree_about_the_shape_are_told_so(
 def test_a_region_larger_than_memory_is_refused_before_anything_is_allocated(
     request: pytest.FixtureRequest,
 ) -> None:
-    huge = RegionGeometry(slots=1 << 40, slot_nbytes=4096, shard_nbytes=4096, ranks=1)
+    huge = RegionGeometry(1 << 40, 4096, stripe_nbytes=4096, stripes=1, ranks=1)
     with pytest.raises(CapacityError, match=r"available memory leaves .*tiers\[0\].capacity"):
         HostRegion.create(name_of(request), huge, attachers=0, timeout_s=1)
     # The name is free again.
@@ -104,9 +103,9 @@ def test_the_control_groups_limit_counts_too(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [("available memory", 1 << 40), ("the control group's memory.max", 4096)]
-    monkeypatch.setattr(module, "_memory_limits", lambda: iter(limits))
+    monkeypatch.setattr(backing, "_memory_limits", lambda: iter(limits))
     with pytest.raises(CapacityError, match=r"memory\.max leaves 4KiB"):
-        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1)
+        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1, huge_pages="off")
 
 
 def test_memory_that_cannot_be_allocated_is_a_clear_error(
@@ -117,7 +116,7 @@ def test_memory_that_cannot_be_allocated_is_a_clear_error(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(CapacityError, match=r"No space left.*lower tiers\[0\].capacity"):
-        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1)
+        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1, huge_pages="off")
 
 
 CREATE_AND_WAIT = textwrap.dedent(
@@ -126,7 +125,7 @@ CREATE_AND_WAIT = textwrap.dedent(
     from kvtier.memory import HostRegion, RegionGeometry
     region = HostRegion.create(
         sys.argv[1],
-        RegionGeometry(slots=64, slot_nbytes=1 << 20, shard_nbytes=1 << 20, ranks=1),
+        RegionGeometry(64, 1 << 20, stripe_nbytes=1 << 20, stripes=1, ranks=1),
         attachers=5,
         timeout_s=60,
     )

@@ -81,7 +81,11 @@ def test_a_demotion_that_failed_is_counted_as_lost_and_the_chunk_stays_a_hit(
     assert bench.resident(1) == {prefix(2)[1]}
     assert bench.look(prefix(2)) == [HIT, HIT]
     assert (bench.ram.counters.lost, bench.ram.dirty) == (1, 0)
-    assert bench.tiers[1].counters.failed == (outcome is not Outcome.CANCELLED)
+    counters = bench.tiers[1].counters
+    assert counters.failed == (outcome in {Outcome.FAILED, Outcome.CORRUPT})
+    assert counters.expired == (outcome is Outcome.EXPIRED)
+    assert counters.shut_out == (outcome is Outcome.REFUSED)
+    assert bench.ram.counters.demoted == 1
     assert bench.tiers[1].slots.free == 7
 
 
@@ -195,7 +199,7 @@ def test_a_leaving_chunk_that_is_loaded_stays_after_all() -> None:
     bench.manager.prepare_load(prefix(1), "a")
     bench.finish(job)
     assert bench.resident() == {*prefix(2)}
-    bench.manager.complete_load(prefix(1))
+    bench.manager.complete_load("a")
     assert bench.ram.dirty == 1
     assert bench.ram.room == 1
 

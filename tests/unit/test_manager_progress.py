@@ -36,7 +36,7 @@ class FakeScheduler:
     def __init__(self, bench: Workbench, requests: list[Waiting]) -> None:
         self.bench = bench
         self.requests = requests
-        self.loading: list[ChunkKey] = []
+        self.loading: list[str] = []
 
     def step(self) -> None:
         manager = self.bench.manager
@@ -46,7 +46,8 @@ class FakeScheduler:
         ]
         for job in self.bench.step(started=[request.req_id for request in started]):
             self.bench.finish(job)
-        manager.complete_load(done)
+        for req_id in done:
+            manager.complete_load(req_id)
         for request in started:
             # What was computed is offered; whether it is taken is not the point here.
             self.bench.store(request.keys, request.req_id)
@@ -62,7 +63,7 @@ class FakeScheduler:
             head = request.keys[:hits]
             plan = self.bench.manager.prepare_load(head, request.req_id)
             assert len(plan.slots) == hits
-            self.loading += head
+            self.loading.append(request.req_id)
         return True
 
 

@@ -10,7 +10,7 @@ from kvtier.manager import Lookup, ManagerLimits
 from kvtier.manager.ledger import BATCH_CHUNKS
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, TransferResult, Why
 
 HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
 BELOW = 8
@@ -100,7 +100,9 @@ def test_a_promotion_that_does_not_arrive_is_a_miss_and_gives_its_slot_back(
     assert bench.manager.lookup(prefix(3)[2], "reader") is HIT
     assert bench.ram.slots.free == 2
     failures = bench.tiers[1].counters
-    assert failures.read_failed == (outcome not in {Outcome.CORRUPT, Outcome.CANCELLED})
+    assert failures.read_failed == (outcome is Outcome.FAILED)
+    assert failures.expired == (outcome is Outcome.EXPIRED)
+    assert failures.shut_out == (outcome is Outcome.REFUSED)
     assert failures.corrupt == (outcome is Outcome.CORRUPT)
     bench.step(started=["reader"])
     assert bench.manager.snapshot().granted == 0
@@ -134,7 +136,8 @@ def test_a_late_chunk_that_arrives_after_all_is_a_hit_for_the_next_request() -> 
     job = asked(bench, 2)
     bench.finish(job, Outcome.EXPIRED, settled=False)
     bench.finish(job)
-    bench.finish(job)
+    bench.manager.apply(TransferResult(job.job_id, [Outcome.DONE] * 2))
+    bench.check()
     assert bench.look(prefix(2), "other") == [HIT, HIT]
 
 
@@ -238,7 +241,7 @@ def test_a_blocked_request_waits_for_room_that_pins_hold() -> None:
     bench.look(prefix(2))
     assert bench.step() == []
     assert bench.look(prefix(2)) == [RETRY, MISS]
-    bench.manager.complete_load(prefix(2, of=9))
+    bench.manager.complete_load("other")
     assert [job.keys for job in bench.step()] == [prefix(2)]
 
 

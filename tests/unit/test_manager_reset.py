@@ -49,7 +49,7 @@ def test_a_load_in_flight_keeps_its_slots_until_it_is_over() -> None:
     bench.truth.not_quiet = {0}
     bench.manager.prepare_load(prefix(1), "a")
     bench.manager.reset()
-    bench.manager.complete_load(prefix(1))
+    bench.manager.complete_load("a")
     assert bench.ram.slots.free == 1
     bench.truth.not_quiet = set()
     bench.step()
@@ -68,7 +68,6 @@ def test_a_promotion_in_flight_only_frees_slots_when_it_ends() -> None:
     bench.finish(job)
     assert (bench.ram.slots.free, bench.tiers[1].slots.free) == (4, 8)
     assert bench.look(prefix(3)) == [MISS]
-    assert bench.truth.published == []
 
 
 def test_a_demotion_in_flight_must_not_come_back_after_a_restart() -> None:

@@ -123,7 +123,7 @@ def test_a_chunk_that_only_passes_through_stays_when_it_is_retained() -> None:
     bench.finish(job, Outcome.DONE)
     bench.manager.prepare_load(prefix(2), "reader")
     bench.manager.retain(prefix(2), 10.0)
-    bench.manager.complete_load(prefix(2))
+    bench.manager.complete_load("reader")
     bench.check()
     assert bench.resident() == {*prefix(1)}
 

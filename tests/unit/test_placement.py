@@ -213,14 +213,19 @@ def test_a_file_says_what_is_written(
     config = parse_config(configured(*lines), source="a.yaml")
     tiers = build_tiers(config, [4, 16])
     manager = build_manager(
-        config, tiers, slot_nbytes=MIB, truth=RecordingTruth(), record_events=False
+        config,
+        tiers,
+        slot_nbytes=MIB,
+        chunk_tokens=16,
+        truth=RecordingTruth(),
+        record_events=False,
     )
     plan = manager.prepare_store(prefix(4), "writer")
     assert plan is not None
     manager.complete_store(plan.keys)
     if loaded_twice:
         manager.prepare_load(prefix(4), "reader")
-        manager.complete_load(prefix(4))
+        manager.complete_load("reader")
     manager.end_step()
     assert sum(len(job.keys) for job in manager.take_jobs()) == written
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.vllm.pressure import PressureLog
+from kvtier.connector.pressure import PressureLog
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.recording import (
     CallEncoder,
-    Ladder,
+    ManagerSetup,
     Recorder,
     RecordingManager,
     RequestLog,
@@ -53,13 +53,13 @@ READ_ONLY = {
 }
 
 
-def ladder_of(ram: int, nvme: int, text: str = "") -> Ladder:
+def setup_of(ram: int, nvme: int, text: str = "") -> ManagerSetup:
     config = parse_config(
         f"tiers:\n- {{kind: ram, capacity: {ram}MiB}}\n"
         f"- {{kind: nvme, path: /nowhere/at/all, capacity: {nvme}MiB}}\n{text}",
         source="kvtier.yaml",
     )
-    return Ladder(config, [ram, nvme], CHUNK, 16)
+    return ManagerSetup(config, [ram, nvme], CHUNK, 16)
 
 
 class Forgetful(HonestTruth):
@@ -76,20 +76,21 @@ class Forgetful(HonestTruth):
 
 
 def record_run(
-    path: Path, ladder: Ladder, chains: Sequence[Sequence[int]], *, seed: int
+    path: Path, setup: ManagerSetup, chains: Sequence[Sequence[int]], *, seed: int
 ) -> TieredOffloadingManager:
     """Serve ``chains`` in model time, reset half way, and write every call to ``path``."""
     encoder = CallEncoder()
-    lines = [ladder.line()]
+    lines = [setup.line()]
 
     def note(name: str, values: Mapping[str, Any]) -> None:
         lines.extend(encoder.lines(name, values))
 
-    tiers = build_tiers(ladder.config, ladder.capacities)
+    tiers = build_tiers(setup.config, setup.capacities)
     manager = build_manager(
-        ladder.config,
+        setup.config,
         tiers,
         slot_nbytes=CHUNK,
+        chunk_tokens=16,
         truth=Forgetful(seed),
         record_events=False,
         make=partial(RecordingManager, note=note),
@@ -145,11 +146,11 @@ def test_whatever_happened_the_replay_answers_the_same(
     seed: int,
 ) -> None:
     placement = f"placement:\n  {write}\n  pin_budget: 50%\n  retain_quota: 20%\n"
-    ladder = ladder_of(ram, nvme, placement)
-    tiers = [tier.model_copy(update={"eviction": eviction}) for tier in ladder.config.tiers]
-    config = ladder.config.model_copy(update={"tiers": tuple(tiers)})
+    setup = setup_of(ram, nvme, placement)
+    tiers = [tier.model_copy(update={"eviction": eviction}) for tier in setup.config.tiers]
+    config = setup.config.model_copy(update={"tiers": tuple(tiers)})
     path = tmp_path_factory.mktemp("run") / "calls.jsonl"
-    manager = record_run(path, Ladder(config, [ram, nvme], CHUNK, 16), chains, seed=seed)
+    manager = record_run(path, ManagerSetup(config, [ram, nvme], CHUNK, 16), chains, seed=seed)
     result = replay_calls(path, config)
     assert result.requests == len(chains)
     for tier, live in zip(result.tiers, manager.snapshot().tiers, strict=True):
@@ -173,7 +174,7 @@ def test_every_call_that_changes_the_manager_is_recorded() -> None:
 def calls(tmp_path: Path) -> Path:
     path = tmp_path / "calls-000001.jsonl"
     chains = [[0, 1, 2], [100, 101, 102], [0, 1, 2, 3], [200, 201], [0, 1, 2]]
-    record_run(path, ladder_of(4, 20), chains, seed=0)
+    record_run(path, setup_of(4, 20), chains, seed=0)
     return path
 
 
@@ -216,7 +217,7 @@ def damaged(calls: Path, config: KvtierConfig, text: str) -> str:
 
 
 def test_a_damaged_recording_names_its_line(calls: Path) -> None:
-    config = ladder_of(4, 20).config
+    config = setup_of(4, 20).config
     lines = calls.read_text().splitlines()
     head = "\n".join(lines[:3])
     assert "calls-000001.jsonl:4: not JSON" in damaged(calls, config, f"{head}\n{{\n")
@@ -224,12 +225,12 @@ def test_a_damaged_recording_names_its_line(calls: Path) -> None:
     unknown = '{"call":"no_such_call"}'
     assert "4: not a call that can be" in damaged(calls, config, f"{head}\n{unknown}\n")
     assert "1: not the beginning" in damaged(calls, config, lines[1] + "\n")
-    newer = lines[0].replace('"kvtier_calls":1', '"kvtier_calls":2')
-    assert "recorded in format 2" in damaged(calls, config, f"{newer}\n")
+    newer = lines[0].replace('"kvtier_calls":2', '"kvtier_calls":3')
+    assert "recorded in format 3" in damaged(calls, config, f"{newer}\n")
 
 
 def test_a_recording_cut_short_is_one_of_a_shorter_run(calls: Path) -> None:
-    config = ladder_of(4, 20).config
+    config = setup_of(4, 20).config
     whole = replay_calls(calls, config).calls
     calls.write_bytes(calls.read_bytes()[:-5])
     assert replay_calls(calls, config).calls == whole - 1
@@ -254,7 +255,7 @@ def lengths(directory: Path, stem: str) -> list[tuple[str, int]]:
 
 def recorder(directory: Path, **options: Any) -> Recorder:
     settings = TraceConfig(record=directory, **options)
-    return Recorder(directory, options=settings, ladder=ladder_of(4, 20))
+    return Recorder(directory, options=settings, setup=setup_of(4, 20))
 
 
 def test_requests_go_on_in_new_files_and_the_oldest_are_removed(tmp_path: Path) -> None:
@@ -316,7 +317,7 @@ def test_a_full_queue_drops_requests_and_ends_the_recording_of_calls(
 def test_a_recording_of_calls_ends_whole_when_its_file_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ladder_of(4, 20)
+    config = setup_of(4, 20)
     size = len(config.line()) + 80
     writer = recorder(tmp_path / "trace", calls=True, file_size_bytes=size)
     for number in range(50):

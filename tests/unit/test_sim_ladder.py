@@ -335,7 +335,12 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
     config = ladder(load.ram, load.nvme, write=load.write, promote_after=load.promote_after)
     tiers = build_tiers(config, [load.ram, load.nvme])
     manager = build_manager(
-        config, tiers, slot_nbytes=CHUNK, truth=HonestTruth(), record_events=False
+        config,
+        tiers,
+        slot_nbytes=CHUNK,
+        chunk_tokens=16,
+        truth=HonestTruth(),
+        record_events=False,
     )
     speed = TierSpeed(load.bytes_per_s, load.bytes_per_s, 0.001)
     model = TimeModel(RATE, concurrency=4, speeds={"ram": RAM, "nvme": speed})

@@ -16,6 +16,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload
+from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
@@ -62,7 +63,7 @@ class Rig:
             "rig",
             {
                 ("ram", "nvme"): ToTier(self.ram, self.tier),
-                ("nvme", "ram"): FromTier(self.ram, self.tier),
+                ("nvme", "ram"): FromTier(self.ram, self.tier, RecordingTruth()),
             },
             chunk_nbytes=SLOT,
             limits=EngineLimits(
@@ -91,7 +92,9 @@ class Rig:
         self, why: Why, keys: Sequence[ChunkKey], slots: Sequence[int], timeout_s: float
     ) -> Job:
         source, destination = ("nvme", "ram") if why is Why.PROMOTE else ("ram", "nvme")
-        job = Job(next(self._ids), why, source, destination, keys, slots, slots, timeout_s)
+        number = next(self._ids)
+        stamps = [number + 1] * len(keys)
+        job = Job(number, why, source, destination, keys, slots, slots, timeout_s, stamps)
         self.engine.submit(job)
         return job
 

@@ -12,15 +12,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import prometheus_client
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 
-from kvtier.config import load_config
+from kvtier.config import load_config, vllm_transfer_config
 from kvtier.vllm.demo.model import BLOCK_TOKENS
 from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
 
@@ -28,7 +28,13 @@ __all__ = ["main"]
 
 IDLE_S = 0.001
 DRAIN_S = 30.0
-GAUGES = ("kvtier_used_chunks", "kvtier_capacity_chunks", "kvtier_shadow_hit_ratio")
+GAUGES = (
+    "kvtier_used_chunks",
+    "kvtier_capacity_chunks",
+    "kvtier_shadow_hit_ratio",
+    "kvtier_load_seconds_per_gb",
+    "kvtier_recompute_seconds_per_token",
+)
 WATCHED = ("kvtier_", "vllm:num_preemptions")
 IRRELEVANT_LABELS = {"engine", "model_name"}
 
@@ -48,6 +54,7 @@ def open_engine(scenario: Scenario) -> LLM:
         disable_log_stats=False,
         seed=0,
         kv_transfer_config=connector(scenario),
+        kv_events_config=publisher(scenario),
         **workers(scenario.ranks),
     )
 
@@ -63,17 +70,18 @@ def connector(scenario: Scenario) -> KVTransferConfig | None:
     """Return how vLLM is told of kvtier."""
     if scenario.config is None:
         return None
-    wishes = load_config(scenario.config).engine
+    settings = load_config(scenario.config)
     return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "spec_name": "KVTierOffloadingSpec",
-            "spec_module_path": "kvtier.vllm.spec",
-            "kvtier_config": str(scenario.config),
-            "blocks_per_chunk": wishes.blocks_per_chunk,
-            "offload_prompt_only": not wishes.store_decode,
-        },
+        **vllm_transfer_config(scenario.config, settings, door=scenario.door)
+    )
+
+
+def publisher(scenario: Scenario) -> KVEventsConfig | None:
+    """Return where vLLM publishes what is cached."""
+    if scenario.events is None:
+        return None
+    return KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=scenario.events
     )
 
 
@@ -97,7 +105,10 @@ class Driver:
         self._prepare(wave)
         started_s = time.monotonic()
         prompts = [self._literal(prompt) for prompt in wave.prompts]
-        names = [self._send(prompt, wave.max_tokens) for prompt in prompts]
+        names = [
+            self._send(tokens, wave.max_tokens, prompt.wishes)
+            for tokens, prompt in zip(prompts, wave.prompts, strict=True)
+        ]
         outputs: dict[str, Any] = {}
         for step in itertools.count(1):
             outputs.update(self._step())
@@ -126,10 +137,14 @@ class Driver:
         before = self._answers[prompt.after]
         return before.prompt + before.tokens + prompt.tokens
 
-    def _send(self, tokens: Sequence[int], max_tokens: int) -> str:
+    def _send(self, tokens: Sequence[int], max_tokens: int, wishes: Mapping[str, Any]) -> str:
         name = str(next(self._ids))
         parameters = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": dict(wishes)} if wishes else None,
         )
         self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, parameters)
         return name

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.config import Door
 
 __all__ = [
     "Answer",
@@ -31,6 +33,8 @@ class Prompt(_Value):
     """Token ids; appended to the conversation so far when there is one."""
     after: int | None = None
     """The earlier request that this one continues, counted over all waves."""
+    wishes: dict[str, Any] = Field(default_factory=dict)
+    """What it says in ``kv_transfer_params``."""
 
 
 class Wave(_Value):
@@ -57,12 +61,16 @@ class Scenario(_Value):
     """kvtier's YAML file; None runs vLLM alone."""
     waves: tuple[Wave, ...]
     gpu_blocks: int = 140
+    door: Door = Door.CONNECTOR
+    """The way into vLLM."""
     ranks: int = 1
     """Tensor-parallel workers."""
     context_tokens: int = 4096
     """Longest prompt and answer together; the GPU must have blocks for one such request."""
     step_tokens: int = 2048
     """Most tokens the engine computes in one step."""
+    events: str | None = None
+    """Where to publish what is cached, as a ZeroMQ endpoint."""
 
 
 class Answer(_Value):
@@ -162,6 +170,11 @@ def store_yaml(
         {"kind": "ram", "capacity": f"{ram_nbytes}B"},
         {"kind": "nvme", "path": str(store), "capacity": f"{nvme_nbytes}B"},
     ]
-    settings = {"tiers": tiers, "engine": {"blocks_per_chunk": blocks_per_chunk}}
+    settings = {
+        "tiers": tiers,
+        # A model this small computes faster than a busy disk reads; here it is to read.
+        "placement": {"load_if": "always"},
+        "engine": {"blocks_per_chunk": blocks_per_chunk},
+    }
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
     return file

@@ -64,11 +64,13 @@ def main(
     require_disk(parent, plan.disk_nbytes)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=parent) as scratch:
         machine = describe(Path(scratch)) | {"fio": Fio.version()}
+        rows: list[Row] = []
         with Lab(plan, Path(scratch), console) as lab:
-            rows = list(_run(lab))
+            for row in _run(lab):
+                rows.append(row)
+                if json is not None:
+                    write_json(json, rows)  # at once: the whole takes half an hour
     print_table(console, rows, machine)
-    if json is not None:
-        write_json(json, rows)
     if markdown is not None:
         write_markdown(markdown, rows, machine, f"{COMMAND}{' --quick' if quick else ''}")
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import Storage, open_storage
 from kvtier.keys import ChunkKey
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.storage import Storage, open_storage
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 
 __all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier"]
@@ -41,7 +42,7 @@ def make_config(
 def make_region(config: KvtierConfig, chunk_nbytes: int) -> HostRegion:
     """Return the RAM tier, every page in place."""
     slots = config.tiers[0].capacity_bytes // chunk_nbytes
-    geometry = RegionGeometry(slots, chunk_nbytes, chunk_nbytes, 1)
+    geometry = RegionGeometry(slots, chunk_nbytes, chunk_nbytes, 1, 1)
     return HostRegion.create(f"bench-{os.getpid()}", geometry, attachers=0, timeout_s=1)
 
 
@@ -76,10 +77,13 @@ class KvtierSide:
 
     def __init__(self, storage: Storage, config: KvtierConfig) -> None:
         self.manager: Any = KVTierManager(
-            storage,
-            tokens_per_chunk=1,
+            CacheService(
+                storage,
+                tokens_per_chunk=1,
+                close_timeout_s=config.transfer.close_timeout_s,
+            ),
+            persistent=False,
             report_metrics=True,
-            close_timeout_s=config.transfer.close_timeout_s,
         )
         self.ram_share_for_waiting = config.placement.pin_budget
         self._storage = storage

@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvtier.config import KvtierConfig, RamTierConfig
+from kvtier.connector.storage import open_storage
 from kvtier.keys import ChunkKey
-from kvtier.vllm.storage import open_storage
 from tests.bench.nvme.engine_loop import look_up, make_context
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.kvtier_side import FINGERPRINT, KvtierSide, make_region

@@ -43,7 +43,7 @@ def open_once(spec: TransferSpec) -> Opened:
     Raises:
         BenchError: Not every chunk came back.
     """
-    from kvtier.vllm.storage import open_storage  # noqa: PLC0415 - imports vLLM
+    from kvtier.connector.storage import open_storage  # noqa: PLC0415 - as late as the rest
     from tests.bench.nvme.kvtier_side import (  # noqa: PLC0415 - imports vLLM
         FINGERPRINT,
         make_config,

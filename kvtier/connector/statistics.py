@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.manager import ManagerSnapshot, TierSnapshot
 from kvtier.recording import RecorderStatistics
@@ -12,8 +13,7 @@ from kvtier.transfer import ChannelStatistics
 __all__ = ["EngineStatistics", "ShadowFigures", "TierFigures", "engine_statistics"]
 
 
-@dataclass(frozen=True, slots=True)
-class TierFigures:
+class TierFigures(NamedTuple):
     """One tier; counters since the engine started, the rest as it is now.
 
     Attributes:
@@ -22,16 +22,24 @@ class TierFigures:
         hit_tokens: Prompt tokens they stand for.
         miss_chunks: Chunks asked for and not here: those found in a slower tier, and one per
             request for the first that was nowhere.
+        stranded_chunks: Chunks that were here and were computed all the same, because one that
+            comes before them was in no tier.
+        skipped_load_chunks: Chunks not loaded because computing them was expected to be faster.
+        skipped_load_tokens: Prompt tokens they stand for.
         stored_chunks: Chunks that became resident.
         evicted_chunks: Chunks that left to make room.
         promoted_chunks: Chunks that came up from here to RAM to stay.
+        demoted_chunks: Chunks that went down from here and arrived.
         refused_chunks: Chunks not taken for lack of room or by policy.
         lost_chunks: Chunks that did not reach the slower tier they were meant for.
         unretained_chunks: Chunks asked to be kept that were not, or not as long.
         dropped_chunks: Chunks meant for the tier and not sent because it did not keep up.
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
-        failed_reads: Chunks whose transfer out failed or expired.
-        failed_writes: Chunks whose transfer in failed or expired.
+        failed_reads: Chunks whose transfer out failed.
+        failed_writes: Chunks whose transfer in failed.
+        failed_loads: Chunks that a worker could not load into the GPU.
+        expired_chunks: Chunks whose transfer did not end before its deadline.
+        shut_out_chunks: Chunks whose transfer was refused: out of service, or queue full.
         read_bytes: Bytes that left for another tier.
         written_bytes: Bytes that arrived from another tier.
         transfer_seconds: Run time of storage transfers.
@@ -43,6 +51,7 @@ class TierFigures:
         held_chunks: Copies that could not be evicted now.
         dirty_chunks: Copies that must still reach a slower tier.
         queued_bytes: Bytes queued or running.
+        load_seconds_per_gb: Estimate of what loading takes from here; 0 if never measured.
         out_of_service: 1 while the tier is skipped, else 0.
     """
 
@@ -50,9 +59,13 @@ class TierFigures:
     hit_chunks: int
     hit_tokens: int
     miss_chunks: int
+    stranded_chunks: int
+    skipped_load_chunks: int
+    skipped_load_tokens: int
     stored_chunks: int
     evicted_chunks: int
     promoted_chunks: int
+    demoted_chunks: int
     refused_chunks: int
     lost_chunks: int
     unretained_chunks: int
@@ -60,6 +73,9 @@ class TierFigures:
     corrupt_chunks: int
     failed_reads: int
     failed_writes: int
+    failed_loads: int
+    expired_chunks: int
+    shut_out_chunks: int
     read_bytes: int
     written_bytes: int
     transfer_seconds: float
@@ -71,6 +87,7 @@ class TierFigures:
     held_chunks: int
     dirty_chunks: int
     queued_bytes: int
+    load_seconds_per_gb: float
     out_of_service: int
 
 
@@ -105,6 +122,7 @@ class EngineStatistics:
         waiting_requests: Requests that wait for chunks on their way to RAM.
         granted_chunks: RAM slots kept for waiting requests.
         retained_chunks: RAM slots of chunks kept until a deadline.
+        recompute_seconds_per_token: Estimate of what computing takes; 0 if never measured.
         internal_errors: Unexpected errors answered as misses.
         trace_records: Records written to the trace.
         trace_dropped: Records that were not.
@@ -115,6 +133,7 @@ class EngineStatistics:
     waiting_requests: int
     granted_chunks: int
     retained_chunks: int
+    recompute_seconds_per_token: float
     internal_errors: int
     trace_records: int
     trace_dropped: int
@@ -140,14 +159,20 @@ def engine_statistics(
         shadows: Shadow policies, tier by tier.
         recorder: The recording's, if there is one.
     """
+    worth = manager.worth
+    per_gb = [0.0 if price is None else price.seconds(10**9) for price in worth.prices]
+    loads = zip(worth.skipped_chunks, worth.skipped_tokens, per_gb, strict=True)
     return EngineStatistics(
         tiers=[
-            _tier_figures(tier, channels, hit_tokens[number], fastest=not number)
-            for number, tier in enumerate(manager.tiers)
+            _tier_figures(tier, channels, tokens, load, fastest=not number)
+            for number, (tier, tokens, load) in enumerate(
+                zip(manager.tiers, hit_tokens, loads, strict=True)
+            )
         ],
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,
         retained_chunks=manager.retained,
+        recompute_seconds_per_token=worth.recompute_s_per_token or 0.0,
         internal_errors=internal_errors,
         trace_records=0 if recorder is None else recorder.written,
         trace_dropped=0 if recorder is None else recorder.dropped,
@@ -159,20 +184,39 @@ def _tier_figures(
     tier: TierSnapshot,
     channels: Mapping[tuple[str, str], ChannelStatistics],
     hit_tokens: int,
+    load: tuple[int, int, float],
     *,
     fastest: bool,
 ) -> TierFigures:
     counters = tier.counters
-    out = [stats for (source, _), stats in channels.items() if source == tier.name]
-    into = [stats for (_, target), stats in channels.items() if target == tier.name]
+    read_bytes = written_bytes = queued_bytes = refused = expired = 0
+    seconds = queued_s = 0.0
+    out_of_service = False
+    for ends, channel in channels.items():
+        if tier.name not in ends:
+            continue
+        if tier.name == ends[0]:
+            read_bytes += channel.nbytes
+        else:
+            written_bytes += channel.nbytes
+        seconds += channel.seconds
+        queued_s += channel.queued_s
+        queued_bytes += channel.queued_bytes
+        refused += channel.refused
+        expired += channel.expired
+        out_of_service = out_of_service or channel.out_of_service
     return TierFigures(
         name=tier.name,
         hit_chunks=counters.hits,
         hit_tokens=hit_tokens,
         miss_chunks=counters.misses,
+        stranded_chunks=counters.stranded,
+        skipped_load_chunks=load[0],
+        skipped_load_tokens=load[1],
         stored_chunks=counters.stored,
         evicted_chunks=counters.evicted,
         promoted_chunks=counters.promoted,
+        demoted_chunks=counters.demoted,
         refused_chunks=counters.refused,
         lost_chunks=counters.lost,
         unretained_chunks=counters.unretained,
@@ -180,17 +224,21 @@ def _tier_figures(
         corrupt_chunks=counters.corrupt,
         failed_reads=counters.read_failed,
         failed_writes=counters.failed,
-        read_bytes=sum(stats.nbytes for stats in out),
-        written_bytes=sum(stats.nbytes for stats in into),
-        transfer_seconds=sum(stats.seconds for stats in (*out, *into)),
-        queue_seconds=sum(stats.queued_s for stats in (*out, *into)),
-        refused_jobs=sum(stats.refused for stats in (*out, *into)),
-        expired_jobs=sum(stats.expired for stats in (*out, *into)),
+        failed_loads=counters.load_failed,
+        expired_chunks=counters.expired,
+        shut_out_chunks=counters.shut_out,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        transfer_seconds=seconds,
+        queue_seconds=queued_s,
+        refused_jobs=refused,
+        expired_jobs=expired,
         capacity_chunks=tier.capacity,
         used_chunks=tier.used,
         held_chunks=tier.held,
         dirty_chunks=tier.dirty,
-        queued_bytes=sum(stats.queued_bytes for stats in (*out, *into)),
+        queued_bytes=queued_bytes,
+        load_seconds_per_gb=load[2],
         # A channel's breaker is about the slower of its two ends.
-        out_of_service=int(not fastest and any(s.out_of_service for s in (*out, *into))),
+        out_of_service=int(out_of_service and not fastest),
     )

@@ -1,30 +1,27 @@
 """Tells the recording and the shadow policies what each request is made of.
 
 The manager is asked for chunks piece by piece, and not for those that are in the GPU's own
-cache. The whole of a request is in the positions that vLLM's scheduler half keeps in its
-context: when the request is scheduled for the first time they are the whole chunks of its
-prompt, and when it is over those of its answer as well.
+cache. The whole of a request is in the positions that the scheduler half keeps for it: when
+the request is scheduled for the first time they are the whole chunks of its prompt, and when it
+is over those of its answer as well.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-from collections.abc import Iterable, Sequence
-
-from vllm.v1.kv_offload.base import ReqContext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.config import KvtierConfig
+from kvtier.connector.context import RequestContext
+from kvtier.connector.statistics import ShadowFigures
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.policies.shadow import ShadowTier
 from kvtier.recording import Recorder, RequestLog
-from kvtier.vllm.statistics import ShadowFigures
 
-__all__ = ["Observer", "build_observer"]
+__all__ = ["Observer", "Positions", "build_observer"]
 
-_POSITIONS = "_offload_key_positions"
-_positions_of = operator.attrgetter(_POSITIONS)
+Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
+"""Returns a request's chunks so far, root to leaf, and the token each ends before."""
 
 
 class Observer:
@@ -33,6 +30,7 @@ class Observer:
     Args:
         recorder: Where requests are recorded, if anywhere.
         shadows: Ghosts by their tier's name.
+        positions: Says what a request is made of.
         chunk_tokens: Tokens of a chunk of the first KV cache group.
     """
 
@@ -41,6 +39,7 @@ class Observer:
         recorder: Recorder | None,
         shadows: Sequence[tuple[str, ShadowTier]],
         *,
+        positions: Positions,
         chunk_tokens: int,
     ) -> None:
         self._log = (
@@ -49,14 +48,15 @@ class Observer:
             else RequestLog(recorder.request, chunk_tokens=chunk_tokens)
         )
         self._shadows = shadows
+        self._positions = positions
         self._chunk_tokens = chunk_tokens
-        self._open: dict[str, ReqContext] = {}
+        self._open: dict[str, RequestContext] = {}
 
-    def arrived(self, context: ReqContext, now: float) -> None:
-        """Note a new request, ``now`` in seconds on a monotonic clock."""
+    def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
+        """Note a new request of ``session``, ``now`` in seconds on a monotonic clock."""
         self._open[context.req_id] = context
         if self._log is not None:
-            self._log.arrived(context.req_id, now)
+            self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
         """Note requests that were scheduled for the first time in this step."""
@@ -70,7 +70,7 @@ class Observer:
             if self._log is not None:
                 self._log.started(req_id, prompt)
 
-    def ended(self, context: ReqContext) -> None:
+    def ended(self, context: RequestContext) -> None:
         """Note that a request is over."""
         known = self._open.pop(context.req_id, None)
         if known is not None and self._log is not None:
@@ -99,11 +99,11 @@ class Observer:
             for ghost in tier.figures()
         ]
 
-    def _chunks(self, context: ReqContext) -> list[ChunkKey]:
+    def _chunks(self, context: RequestContext) -> list[ChunkKey]:
         """Return the whole chunks of the first KV cache group, root to leaf."""
         return [
             key
-            for key, end in _positions_of(context).items()
+            for key, end in self._positions(context).items()
             if is_of_first_group(key) and not end % self._chunk_tokens
         ]
 
@@ -113,6 +113,7 @@ def build_observer(
     recorder: Recorder | None,
     capacities: Sequence[int],
     *,
+    positions: Positions | None,
     chunk_tokens: int,
 ) -> Observer | None:
     """Build what ``config`` asks for; None if that is nothing.
@@ -121,21 +122,22 @@ def build_observer(
         config: The configuration.
         recorder: The recording, if there is one.
         capacities: Slots of each tier.
+        positions: Says what a request is made of; None where the engine does not say.
         chunk_tokens: Tokens of a chunk of the first KV cache group.
 
     Raises:
-        UnsupportedError: This vLLM does not say what a request is made of.
+        UnsupportedError: It is needed and the engine does not say.
     """
     if recorder is None and not config.shadow:
         return None
-    if _POSITIONS not in {field.name for field in dataclasses.fields(ReqContext)}:
+    if positions is None:
         raise UnsupportedError(
-            "this vLLM does not tell an offloading manager which chunks a request has, which "
-            "trace.record and shadow need; use vLLM 0.32, or leave them out"
+            "this engine does not say which chunks a request has, which trace.record and "
+            "shadow need: leave them out (vLLM 0.32 says it)"
         )
     shadows = [
         (tier.name, ShadowTier(capacity, dict.fromkeys((tier.eviction, *config.shadow))))
         for tier, capacity in zip(config.tiers, capacities, strict=True)
         if config.shadow
     ]
-    return Observer(recorder, shadows, chunk_tokens=chunk_tokens)
+    return Observer(recorder, shadows, positions=positions, chunk_tokens=chunk_tokens)

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.config import KvtierConfig
+from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import ConfigError
 from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.memory import HostRegion
-from kvtier.recording import Ladder, Recorder, RecordingManager
+from kvtier.recording import ManagerSetup, Recorder, RecordingManager
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
 from kvtier.types import LayoutFingerprint
 from kvtier.units import format_size
-from kvtier.vllm.observer import Observer, build_observer
 
 __all__ = ["Storage", "open_storage"]
 
@@ -66,6 +66,7 @@ def open_storage(
     *,
     tokens_per_chunk: int,
     record_events: bool,
+    positions: Positions | None = None,
 ) -> Storage:
     """Open every tier, recover what survived and start the storage engine.
 
@@ -75,6 +76,7 @@ def open_storage(
         fingerprint: What stored bytes mean.
         tokens_per_chunk: Tokens of a chunk of the first KV cache group.
         record_events: Whether somebody listens to residency events.
+        positions: Says what a request is made of, for a recording and for shadow policies.
 
     Raises:
         KvtierError: A tier cannot be opened; nothing is left open.
@@ -94,10 +96,16 @@ def open_storage(
     try:
         tiers.extend(open_tier(options, context) for options in config.tiers[1:])
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
-        ladder = Ladder(config, capacities, slot_nbytes, tokens_per_chunk)
-        recorder = _open_recorder(ladder)
-        observer = build_observer(config, recorder, capacities, chunk_tokens=tokens_per_chunk)
-        manager = _build_manager(ladder, region, recorder, record_events=record_events)
+        setup = ManagerSetup(config, capacities, slot_nbytes, tokens_per_chunk)
+        recorder = _open_recorder(setup)
+        observer = build_observer(
+            config,
+            recorder,
+            capacities,
+            positions=positions,
+            chunk_tokens=tokens_per_chunk,
+        )
+        manager = _build_manager(setup, region, recorder, record_events=record_events)
         _recover(manager, tiers, slot_nbytes)
     except BaseException:
         if recorder is not None:
@@ -109,7 +117,7 @@ def open_storage(
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
         routes[ram, tier.name] = ToTier(region, tier)
-        routes[tier.name, ram] = FromTier(region, tier)
+        routes[tier.name, ram] = FromTier(region, tier, region.control)
     engine = TransferEngine(
         "storage",
         routes,
@@ -132,34 +140,35 @@ async def _close_all(tiers: Sequence[StorageTier]) -> None:
         await tier.aclose()
 
 
-def _open_recorder(ladder: Ladder) -> Recorder | None:
+def _open_recorder(setup: ManagerSetup) -> Recorder | None:
     """Start the recording that the configuration asks for.
 
     Raises:
         ConfigError: Its directory cannot be made.
     """
-    options = ladder.config.trace
+    options = setup.config.trace
     if options.record is None:
         return None
     try:
-        return Recorder(options.record, options=options, ladder=ladder)
+        return Recorder(options.record, options=options, setup=setup)
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
         remedy = "name a directory whose parent exists and that the engine may write to"
-        text = ladder.config.origin.complain(
+        text = setup.config.origin.complain(
             "trace.record", problem, remedy, value=options.record
         )
         raise ConfigError(text) from error
 
 
 def _build_manager(
-    ladder: Ladder, region: HostRegion, recorder: Recorder | None, *, record_events: bool
+    setup: ManagerSetup, region: HostRegion, recorder: Recorder | None, *, record_events: bool
 ) -> TieredOffloadingManager:
-    config = ladder.config
+    config = setup.config
     return build_manager(
         config,
-        build_tiers(config, ladder.capacities),
-        slot_nbytes=ladder.slot_nbytes,
+        build_tiers(config, setup.capacities),
+        slot_nbytes=setup.slot_nbytes,
+        chunk_tokens=setup.chunk_tokens,
         truth=region.control,
         record_events=record_events,
         make=partial(RecordingManager, note=recorder.call)

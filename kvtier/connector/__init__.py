@@ -1,0 +1,1 @@
+"""kvtier as a KV connector, for any engine: nothing here imports one."""

@@ -1,0 +1,277 @@
+"""One rank's copies between its KV blocks and RAM slots, as jobs.
+
+vLLM's offloading worker and the engine-neutral worker half both use it: they differ in how jobs
+arrive and in what may be said when one fails, not in how bytes move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvtier.iopool import IoPool
+from kvtier.memory.copy import BlockCopier, plan_copy
+from kvtier.memory.slot_layout import RankShare
+from kvtier.transfer import EngineLimits, TransferEngine
+from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
+from kvtier.types import Job, JobId, Outcome, Why
+
+if TYPE_CHECKING:
+    from kvtier.memory import HostRegion
+    from kvtier.memory.copy import BlockCopyPlan, Indices, KVBlocks
+
+__all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
+
+logger = logging.getLogger(__name__)
+
+_COPY_TIMEOUT_S: Final = 60.0
+"""A copy between device and RAM takes milliseconds; one that takes this long has failed."""
+_UNBOUNDED: Final = 1 << 62
+"""An engine has no answer to a refused job, so the queue refuses nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResult:
+    """How one job ended; its blocks and slots are free for other use.
+
+    Attributes:
+        job_id: The job.
+        why: Whether it was a store or a load.
+        outcomes: One per chunk, in the job's order.
+        nbytes: Bytes that reached their destination.
+        seconds: From the first byte asked for to the last; queueing excluded.
+        error: The first failure, for a log line; empty when all is done.
+    """
+
+    job_id: JobId
+    why: Why
+    outcomes: Sequence[Outcome]
+    nbytes: int
+    seconds: float
+    error: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte is where it should be."""
+        return all(outcome is Outcome.DONE for outcome in self.outcomes)
+
+
+class DeviceEngine:
+    """Stores and loads of one rank, carried out in the order they were asked for.
+
+    All methods are called from one thread, the engine's. None of them waits but :meth:`wait`
+    and :meth:`close`.
+
+    Args:
+        kv: The rank's KV memory.
+        region: The RAM tier; closed with the engine.
+        rank: This rank.
+        share: Which part of every slot is the rank's.
+        blocks_per_chunk: Blocks of a chunk.
+        close_timeout_s: Longest :meth:`close`.
+
+    Raises:
+        UnsupportedError: The KV memory does not fit the region's slots.
+    """
+
+    def __init__(
+        self,
+        kv: KVBlocks,
+        region: HostRegion,
+        *,
+        rank: int,
+        share: RankShare,
+        blocks_per_chunk: int,
+        close_timeout_s: float,
+    ) -> None:
+        self._region = region
+        self._blocks_per_chunk = blocks_per_chunk
+        self._close_timeout_s = close_timeout_s
+        self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
+        # One thread: copies share a link, and a block stored and loaded again keeps its order.
+        self._pool = IoPool(1, name=f"kvtier-copy-{rank}")
+        control = region.control
+        self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
+        self._engine = TransferEngine(
+            f"device-{rank}",
+            {
+                ("gpu", "ram"): self._store,
+                ("ram", "gpu"): DeviceLoad(self._copier, control, rank=rank, pool=self._pool),
+            },
+            chunk_nbytes=region.geometry.stripe_nbytes * len(share.stripes),
+            limits=EngineLimits(
+                queued_bytes=_UNBOUNDED,
+                running_bytes=_UNBOUNDED,
+                breaker_failures=_UNBOUNDED,
+            ),
+        )
+        self._rank = rank
+        self._control = control
+        self._reasons: dict[JobId, Why] = {}
+        self._failed: list[DeviceResult] = []
+
+    def plan(
+        self,
+        block_ids: Sequence[int] | Indices,
+        group_sizes: Sequence[int],
+        first_blocks: Sequence[int],
+        slots: Sequence[int],
+    ) -> BlockCopyPlan:
+        """Match an engine's blocks with the slots of their chunks.
+
+        Args:
+            block_ids: Block numbers, group after group.
+            group_sizes: How many of them belong to each group.
+            first_blocks: Index within the request of each group's first block.
+            slots: Slots of the chunks, group after group.
+
+        Raises:
+            UnsupportedError: Blocks and slots do not match.
+        """
+        return plan_copy(
+            block_ids, group_sizes, first_blocks, slots, blocks_per_chunk=self._blocks_per_chunk
+        )
+
+    def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
+        """Start copying blocks to slots, after what the engine's stream holds now.
+
+        Args:
+            job_id: Unique among the jobs of this rank.
+            plan: What to copy where.
+            generations: The stamp that the store leaves on each slot.
+        """
+        self._submit(job_id, Why.STORE, plan, generations)
+
+    def load(
+        self,
+        job_id: JobId,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+    ) -> None:
+        """Start copying slots to blocks, after what the engine's stream holds now.
+
+        Args:
+            job_id: Unique among the jobs of this rank.
+            plan: What to copy where.
+            generations: The stamp that each slot must bear.
+            wait_s: How long a slot may take to bear it.
+        """
+        self._submit(job_id, Why.LOAD, plan, generations, wait_s=wait_s)
+
+    def fail(
+        self,
+        job_id: JobId,
+        why: Why,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        error: Exception,
+    ) -> None:
+        """End a job that could not be started, as one that ran and failed.
+
+        Args:
+            job_id: The job; not known to :meth:`poll` yet.
+            why: Whether it was a store or a load.
+            slots: Its slots.
+            generations: Their stamps.
+            error: What kept it from being started.
+        """
+        self._reasons.pop(job_id, None)
+        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
+        if why is Why.LOAD:
+            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
+        self._control.acknowledge(self._rank, held)
+        outcomes = [Outcome.FAILED] * len(slots)
+        text = f"{type(error).__name__}: {error}"
+        self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
+
+    @property
+    def idle(self) -> bool:
+        """Whether every job ended."""
+        return self._engine.idle and not self._failed
+
+    def poll(self) -> list[DeviceResult]:
+        """Return the jobs that ended since the last call, in the order they did."""
+        failed, self._failed = self._failed, []
+        return failed + [
+            DeviceResult(
+                job_id=result.job_id,
+                why=self._reasons.pop(result.job_id),
+                outcomes=result.outcomes,
+                nbytes=result.nbytes,
+                seconds=result.seconds,
+                error=result.error,
+            )
+            for result in self._engine.poll()
+            if result.settled
+        ]
+
+    def wait(self, job_ids: Collection[JobId]) -> None:
+        """Block until ``job_ids`` ended: their blocks are about to be overwritten.
+
+        Ids that are unknown or ended before are no error. A store that does not end in time is
+        revoked: it is acknowledged some day and never counts as whole.
+        """
+        if self._engine.wait(job_ids, timeout_s=_COPY_TIMEOUT_S):
+            return
+        logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
+        for job_id in job_ids:
+            self._store.revoke(job_id)
+
+    def wait_any(self, *, timeout_s: float) -> bool:
+        """Block until :meth:`poll` has something to return, or no job is left.
+
+        Returns:
+            False when ``timeout_s`` passed first.
+        """
+        return bool(self._failed) or self._engine.wait_any(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Let running copies end and release the memory. Idempotent."""
+        self._engine.close(timeout_s=self._close_timeout_s)
+        self._pool.close(timeout_s=self._close_timeout_s)
+        self._copier.close()
+        self._region.close()
+
+    def _submit(
+        self,
+        job_id: JobId,
+        why: Why,
+        plan: BlockCopyPlan,
+        generations: Sequence[int],
+        *,
+        wait_s: float = 0.0,
+    ) -> None:
+        source, destination = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
+        self._reasons[job_id] = why
+        self._engine.submit(
+            Job(
+                job_id=job_id,
+                why=why,
+                source=source,
+                destination=destination,
+                keys=(),
+                source_slots=plan.slots,
+                destination_slots=plan.slots,
+                timeout_s=_COPY_TIMEOUT_S + wait_s,
+                payload=DevicePayload(plan, self._copier.mark(), generations, wait_s),
+            )
+        )
+
+
+def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:
+    """Return the blocks of the chunks that did not arrive."""
+    missing = {
+        slot
+        for slot, outcome in zip(plan.slots, outcomes, strict=True)
+        if outcome is not Outcome.DONE
+    }
+    return frozenset(
+        int(block)
+        for copy in plan.groups
+        for block, slot in zip(copy.blocks, copy.slots, strict=True)
+        if int(slot) in missing
+    )

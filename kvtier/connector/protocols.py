@@ -1,0 +1,188 @@
+"""What an engine shows the scheduler half, and what the scheduler half asks of a cache.
+
+The names are vLLM's, so that its own ``Request``, ``KVCacheBlocks`` and ``SchedulerOutput`` are
+such objects as they are; another engine brings objects with the same few attributes. Nothing
+here is written to: the scheduler half reads, and keeps what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from kvtier.connector.context import RequestContext
+from kvtier.connector.stats import ConnectorStats
+from kvtier.keys import ChunkKey
+from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+
+__all__ = [
+    "NULL_BLOCK",
+    "AllocatedBlocks",
+    "Block",
+    "Cache",
+    "CachedRequests",
+    "EngineRequest",
+    "NewRequest",
+    "StepOutput",
+]
+
+NULL_BLOCK: Final = 0
+"""The block id that stands for no block: what a sliding window has moved past."""
+
+
+class EngineRequest(Protocol):
+    """A request, for as long as its engine knows it."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known now; under async scheduling the newest may still be missing."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of them are the prompt."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the engine's blocks before the current step."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One hash per ``tokens_per_hash`` known tokens, each covering all before it."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What whoever sent the request asks of the KV cache."""
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether everything must be computed, cached or not."""
+
+    @property
+    def shared_prefix_boundary(self) -> int:
+        """Tokens after which it is known to leave another request's prefix; 0 for unknown."""
+
+    def is_finished(self) -> bool:
+        """Return whether it ended, for whatever reason."""
+
+
+class Block(Protocol):
+    """One block of the engine's memory."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number; :data:`NULL_BLOCK` if there is none."""
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for no block."""
+
+    @property
+    def block_hash(self) -> object | None:
+        """What it holds; None while that is not computed or loaded."""
+
+
+class AllocatedBlocks(Protocol):
+    """A request's blocks."""
+
+    @property
+    def blocks(self) -> Sequence[Sequence[Block]]:
+        """All blocks of the request, per KV cache group, first to last."""
+
+
+class NewRequest(Protocol):
+    """A request that is scheduled for the first time."""
+
+    @property
+    def req_id(self) -> str:
+        """The engine's name for it."""
+
+    @property
+    def block_ids(self) -> Sequence[Sequence[int]]:
+        """All its blocks, per KV cache group."""
+
+
+class CachedRequests(Protocol):
+    """Requests that were scheduled before; three lists side by side."""
+
+    @property
+    def req_ids(self) -> Sequence[str]:
+        """The engine's names for them."""
+
+    @property
+    def new_block_ids(self) -> Sequence[Sequence[Sequence[int]] | None]:
+        """Blocks they got in this step, per KV cache group; None for none."""
+
+    @property
+    def resumed_req_ids(self) -> Collection[str]:
+        """Those that had been preempted: their new blocks are all they have."""
+
+
+class StepOutput(Protocol):
+    """What the engine decided in one step."""
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequest]:
+        """Requests scheduled for the first time."""
+
+    @property
+    def scheduled_cached_reqs(self) -> CachedRequests:
+        """Requests scheduled again."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Tokens to compute in this step, per scheduled request."""
+
+    @property
+    def finished_req_ids(self) -> Collection[str]:
+        """Requests that ended since the step before."""
+
+    @property
+    def preempted_req_ids(self) -> Collection[str] | None:
+        """Requests that lost their blocks in this step."""
+
+
+class Cache(Protocol):
+    """What the scheduler half drives: a :class:`~kvtier.connector.service.CacheService`."""
+
+    def begin_request(self, request: RequestContext) -> None:
+        """Start remembering a request."""
+
+    def end_request(self, request: RequestContext) -> None:
+        """Forget a request; its loads and stores in flight go on."""
+
+    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
+        """Say whether a chunk can be loaded now, later or not at all."""
+
+    def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
+        """Pin chunks that were hits in this step and say where they are."""
+
+    def complete_load(self, req_id: str) -> None:
+        """End a request's oldest load: chunks a worker could not load are dropped."""
+
+    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+        """Give new chunks slots; None when there is no room now."""
+
+    def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
+        """Make stored chunks hits if every worker recorded that they are whole."""
+
+    def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
+        """Close a scheduling step."""
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping while no request runs."""
+
+    def take_events(self) -> list[ResidencyEvent]:
+        """Return residency changes, removals before the stores that use their room."""
+
+    def take_transfers(self) -> ConnectorStats:
+        """Return the transfers between tiers that ended since the last call."""
+
+    def reset_cache(self) -> None:
+        """Make everything in every tier a miss."""
+
+    def shutdown(self) -> None:
+        """Close the tiers. Idempotent."""

@@ -1,0 +1,80 @@
+"""When to read an engine's figures, and what was observed since they were read last.
+
+Reading every figure costs tens of microseconds, and what vLLM does with them costs its front
+end more, while a step of a small model takes a few milliseconds. Nobody looks at metrics more
+than a few times a second. So figures are read at most every ``_EVERY_S``, and at every step
+once the engine has nothing to do: there may be no later step, and the last figures must be
+right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvtier.connector.statistics import EngineStatistics
+from kvtier.connector.stats import ConnectorStats
+
+__all__ = ["Report", "Reporter", "StatisticsSource"]
+
+_EVERY_S: Final = 0.05
+
+
+class StatisticsSource(Protocol):
+    """Whoever has figures; :class:`~kvtier.connector.service.CacheService` is one."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there will be another step for sure."""
+
+    def statistics(self) -> EngineStatistics:
+        """Return all figures now."""
+
+    def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
+        """Return, per tier, seconds from an eviction to being asked for the chunk again."""
+
+    def take_transfers(self) -> ConnectorStats:
+        """Return the transfers that ended since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One reading.
+
+    Attributes:
+        now: All figures.
+        reuse_gaps: Per tier, seconds from an eviction to being asked for the chunk again, since
+            the last reading.
+        transfers: Transfers that ended since then.
+    """
+
+    now: EngineStatistics
+    reuse_gaps: Sequence[Sequence[float]]
+    transfers: ConnectorStats
+
+
+class Reporter:
+    """Reads a source, not too often. One thread calls it: the source's.
+
+    Args:
+        source: What to read.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, source: StatisticsSource, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source = source
+        self._clock = clock
+        self._due_s = float("-inf")
+
+    def take(self) -> Report | None:
+        """Return a reading; None when the last one will do. To be called at every step."""
+        now_s = self._clock()
+        source = self._source
+        if now_s < self._due_s and source.is_active:
+            return None
+        self._due_s = now_s + _EVERY_S
+        return Report(source.statistics(), source.take_reuse_gaps(), source.take_transfers())

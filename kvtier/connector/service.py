@@ -1,0 +1,419 @@
+"""A cache as a scheduler uses it: the pure manager and the storage engine behind one object.
+
+It lives in the scheduler's thread, where an exception kills the engine and a wait stalls
+every request. So it only moves values: results of the storage engine to the pure manager, at
+the edges of a step, and new jobs back; and an unexpected error is logged once, counted, and
+answered as a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import compress
+from typing import Concatenate, ParamSpec, TypeVar
+
+from kvtier.connector.context import RequestContext
+from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNature
+from kvtier.connector.pace import StepClock
+from kvtier.connector.pressure import PressureLog
+from kvtier.connector.statistics import EngineStatistics, engine_statistics
+from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.storage import Storage
+from kvtier.connector.worth_log import WorthLog
+from kvtier.keys import ChunkKey, is_of_first_group
+from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+from kvtier.manager.plans import NO_GENERATION, NO_SLOT
+from kvtier.types import JobId, TransferResult
+
+__all__ = ["CacheService", "answered_with"]
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Service = TypeVar("Service", bound="CacheService")
+
+_MISS = Lookup.MISS
+_RESET_TIMEOUT_S = 10.0
+_MOST_STEPS_AHEAD = 8
+
+
+def answered_with(
+    fallback: Callable[[], T],
+) -> Callable[[Callable[Concatenate[Service, P], T]], Callable[Concatenate[Service, P], T]]:
+    """Answer an unexpected error with ``fallback()`` instead of letting it kill the engine."""
+
+    def decorate(
+        method: Callable[Concatenate[Service, P], T],
+    ) -> Callable[Concatenate[Service, P], T]:
+        @functools.wraps(method)
+        def guarded(self: Service, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+                self.note_internal_error(method.__name__, error)
+                return fallback()
+
+        return guarded
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_chunks() -> StorePlan | None:
+    return StorePlan([], [], 0, [])
+
+
+def _natures(storage: Storage) -> list[TierNature]:
+    """Return what requests may call the tiers."""
+    names = [tier.name for tier in storage.manager.snapshot().tiers]
+    return [
+        TierNature(names[0], "CPU", "LOCAL"),
+        *(
+            TierNature(tier.name, "STORAGE", "LOCAL" if tier.is_local else "REMOTE")
+            for tier in storage.tiers
+        ),
+    ]
+
+
+class CacheService:
+    """Answers a scheduler. Not thread-safe; one thread calls it.
+
+    Every method returns at once, but for :meth:`reset_cache` (10 s at most) and
+    :meth:`shutdown`.
+
+    Args:
+        storage: The engine's tiers; closed with the service.
+        tokens_per_chunk: Tokens of a chunk of the first KV cache group, for hit counts.
+        retain_s: Seconds chunks are kept in RAM after a use whose request does not say.
+        close_timeout_s: Longest :meth:`shutdown`.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        tokens_per_chunk: int,
+        retain_s: float = 0.0,
+        close_timeout_s: float,
+    ) -> None:
+        self._storage = storage
+        self._manager = storage.manager
+        self._engine = storage.engine
+        self._observer = storage.observer
+        self._tokens_per_chunk = tokens_per_chunk
+        self._retain_s = retain_s
+        self._close_timeout_s = close_timeout_s
+        self._reader = HintReader(_natures(storage))
+        self._hints: dict[str, RequestHints] = {}
+        self._hit_tokens = [0] * (len(storage.tiers) + 1)
+        self._internal_errors = 0
+        self._transfers = ConnectorStats()
+        self._ways: dict[JobId, tuple[str, str]] = {}
+        self._pressure = PressureLog(
+            [tier.name for tier in storage.manager.snapshot().tiers],
+            storage.region.geometry.slot_nbytes,
+        )
+        self._worth = WorthLog([tier.name for tier in storage.manager.snapshot().tiers])
+        self._clock = StepClock()
+        self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
+        self._out_of_service: frozenset[int] = frozenset()
+        self._step_begins = True
+        self._steps_untaken = 0
+        self._closed = False
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @answered_with(_nothing)
+    def begin_request(self, request: RequestContext) -> None:
+        """Start remembering a request."""
+        hints = self._reader.read(request.kv_transfer_params)
+        if hints != NO_HINTS:
+            self._hints[request.req_id] = hints
+        self._manager.begin_request(request.req_id, hints.terms)
+        if self._observer is not None:
+            self._observer.arrived(request, time.monotonic(), hints.terms.session)
+
+    @answered_with(_nothing)
+    def end_request(self, request: RequestContext) -> None:
+        """Forget a request; its loads and stores in flight go on."""
+        self._hints.pop(request.req_id, None)
+        self._manager.end_request(request.req_id)
+        if self._observer is not None:
+            self._observer.ended(request)
+
+    # -- lookup and load -----------------------------------------------------------------------
+
+    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
+        """Say whether a chunk can be loaded now, later or not at all."""
+        # Guarded here and not by the decorator, whose extra call would cost as much again: this
+        # runs for every chunk of every waiting request.
+        try:
+            if self._step_begins:
+                # Once per step, before the first answer: a result may drop a copy that was a
+                # victim, and a chunk that was called a hit must still be there when its load
+                # is prepared.
+                self._step_begins = False
+                self._take_results()
+                self._note_service()
+            return self._manager.lookup(key, req_id)
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.note_internal_error("lookup", error)
+            return _MISS
+
+    def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
+        """Pin chunks that were hits in this step and say where they are, or will be.
+
+        What cannot be loaded is planned all the same, as a load that fails: the engine has no
+        ear for anything else by now.
+        """
+        try:
+            plan = self._manager.prepare_load(keys, req_id)
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.note_internal_error("prepare_load", error)
+            return self._no_load(len(keys), req_id)
+        if plan.wait_s:
+            self._start_now()
+        self._retain(keys, req_id)
+        first_group = compress(plan.origins, map(is_of_first_group, keys))
+        for origin, chunks in Counter(first_group).items():
+            self._hit_tokens[origin] += chunks * self._tokens_per_chunk
+        return plan
+
+    @answered_with(lambda: 0)
+    def load_source(self, key: ChunkKey) -> int:
+        """Return the index of the tier a hit's bytes came from."""
+        return self._manager.load_source(key)
+
+    @answered_with(_nothing)
+    def complete_load(self, req_id: str) -> None:
+        """End a request's load: chunks a worker could not load are dropped."""
+        self._manager.complete_load(req_id)
+
+    # -- store ---------------------------------------------------------------------------------
+
+    @answered_with(_no_chunks)
+    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+        """Give new chunks RAM slots; None when there is no room now."""
+        self._take_results()
+        hints = self._hints.get(req_id)
+        if hints is not None and hints.stores_nothing:
+            return _no_chunks()
+        return self._manager.prepare_store(keys, req_id)
+
+    @answered_with(_nothing)
+    def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
+        """Make stored chunks hits if every worker recorded that they are whole."""
+        self._manager.complete_store(keys)
+        self._retain(keys, req_id)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    @answered_with(_nothing)
+    def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
+        """Close a scheduling step: start promotions and demotions.
+
+        Args:
+            started: Requests that were scheduled for the first time in this step.
+            preempted: Requests that lost their blocks and will be looked up again.
+        """
+        self._step_begins = True
+        self._steps_untaken += 1
+        self._take_results()
+        now = time.monotonic()
+        self._manager.end_step(started=started, preempted=preempted, now=now)
+        self._hand_over()
+        self._pressure.note(self._manager.dropped, now)
+        self._worth.note(self._manager.worth, now)
+        if self._observer is not None:
+            self._observer.started(started, now)
+
+    @answered_with(_nothing)
+    def computing(self, tokens: int) -> None:
+        """Note that a step was scheduled which computes ``tokens`` prompt tokens.
+
+        An engine that says so for each of its steps, and :meth:`computed` when their output is
+        there, lets loads be compared with computing.
+        """
+        self._clock.scheduled(tokens, time.monotonic())
+
+    @answered_with(_nothing)
+    def computed(self) -> None:
+        """Note that the oldest step that was scheduled is over."""
+        step = self._clock.ended(time.monotonic())
+        if step is not None:
+            self._manager.computed(*step)
+
+    @answered_with(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping while no request runs."""
+        if self._closed:
+            return False
+        # Events that nobody takes are no work, or an engine without a listener never rests.
+        listening = self._steps_untaken < _MOST_STEPS_AHEAD
+        return self._manager.has_work() or (listening and self._manager.has_events)
+
+    def take_events(self) -> list[ResidencyEvent]:
+        """Return residency changes, removals before the stores that use their room.
+
+        To be called after each step: until all are taken, there is work.
+        """
+        self._steps_untaken = 0
+        return self._manager.take_events()
+
+    def take_reuse_gaps(self) -> list[list[float]]:
+        """Return, per tier, seconds from an eviction to being asked for the chunk again."""
+        return self._manager.take_reuse_gaps()
+
+    def take_transfers(self) -> ConnectorStats:
+        """Return the transfers between tiers that ended since the last call."""
+        return self._transfers.clone_and_reset()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there will be another step: a request runs, or work is pending."""
+        return bool(self._manager.requests) or self.has_pending_work()
+
+    def statistics(self) -> EngineStatistics:
+        """Return all figures of this engine now."""
+        recorder = self._storage.recorder
+        return engine_statistics(
+            self._manager.snapshot(),
+            self._engine.statistics(),
+            hit_tokens=self._hit_tokens,
+            internal_errors=self._internal_errors,
+            shadows=() if self._observer is None else self._observer.figures(),
+            recorder=None if recorder is None else recorder.statistics(),
+        )
+
+    # -- reset and shutdown --------------------------------------------------------------------
+
+    @answered_with(_nothing)
+    def reset_cache(self) -> None:
+        """Make everything in every tier a miss, for good: weights may have changed."""
+        self._manager.reset()
+        if self._observer is not None:
+            self._observer.reset()
+        self._take_results()
+        try:
+            done = self._engine.exclusively(self._reset_tiers, timeout_s=_RESET_TIMEOUT_S)
+        except Exception:
+            logger.exception("resetting the tiers")
+            done = False
+        if not done:
+            logger.error(
+                "not every tier was reset for good: nothing old is served by this engine, but "
+                "remove the stores' directories before another one uses them"
+            )
+
+    def shutdown(self) -> None:
+        """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bring_down(time.monotonic() + self._close_timeout_s)
+        if self._observer is not None:
+            self._observer.close()
+        self._storage.close(timeout_s=self._close_timeout_s)
+
+    def note_internal_error(self, where: str, error: Exception) -> None:
+        """Count an unexpected error, and log the first with its traceback."""
+        self._internal_errors += 1
+        if self._internal_errors == 1:
+            logger.error(
+                "%s: unexpected error, answered as a miss; later ones are only counted",
+                where,
+                exc_info=error,
+            )
+
+    # -- internals -----------------------------------------------------------------------------
+
+    @answered_with(_nothing)
+    def _start_now(self) -> None:
+        """Hand over the jobs of a load whose workers are about to wait for them."""
+        self._hand_over()
+
+    def _no_load(self, chunks: int, req_id: str) -> LoadPlan:
+        """Return a load that fails, and see that its request asks for no other."""
+        self._manager.give_up(req_id)
+        return LoadPlan([NO_SLOT] * chunks, [NO_GENERATION] * chunks, [0] * chunks)
+
+    def _note_service(self) -> None:
+        """Tell the manager which tiers are not to be read from for now."""
+        sick = frozenset(
+            self._numbers[source]
+            for source, _ in self._engine.out_of_service()
+            if source in self._numbers
+        )
+        if sick != self._out_of_service:
+            self._out_of_service = sick
+            self._manager.set_out_of_service(sick)
+
+    def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
+        """Keep chunks that were just used in RAM as long as their request, or YAML, says."""
+        hints = self._hints.get(req_id)
+        asked = None if hints is None else hints.retain_s
+        retain_s = self._retain_s if asked is None else asked
+        if retain_s:
+            self._manager.retain(keys, time.monotonic() + retain_s)
+
+    def _take_results(self) -> None:
+        for result in self._engine.poll():
+            self._note_transfer(result)
+            try:
+                self._manager.apply(result)
+            except Exception as error:  # noqa: BLE001 - the other results must not be lost
+                self.note_internal_error("apply", error)
+        for tier, slot in self._manager.take_corrupt():
+            self._storage.tiers[tier - 1].forget((slot,))
+
+    def _note_transfer(self, result: TransferResult) -> None:
+        if not result.settled:
+            return
+        way = self._ways.pop(result.job_id, None)
+        if way is not None and result.nbytes:
+            self._transfers.record_transfer(result.nbytes, result.seconds, way)
+
+    def _hand_over(self) -> list[int]:
+        """Give the storage engine the jobs and cancellations planned since the last call."""
+        jobs = self._manager.take_jobs()
+        for job in jobs:
+            self._ways[job.job_id] = job.source, job.destination
+            self._engine.submit(job)
+        for job_id in self._manager.take_cancels():
+            self._engine.cancel(job_id)
+        return [job.job_id for job in jobs]
+
+    def _bring_down(self, deadline: float) -> None:
+        """Run demotions until nothing is dirty, or until ``deadline``."""
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                self._manager.flush()
+                if not self._hand_over() and self._engine.idle:
+                    return
+                self._engine.wait_any(timeout_s=left_s)
+                self._take_results()
+        except Exception:
+            logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
+
+    async def _reset_tiers(self) -> None:
+        """Reset every tier, also when one of them fails.
+
+        Raises:
+            ExceptionGroup: What went wrong, tier by tier.
+        """
+        errors: list[Exception] = []
+        for tier in self._storage.tiers:
+            try:
+                await tier.reset()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other tiers
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("tiers that could not be reset", errors)

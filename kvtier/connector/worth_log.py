@@ -1,0 +1,52 @@
+"""Tells the operator, not too often, why chunks that are there were computed instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.manager import LoadChoice, LoadWorth
+
+__all__ = ["WorthLog"]
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+
+_QUIET_S: Final = 60.0
+
+
+class WorthLog:
+    """Explains loads that were not done, at once and then at most once a minute.
+
+    Time is passed in.
+
+    Args:
+        tiers: The tiers' names.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        self._tiers = tiers
+        self._reported = 0
+        self._due_s = float("-inf")
+
+    def note(self, worth: LoadWorth, now: float) -> None:
+        """Look at what the manager decided until ``now``, in seconds."""
+        last, total = worth.last, worth.skipped_chunks
+        if last is None or total == self._reported or now < self._due_s:
+            return
+        new, self._reported = total - self._reported, total
+        self._due_s = now + _QUIET_S
+        logger.info(
+            "computing is faster than loading: %d chunks were not loaded since the last such "
+            "message. The latest: %s",
+            new,
+            self._explain(last),
+        )
+
+    def _explain(self, choice: LoadChoice) -> str:
+        tiers = " and ".join(self._tiers[index] for index in sorted(choice.skipped))
+        return (
+            f"loading {choice.nbytes / 1e6:.1f} MB from {tiers} behind "
+            f"{choice.queued_nbytes / 1e6:.1f} MB would have taken {choice.load_s:.3g} s, "
+            f"computing takes {choice.recompute_s:.3g} s; {choice.tokens} tokens are computed"
+        )

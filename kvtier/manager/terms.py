@@ -1,0 +1,27 @@
+"""What a request may and may not do with the tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["NO_TERMS", "RequestTerms"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    """What whoever sent a request asks of the cache; tiers by index, 0 is RAM.
+
+    Attributes:
+        load_tiers: Tiers its chunks may come from, None for any. A chunk that is in none of
+            them is a miss, wherever else it is.
+        store_tiers: Tiers its new chunks may be in, None for any. RAM is on the way to every
+            other tier and cannot be left out.
+        session: What it belongs to, for policies; empty if nobody said.
+    """
+
+    load_tiers: frozenset[int] | None = None
+    store_tiers: frozenset[int] | None = None
+    session: str = ""
+
+
+NO_TERMS = RequestTerms()

@@ -1,0 +1,427 @@
+"""Whether a load is worth its time: what would take longer than computing is computed.
+
+A slower tier usually gives a chunk back in a fraction of the time it takes to compute it. A
+disk that is busy, worn or far away does not, and then a cache makes requests slower than none.
+So before chunks are brought up for a request, the time of that is compared with the time of
+computing the tokens it saves, both as measured here:
+
+* *Loading.* The time from handing a job to the storage engine to its result, as a start-up time
+  plus a time per byte. Bytes are the job's own and those that were in the tier's queue before
+  it: what a request waits for. Every sample counts by its relative error, so that small and
+  large jobs teach alike, and samples fade with each new one and with time (least squares with
+  forgetting; of Ljung, "System Identification", 1999, chapter 11, the scalar case).
+* *Computing.* Seconds of engine steps over their prompt tokens, the recent ones weighing most.
+  Attention makes late tokens of long prompts dearer. That is in the mean as far as prompts are
+  of like length, and a term of its own would need steps of very different depths to be told
+  apart; for a prompt much longer than usual computing is therefore rated too cheap.
+  The engine is shared: of one that computes a share ``u`` of the time, work of ``s`` seconds
+  takes ``s / (1 - u)``, as under processor sharing (Kleinrock, "Time-shared Systems", 1967).
+  Without this term, loading loses where it helps most: a load that takes somewhat longer than
+  computing still spares those who wait for the engine, and with it replays of traces wait
+  least or nearly so at every speed of the disk.
+
+What is kept of a wanted prefix is the head for which loading minus ``margin`` x computing is
+least: a head that is loaded saves its tokens whatever becomes of the tail, a tail without its
+head saves nothing. Chunks in RAM cost nothing, but are of use only if everything before them is
+loaded as well. The times of several tiers are added although they may overlap: then making any
+tier slower never makes more be loaded, which the maximum would not promise.
+
+Where nothing is known yet, chunks are loaded: the load's deadline bounds what that can cost.
+An estimate that is not renewed is believed less and less: it halves every ten seconds, for the
+purpose of trying again only, and one try at a time loads a head of 16 MiB at most. A tier that
+was slow for a while is so found out to have recovered, and one that is hopelessly slow is tried
+ever less often than it is slow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.types import JobId, Outcome, TransferResult
+
+__all__ = ["LoadChoice", "LoadPrice", "LoadWorth", "WorthFigures"]
+
+_KEEP: Final = 0.8
+"""Weight that the samples so far keep when one more arrives."""
+_HALF_LIFE_S: Final = 10.0
+_TRY_NBYTES: Final = 16 << 20
+_ALIKE: Final = 1e-2
+"""Relative variance of sizes below which a start-up time cannot be told from a rate."""
+_BUSY_HALF_LIFE_S: Final = 30.0
+_BUSIEST: Final = 0.9
+"""Share of time computing beyond which waiting is rated no longer: the formula has no end."""
+_HALF_LIFE_TOKENS: Final = 32_768
+_FEW_CHUNKS: Final = 8
+_FEWEST_TOKENS: Final = 128
+"""Prompt tokens of a step below which its time is not the prompt's: weights, launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPrice:
+    """What loading from a tier takes.
+
+    Attributes:
+        start_s: However little it is.
+        s_per_byte: On top.
+    """
+
+    start_s: float
+    s_per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        """Return what ``nbytes`` take, those queued before them included."""
+        return self.start_s + nbytes * self.s_per_byte
+
+    def scaled(self, factor: float) -> LoadPrice:
+        """Return the price of a tier that takes ``factor`` times as long."""
+        return LoadPrice(self.start_s * factor, self.s_per_byte * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """A load that is not done, or not wholly.
+
+    Attributes:
+        kept: Leading chunks of the request that are loaded.
+        groups: KV cache groups they all belong to.
+        skipped: Chunks of each slower tier that are not, by its index.
+        tokens: Prompt tokens of all that was found and is computed instead.
+        load_s: What loading all of it would have taken, by the estimate.
+        recompute_s: What computing it takes, by the estimate.
+        nbytes: Bytes that loading all of it would have moved.
+        queued_nbytes: Bytes that were to be moved before them.
+    """
+
+    kept: int
+    groups: int
+    skipped: Mapping[int, int]
+    tokens: int
+    load_s: float
+    recompute_s: float
+    nbytes: int
+    queued_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorthFigures:
+    """The estimates now, and what followed from them so far.
+
+    Attributes:
+        prices: What loading takes, tier by tier; None where nothing was measured.
+        recompute_s_per_token: What computing takes; None where nothing was measured.
+        skipped_chunks: Chunks, tier by tier, that were not loaded because of it.
+        skipped_tokens: Prompt tokens they stand for.
+        last: The latest load that was not done, or not wholly.
+    """
+
+    prices: Sequence[LoadPrice | None]
+    recompute_s_per_token: float | None
+    skipped_chunks: Sequence[int]
+    skipped_tokens: Sequence[int]
+    last: LoadChoice | None
+
+
+class _Times:
+    """What loads from one tier took: ``seconds / bytes = start / bytes + rate``, fitted.
+
+    Attributes:
+        measured_s: When the latest sample came, on the manager's clock.
+    """
+
+    __slots__ = ("_r", "_u", "_ur", "_uu", "_weight", "measured_s")
+
+    def __init__(self) -> None:
+        self._weight = self._u = self._r = self._uu = self._ur = 0.0
+        self.measured_s = 0.0
+
+    def note(self, nbytes: int, seconds: float, now: float) -> None:
+        """Take a load into account that moved, or waited for, ``nbytes``."""
+        keep = _KEEP * fading(now - self.measured_s)
+        u, r = 1.0 / nbytes, seconds / nbytes
+        self._weight = self._weight * keep + 1.0
+        self._u = self._u * keep + u
+        self._r = self._r * keep + r
+        self._uu = self._uu * keep + u * u
+        self._ur = self._ur * keep + u * r
+        self.measured_s = now
+
+    def price(self) -> LoadPrice | None:
+        """Return the fit; None before the first sample."""
+        if not self._weight:
+            return None
+        mean = self._r / self._weight
+        spread = self._weight * self._uu - self._u * self._u
+        if spread <= _ALIKE * self._u * self._u:
+            return LoadPrice(0.0, mean)
+        start_s = (self._weight * self._ur - self._u * self._r) / spread
+        if start_s <= 0.0:
+            return LoadPrice(0.0, mean)
+        s_per_byte = (self._r - start_s * self._u) / self._weight
+        if s_per_byte < 0.0:
+            return LoadPrice(self._ur / self._uu, 0.0)
+        return LoadPrice(start_s, s_per_byte)
+
+
+class LoadWorth:
+    """Decides how much of a prefix is loaded, from what loads and computing have taken.
+
+    Pure: time arrives with the measurements. One object serves one manager.
+
+    Args:
+        tiers: Number of tiers, RAM included.
+        chunk_nbytes: Bytes that move for a chunk.
+        chunk_tokens: Tokens that a chunk saves; 0 makes every load worth it.
+        recompute_s_per_token: What computing takes; None to go by :meth:`computed`.
+        margin: How many times the computing time a load may take; infinite for any.
+
+    Attributes:
+        last: The latest load that was not done, or not wholly.
+    """
+
+    def __init__(
+        self,
+        *,
+        tiers: int,
+        chunk_nbytes: int,
+        chunk_tokens: int,
+        recompute_s_per_token: float | None = None,
+        margin: float = 1.0,
+    ) -> None:
+        self._chunk_nbytes = chunk_nbytes
+        self._chunk_tokens = chunk_tokens
+        self._fixed_s_per_token = recompute_s_per_token
+        self._margin = margin
+        self._times = [_Times() for _ in range(tiers)]
+        self._outstanding_nbytes = [0] * tiers
+        self._jobs: dict[JobId, tuple[int, int, int]] = {}
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._busy_s = 0.0
+        self._computed_s = 0.0
+        self._skipped_chunks = [0] * tiers
+        self._skipped_tokens = [0] * tiers
+        self.last: LoadChoice | None = None
+
+    # -- measuring --------------------------------------------------------------------------
+
+    def sent(self, job_id: JobId, tier: int, chunks: int) -> None:
+        """Note a job that reads ``chunks`` chunks of a tier for a request that waits."""
+        nbytes = chunks * self._chunk_nbytes
+        self._outstanding_nbytes[tier] += nbytes
+        self._jobs[job_id] = (tier, nbytes, self._outstanding_nbytes[tier])
+
+    def returned(self, result: TransferResult, *, timeout_s: float, now: float) -> None:
+        """Take the result of a job into account; jobs that are not known are ignored.
+
+        Args:
+            result: The result.
+            timeout_s: The job's deadline: what one that expired took at least.
+            now: Seconds on the clock of :meth:`choose`.
+        """
+        job = self._jobs.pop(result.job_id, None)
+        if job is None:
+            return
+        tier, nbytes, awaited_nbytes = job
+        self._outstanding_nbytes[tier] -= nbytes
+        seconds = result.queued_s + result.seconds
+        if Outcome.EXPIRED in result.outcomes:
+            seconds = timeout_s
+        elif Outcome.DONE not in result.outcomes:
+            seconds = 0.0  # a tier that fails is not slow, and one that refused says nothing
+        if seconds > 0.0:
+            self._times[tier].note(awaited_nbytes, seconds, now)
+
+    def computed(self, tokens: int, seconds: float, now: float) -> None:
+        """Note that a step of the engine computed ``tokens`` prompt tokens.
+
+        Steps of few are mostly about something else, and are ignored.
+
+        Args:
+            tokens: Prompt tokens.
+            seconds: What the step took.
+            now: Seconds on the clock of :meth:`choose`.
+        """
+        if tokens < _FEWEST_TOKENS or seconds <= 0.0:
+            return
+        self._busy_s = self._busy_s * _lasting(now - self._computed_s) + seconds
+        self._computed_s = max(now, self._computed_s)
+        keep = 0.5 ** (tokens / _HALF_LIFE_TOKENS)
+        self._seconds = self._seconds * keep + seconds
+        self._tokens = self._tokens * keep + tokens
+
+    @property
+    def recompute_s_per_token(self) -> float | None:
+        """What computing a prompt token takes; None where nothing was measured."""
+        if self._fixed_s_per_token is not None:
+            return self._fixed_s_per_token
+        return self._seconds / self._tokens if self._tokens else None
+
+    # -- deciding ---------------------------------------------------------------------------
+
+    def choose(self, sources: Sequence[int], *, groups: int, now: float) -> LoadChoice | None:
+        """Say how much of what a request found is worth loading.
+
+        Args:
+            sources: Index of the tier each chunk would come from, in the order asked; 0 for
+                those that are in RAM or on their way there.
+            groups: KV cache groups the chunks belong to. Of several, all is loaded or nothing:
+                a group that is cut makes the chunks of the others useless.
+            now: Seconds on a monotonic clock.
+
+        Returns:
+            None if all of it.
+        """
+        s_per_token = self.recompute_s_per_token
+        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+            return None
+        slow = {tier for tier in sources if tier}
+        prices = {tier: p for tier in slow if (p := self._times[tier].price()) is not None}
+        if not prices:
+            return None
+        chunk_s = self._chunk_tokens * s_per_token * self._waiting(now) / groups
+        kept = self._cut(sources, prices, chunk_s, divisible=groups == 1)
+        if kept < len(sources):
+            kept = max(kept, self._trial(sources, prices, chunk_s, groups=groups, now=now))
+        if kept == len(sources):
+            return None
+        return self._choice(sources, kept, prices, chunk_s, groups=groups)
+
+    def plainly(self, tier: int) -> bool:
+        """Return whether loading from ``tier`` pays for each chunk, however many follow.
+
+        For an answer before all that is wanted is known: a chunk takes less to load than to
+        compute, and what comes first, start-up and queue, is less than eight of them save.
+        Whatever is less clear is for :meth:`choose`.
+        """
+        s_per_token = self.recompute_s_per_token
+        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+            return True
+        price = self._times[tier].price()
+        if price is None:
+            return True
+        saved_s = (
+            self._margin * self._chunk_tokens * s_per_token
+            - price.s_per_byte * self._chunk_nbytes
+        )
+        return price.seconds(self._outstanding_nbytes[tier]) < _FEW_CHUNKS * saved_s
+
+    def skip(self, choice: LoadChoice | None) -> None:
+        """Count what is certain now not to be loaded; nothing for None."""
+        if choice is None:
+            return
+        self.last = choice
+        for tier, chunks in choice.skipped.items():
+            self._skipped_chunks[tier] += chunks
+            self._skipped_tokens[tier] += chunks * self._chunk_tokens // choice.groups
+
+    @property
+    def skipped_chunks(self) -> int:
+        """Chunks that were not loaded so far."""
+        return sum(self._skipped_chunks)
+
+    def figures(self) -> WorthFigures:
+        """Return the estimates and the counts now."""
+        return WorthFigures(
+            prices=[times.price() for times in self._times],
+            recompute_s_per_token=self.recompute_s_per_token,
+            skipped_chunks=tuple(self._skipped_chunks),
+            skipped_tokens=tuple(self._skipped_tokens),
+            last=self.last,
+        )
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _waiting(self, now: float) -> float:
+        """Return how many times as long computing takes because the engine is shared."""
+        busy_s = self._busy_s * _lasting(now - self._computed_s)
+        return 1.0 / (1.0 - min(busy_s * math.log(2.0) / _BUSY_HALF_LIFE_S, _BUSIEST))
+
+    def _cut(
+        self,
+        sources: Sequence[int],
+        prices: Mapping[int, LoadPrice],
+        chunk_s: float,
+        *,
+        divisible: bool,
+    ) -> int:
+        """Return the length of the head whose loading gains most; the longest of equal ones."""
+        gain_s = self._margin * chunk_s
+        load_s = 0.0
+        best, best_s = 0, 0.0
+        begun: set[int] = set()
+        for length, tier in enumerate(sources, start=1):
+            price = prices.get(tier)
+            if price is not None:
+                load_s += price.s_per_byte * self._chunk_nbytes
+                if tier not in begun:
+                    begun.add(tier)
+                    load_s += price.seconds(self._outstanding_nbytes[tier])
+            net_s = load_s - length * gain_s
+            if net_s < best_s and (divisible or length == len(sources)):
+                best, best_s = length, net_s
+        return best
+
+    def _trial(
+        self,
+        sources: Sequence[int],
+        prices: Mapping[int, LoadPrice],
+        chunk_s: float,
+        *,
+        groups: int,
+        now: float,
+    ) -> int:
+        """Return the length of the head to load for the sake of a new measurement, often 0."""
+        if any(self._outstanding_nbytes[tier] for tier in prices):
+            return 0
+        hoped = {
+            tier: price.scaled(fading(now - self._times[tier].measured_s))
+            for tier, price in prices.items()
+        }
+        length = self._cut(sources, hoped, chunk_s, divisible=groups == 1)
+        if groups > 1:
+            return length
+        chunks = max(_TRY_NBYTES // self._chunk_nbytes, 1)
+        for at, tier in enumerate(sources[:length]):
+            chunks -= tier in prices
+            if chunks < 0:
+                return at
+        return length
+
+    def _choice(
+        self,
+        sources: Sequence[int],
+        kept: int,
+        prices: Mapping[int, LoadPrice],
+        chunk_s: float,
+        *,
+        groups: int,
+    ) -> LoadChoice:
+        wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
+        tail = sources[kept:]
+        queued = {tier: self._outstanding_nbytes[tier] for tier in wanted}
+        return LoadChoice(
+            kept=kept,
+            groups=groups,
+            skipped={tier: chunks for tier in wanted if (chunks := tail.count(tier))},
+            tokens=len(tail) * self._chunk_tokens // groups,
+            load_s=sum(
+                price.seconds(queued[tier] + wanted[tier] * self._chunk_nbytes)
+                for tier, price in prices.items()
+            ),
+            recompute_s=len(sources) * chunk_s,
+            nbytes=sum(wanted.values()) * self._chunk_nbytes,
+            queued_nbytes=sum(queued.values()),
+        )
+
+
+def _lasting(age_s: float) -> float:
+    """Return the share of past work that still counts after ``age_s``."""
+    return math.pow(0.5, max(age_s, 0.0) / _BUSY_HALF_LIFE_S)
+
+
+def fading(age_s: float) -> float:
+    """Return the share of an estimate, or of a weight, that is left after ``age_s``."""
+    return math.pow(0.5, max(age_s, 0.0) / _HALF_LIFE_S)

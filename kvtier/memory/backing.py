@@ -1,0 +1,143 @@
+"""Memory files: the pages behind the RAM tier, all in place before anybody counts on them.
+
+Pages come in two sizes. Direct I/O pins every page it reads into, and a GiB is 262,144 pages
+of 4 KiB or 512 huge ones: with those a read or a write costs a quarter of the processor's
+time, and so does pinning the tier for a GPU. Linux keeps huge pages for files like ours in a
+pool that the administrator fills (``vm.nr_hugepages``); they are taken when the pool has
+enough for all of the tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from kvtier.errors import CapacityError
+from kvtier.units import format_size
+
+__all__ = ["HugePages", "create_memory", "huge_pages_needed"]
+
+HugePages = Literal["auto", "require", "off"]
+"""Whether to take them: if there are enough, or else refuse, or never."""
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_PREFAULT_PIECE = 1 << 30
+
+
+def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
+    """Create an anonymous memory file with every page in place.
+
+    Args:
+        name: Shown in ``/proc/PID/maps``.
+        nbytes: At least so many bytes; the file ends with a whole page.
+        huge_pages: Whether to take huge pages.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        CapacityError: There is not enough memory, or not enough huge pages.
+    """
+    if huge_pages != "off":
+        descriptor = _create_huge(name, nbytes)
+        if descriptor is not None:
+            return descriptor
+        if huge_pages == "require":
+            raise CapacityError(
+                f"the RAM tier needs {huge_pages_needed(nbytes):,} free huge pages and there "
+                f"are {_free_huge_pages():,}: as root, sysctl -w vm.nr_hugepages=N, best at "
+                "boot, or set tiers[0].huge_pages to auto"
+            )
+    _require_memory(nbytes)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        _prefault(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise CapacityError(
+            f"the RAM tier's {format_size(nbytes)} cannot be allocated ({error.strerror}): "
+            "lower tiers[0].capacity"
+        ) from error
+    return descriptor
+
+
+def huge_pages_needed(nbytes: int) -> int:
+    """Return how many huge pages ``nbytes`` take; 0 on a kernel without them."""
+    size = _huge_page_nbytes()
+    return -(-nbytes // size) if size else 0
+
+
+def _create_huge(name: str, nbytes: int) -> int | None:
+    """Return a file of huge pages, or None if there are not enough."""
+    needed = huge_pages_needed(nbytes)
+    if not needed or needed > _free_huge_pages():
+        return None
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB)
+    try:
+        _prefault(descriptor, needed * _huge_page_nbytes())
+    except OSError:
+        # Somebody else was faster, or the control group allows fewer.
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _prefault(descriptor: int, nbytes: int) -> None:
+    """Allocate every page now: later it would cost the first request, or kill the engine."""
+    os.ftruncate(descriptor, nbytes)
+    offsets = range(0, nbytes, _PREFAULT_PIECE)
+
+    def allocate(offset: int) -> None:
+        os.posix_fallocate(descriptor, offset, min(_PREFAULT_PIECE, nbytes - offset))
+
+    with ThreadPoolExecutor(min(len(offsets), 8)) as pool:
+        for _ in pool.map(allocate, offsets):
+            pass
+
+
+def _require_memory(nbytes: int) -> None:
+    """Refuse what this host or its control group cannot hold.
+
+    Raises:
+        CapacityError: Too large; says what is available and by which limit.
+    """
+    for limit, available in _memory_limits():
+        if nbytes > available:
+            raise CapacityError(
+                f"the RAM tier needs {format_size(nbytes)} but {limit} leaves "
+                f"{format_size(available)}: lower tiers[0].capacity or raise the limit"
+            )
+
+
+def _memory_limits() -> Iterator[tuple[str, int]]:
+    """Yield the limits in force and what each leaves, in bytes."""
+    yield "available memory", _meminfo("MemAvailable") * 1024
+    with contextlib.suppress(OSError, ValueError):
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
+        counts = dict(map(str.split, (_CGROUP / "memory.stat").open(encoding="ascii")))
+        # Cached files count as used, but the kernel drops them before it kills anybody.
+        cached = int(counts["active_file"]) + int(counts["inactive_file"])
+        yield "the control group's memory.max", limit - used + cached
+
+
+def _free_huge_pages() -> int:
+    """Return the huge pages that nobody has and nobody was promised."""
+    return _meminfo("HugePages_Free") - _meminfo("HugePages_Rsvd")
+
+
+def _huge_page_nbytes() -> int:
+    return _meminfo("Hugepagesize") * 1024
+
+
+def _meminfo(name: str) -> int:
+    """Return a figure of /proc/meminfo as it stands there; 0 if the kernel has none."""
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    return 0

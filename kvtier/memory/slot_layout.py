@@ -1,0 +1,178 @@
+"""Where the bytes of each rank lie in a slot, so that they need not depend on the ranks.
+
+With tensor parallelism every rank keeps the KV of its own attention heads. The plain way is to
+give each rank one stretch of the slot, its *shard*, in which it puts blocks and layers in the
+order it likes. Bytes in a shard mean something only to an engine with as many ranks.
+
+A page holds one layer of one block. Put the pages of all ranks together and one gets the
+*canonical page*, which a single rank without parallelism would have. Where an engine keeps
+heads outermost within a page (vLLM's ``LBHNC``), the canonical page is simply the ranks' pages
+one after the other. So its first eighth is the same bytes for one, two, four and eight ranks,
+and belongs to the first of them. Hence *stripes*: the slot is cut in eight, and stripe ``s``
+holds the ``s``-th eighth of every canonical page, block after block and layer after layer::
+
+    slot | stripe 0: block 0 [layer 0 | layer 1 | ...] block 1 [...] | ... | stripe 7 | padding
+
+This keeps what shards are good for. A rank's stripes lie together, so its part of a slot is
+one stretch of memory and of disk; and a shard is a special case, one stripe for each rank. An
+order with the heads innermost, ``[block][layer][rank]``, would be as portable, but would tear a
+rank's part into one piece for each layer.
+
+Eight, and not the number of heads, because the engine describes its pages by bytes: which bytes
+are a head it does not say. What has to fit is that every rank's part of every page is whole
+eighths. It does for 1, 2, 4 and 8 ranks with heads outermost; for heads that several ranks hold
+alike, as there are more ranks than heads; and for KV that all ranks hold alike (multi-head
+latent attention), which is then stored once and not by every rank. It does not for three ranks,
+for sixteen with a head each, or where tokens are outermost. :func:`share_pages` says so, and
+such slots have shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Protocol
+
+from kvtier.errors import UnsupportedError
+
+__all__ = ["STRIPES", "CopyRun", "PageMapping", "RankShare", "shard_of", "share_pages"]
+
+STRIPES: Final = 8
+"""Stripes of a slot whose bytes do not depend on the number of ranks."""
+
+
+class CopyRun(Protocol):
+    """Fragments of a rank's page and where they lie in the canonical page, in bytes.
+
+    Fragment ``i`` spans ``fragment_size`` bytes from ``local_offset + i * local_stride`` and
+    from ``canonical_offset + i * canonical_stride``.
+    """
+
+    @property
+    def local_offset(self) -> int: ...  # noqa: D102
+    @property
+    def canonical_offset(self) -> int: ...  # noqa: D102
+    @property
+    def fragment_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_fragments(self) -> int: ...  # noqa: D102
+    @property
+    def local_stride(self) -> int: ...  # noqa: D102
+    @property
+    def canonical_stride(self) -> int: ...  # noqa: D102
+
+
+class PageMapping(Protocol):
+    """How a rank's page of one layer lies in the canonical page.
+
+    What vLLM calls ``CanonicalPageMapping``. Ranks that hold the same bytes take turns writing
+    them: ``num_writers`` is how many do, ``writer_index`` this rank's number among them.
+    """
+
+    @property
+    def canonical_page_size_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def local_page_size_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def runs(self) -> Sequence[CopyRun]: ...  # noqa: D102
+    @property
+    def num_writers(self) -> int: ...  # noqa: D102
+    @property
+    def writer_index(self) -> int: ...  # noqa: D102
+    @property
+    def parallelism_agnostic(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """One rank's part of every slot.
+
+    Attributes:
+        stripes: The slot's stripes that the rank reads and writes, in the order in which their
+            bytes lie in the rank's own pages.
+        writers: How many ranks hold the same bytes; they take turns, block by block.
+        writer: This rank's number among them.
+    """
+
+    stripes: tuple[int, ...]
+    writers: int = 1
+    writer: int = 0
+
+    def runs(self) -> Iterator[tuple[slice, slice]]:
+        """Yield (parts of the rank's pages, stripes) that lie together in both."""
+        breaks = [at for at, (a, b) in enumerate(pairwise(self.stripes), 1) if b != a + 1]
+        for start, end in pairwise([0, *breaks, len(self.stripes)]):
+            first = self.stripes[start]
+            yield slice(start, end), slice(first, first + end - start)
+
+
+def shard_of(rank: int) -> RankShare:
+    """Return the share of a rank in slots that have one stripe, a shard, for each rank."""
+    return RankShare((rank,))
+
+
+def share_pages(mappings: Sequence[PageMapping | None]) -> RankShare:
+    """Return a rank's share of slots whose bytes do not depend on the number of ranks.
+
+    Args:
+        mappings: How the rank's page of each layer lies in the layer's canonical page; None
+            where the engine cannot tell.
+
+    Raises:
+        UnsupportedError: There is no such share; the message says why.
+    """
+    shares = {_share_page(mapping) for mapping in mappings}
+    if len(shares) != 1:
+        raise UnsupportedError(
+            "layers are split over the ranks in different ways" if shares else "no layers"
+        )
+    return shares.pop()
+
+
+def _share_page(mapping: PageMapping | None) -> RankShare:
+    if mapping is None or not mapping.parallelism_agnostic:
+        raise UnsupportedError(
+            "the engine does not say what a page holds whatever the number of ranks"
+        )
+    stripe_nbytes, rest = divmod(mapping.canonical_page_size_bytes, STRIPES)
+    if rest:
+        raise UnsupportedError(
+            f"a page of {mapping.canonical_page_size_bytes} bytes has no {STRIPES} equal parts"
+        )
+    stripes: list[int] = []
+    for local, canonical, nbytes in sorted(_stretches(mapping.runs)):
+        if canonical % stripe_nbytes or nbytes % stripe_nbytes:
+            raise UnsupportedError(
+                f"a rank's part of a page is not whole {STRIPES}ths of it: {nbytes} bytes from "
+                f"{canonical} of {mapping.canonical_page_size_bytes}"
+            )
+        if local != len(stripes) * stripe_nbytes:
+            raise UnsupportedError(f"byte {len(stripes) * stripe_nbytes} of a page is nowhere")
+        first = canonical // stripe_nbytes
+        stripes += range(first, first + nbytes // stripe_nbytes)
+    if len(stripes) * stripe_nbytes != mapping.local_page_size_bytes:
+        raise UnsupportedError(f"byte {len(stripes) * stripe_nbytes} of a page is nowhere")
+    return RankShare(tuple(stripes), mapping.num_writers, mapping.writer_index)
+
+
+def _stretches(runs: Sequence[CopyRun]) -> list[tuple[int, int, int]]:
+    """Return (local offset, canonical offset, bytes) of all runs, joined where both go on."""
+    fragments = sorted(
+        (
+            run.local_offset + number * run.local_stride,
+            run.canonical_offset + number * run.canonical_stride,
+            run.fragment_size,
+        )
+        for run in runs
+        for number in range(run.num_fragments)
+    )
+    joined: list[tuple[int, int, int]] = []
+    for local, canonical, nbytes in fragments:
+        if joined:
+            last_local, last_canonical, last_nbytes = joined[-1]
+            if (local, canonical) == (last_local + last_nbytes, last_canonical + last_nbytes):
+                joined[-1] = (last_local, last_canonical, last_nbytes + nbytes)
+                continue
+        joined.append((local, canonical, nbytes))
+    return joined

@@ -1,0 +1,190 @@
+"""A cache service without threads, files or memory: the test decides when a copy ends.
+
+Everything that decides is real; what moves bytes is a list of jobs with the step at which each
+ends. Two such services with the same seed that are asked the same questions give the same
+answers, whatever the machine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import Storage
+from kvtier.manager import ManagerLimits
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.workbench import Workbench
+from kvtier.transfer import ChannelStatistics
+from kvtier.types import Job, JobId, Outcome, TransferResult
+
+__all__ = ["SteppedCache", "SteppedEngine"]
+
+
+class SteppedEngine:
+    """Stands in for the storage engine's :class:`~kvtier.transfer.TransferEngine`.
+
+    A job ends some steps after it was submitted; which number it is, and whether it fails,
+    depends on its id and the seed alone.
+
+    Args:
+        seed: Of the fates of jobs.
+        slowest_steps: Most steps a job takes; 0 ends every job before the next question.
+        failing: Share of the jobs that fail.
+    """
+
+    def __init__(self, *, seed: int, slowest_steps: int, failing: float) -> None:
+        self._seed = seed
+        self._slowest_steps = slowest_steps
+        self._failing = failing
+        self._step = 0
+        self._running: list[tuple[int, TransferResult]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is running."""
+        return not self._running
+
+    def tick(self) -> None:
+        """Let one step pass."""
+        self._step += 1
+
+    def out_of_service(self) -> list[tuple[str, str]]:
+        """Return nothing: a copy may fail, but no breaker opens."""
+        return []
+
+    def submit(self, job: Job) -> None:
+        """Begin a job."""
+        fate = random.Random(f"{self._seed}.{job.job_id}")
+        ends = self._step + fate.randint(0, self._slowest_steps)
+        outcome = Outcome.FAILED if fate.random() < self._failing else Outcome.DONE
+        self._running.append((ends, TransferResult(job.job_id, [outcome] * len(job.keys))))
+
+    def cancel(self, job_id: JobId) -> None:
+        """Do nothing: a job that began runs to its end."""
+
+    def poll(self) -> list[TransferResult]:
+        """Return the results of the jobs that ended."""
+        ended = [result for ends, result in self._running if ends <= self._step]
+        self._running = [(ends, job) for ends, job in self._running if ends > self._step]
+        return ended
+
+    def wait(
+        self,
+        job_ids: Collection[JobId],
+        *,
+        timeout_s: float,  # noqa: ARG002 - nobody waits here
+    ) -> bool:
+        """Let steps pass until those jobs ended."""
+        ends = (ends for ends, result in self._running if result.job_id in job_ids)
+        self._step = max(self._step, *ends, 0)
+        return True
+
+    def wait_any(self, *, timeout_s: float) -> bool:  # noqa: ARG002 - nobody waits here
+        """Let a step pass."""
+        self.tick()
+        return True
+
+    def exclusively(
+        self,
+        action: Callable[[], Awaitable[None]],
+        *,
+        timeout_s: float,  # noqa: ARG002 - it is done at once
+    ) -> bool:
+        """Run ``action``; what is running ends later as it would have."""
+
+        async def run() -> None:
+            await action()
+
+        asyncio.run(run())
+        return True
+
+    def statistics(self) -> dict[tuple[str, str], ChannelStatistics]:
+        """Return nothing: no byte was moved."""
+        return {}
+
+    def close(self, *, timeout_s: float) -> bool:  # noqa: ARG002 - nothing is open
+        """Forget what is running."""
+        self._running.clear()
+        return True
+
+
+class _NoTier:
+    """A slower tier as the service sees it: something to name and to reset."""
+
+    is_local = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def reset(self) -> None:
+        """Do nothing: the manager's books are all there is."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Do nothing likewise."""
+
+
+class SteppedCache:
+    """A :class:`~kvtier.connector.service.CacheService` over tiers of a few slots.
+
+    Args:
+        *capacities: Slots per tier, fastest first.
+        seed: Of what happens to storage jobs.
+        slowest_steps: Most steps a storage job takes.
+        failing: Share of the storage jobs that fail.
+        limits: The manager's bounds; by default all of RAM may be pinned.
+        tokens_per_chunk: For the figures.
+
+    Attributes:
+        service: The cache.
+        bench: The manager's workbench, for its books.
+        truth: What the workers say: to be stamped and acknowledged by the test.
+        engine: The storage jobs.
+    """
+
+    def __init__(
+        self,
+        *capacities: int,
+        seed: int = 0,
+        slowest_steps: int = 0,
+        failing: float = 0.0,
+        limits: ManagerLimits | None = None,
+        tokens_per_chunk: int = 16,
+    ) -> None:
+        self.truth = RecordingTruth(driven=True)
+        self.bench = Workbench(*capacities, truth=self.truth, limits=limits)
+        self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
+        nothing = SimpleNamespace(
+            close=lambda **_: None, geometry=SimpleNamespace(slot_nbytes=4096)
+        )
+        storage = Storage(
+            manager=self.bench.manager,
+            engine=cast("Any", self.engine),
+            tiers=cast("Any", [_NoTier(tier.name) for tier in self.bench.tiers[1:]]),
+            pool=cast("Any", nothing),
+            region=cast("Any", nothing),
+            recorder=None,
+            observer=None,
+        )
+        self.service = CacheService(
+            storage, tokens_per_chunk=tokens_per_chunk, close_timeout_s=1.0
+        )
+
+    def tick(self) -> None:
+        """Let one step pass for the storage jobs, and check the books."""
+        self.engine.tick()
+        self.bench.check()
+
+    def finish(self, slots: Sequence[int], *, stored: int | None = None) -> None:
+        """Play the workers at the end of a job.
+
+        Args:
+            slots: The job's slots.
+            stored: Generation that a store leaves; None for a load, or a store that failed.
+        """
+        if stored is not None:
+            self.truth.stamp(slots, stored)
+        self.truth.acknowledge(slots)

@@ -1,0 +1,93 @@
+"""How slots are laid out for vLLM's KV memory; only a worker can tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.errors import UnsupportedError
+from kvtier.memory import RegionGeometry
+from kvtier.memory.slot_layout import STRIPES, PageMapping, RankShare, shard_of, share_pages
+from kvtier.vllm.compat import EngineFacts, kv_content
+
+if TYPE_CHECKING:
+    from kvtier.vllm.contract import CanonicalKVCaches
+
+__all__ = ["lay_out_slots", "require_same_file"]
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+
+
+def lay_out_slots(
+    engine: EngineFacts, config: KvtierConfig, kv_caches: CanonicalKVCaches
+) -> tuple[RegionGeometry, RankShare]:
+    """Return the shape of the RAM tier and this rank's part of each slot.
+
+    Slots are portable, so that an engine with another number of ranks finds the same bytes,
+    wherever vLLM says of every layer how its pages are split over the ranks. All ranks come to
+    the same answer: vLLM says it of all of them or of none.
+
+    Raises:
+        ConfigError: A tier is smaller than one chunk.
+    """
+    # vLLM before 0.28 has no mappings.
+    groups: list[list[PageMapping | None]] = [
+        [getattr(ref, "mapping", None) for ref in refs] for refs in kv_caches.group_data_refs
+    ]
+    try:
+        share = share_pages([mapping for mappings in groups for mapping in mappings])
+    except UnsupportedError as error:
+        logger.info(
+            "chunks can be read with --tensor-parallel-size %d only: %s",
+            engine.world_size,
+            error,
+        )
+        shard_nbytes = engine.worker_kv_bytes_per_block * engine.blocks_per_chunk
+        return _geometry(engine, config, engine.world_size, shard_nbytes), shard_of(engine.rank)
+    stripe_nbytes = max(map(_stripe_nbytes, groups)) * engine.blocks_per_chunk
+    return _geometry(engine, config, STRIPES, stripe_nbytes, is_portable=True), share
+
+
+def require_same_file(
+    geometry: RegionGeometry, engine: EngineFacts, config: KvtierConfig
+) -> None:
+    """Refuse a RAM tier that was made from another configuration than this process reads.
+
+    Raises:
+        UnsupportedError: Its shape is not the one that ``config`` gives.
+    """
+    slots = config.tiers[0].capacity_bytes // geometry.slot_nbytes
+    if (geometry.slots, geometry.ranks) != (slots, engine.world_size):
+        raise UnsupportedError(
+            f"the workers' RAM tier has another shape: {geometry} instead of {slots} slots for "
+            f"{engine.world_size} ranks; all processes of an engine must read the same "
+            "configuration file"
+        )
+
+
+def _geometry(
+    engine: EngineFacts,
+    config: KvtierConfig,
+    stripes: int,
+    stripe_nbytes: int,
+    *,
+    is_portable: bool = False,
+) -> RegionGeometry:
+    check_chunk_fits(config, stripes * stripe_nbytes)
+    size = slot_nbytes(stripes * stripe_nbytes)
+    return RegionGeometry(
+        slots=config.tiers[0].capacity_bytes // size,
+        slot_nbytes=size,
+        stripe_nbytes=stripe_nbytes,
+        stripes=stripes,
+        ranks=engine.world_size,
+        is_portable=is_portable,
+        content=kv_content(engine),
+    )
+
+
+def _stripe_nbytes(mappings: Sequence[PageMapping | None]) -> int:
+    """Return the bytes of one block in a stripe: its part of every layer's canonical page."""
+    return sum(mapping.canonical_page_size_bytes // STRIPES for mapping in mappings if mapping)

@@ -1,0 +1,225 @@
+"""Both doors into vLLM and both load paths: the same tokens, whatever the tiers' sizes.
+
+The scenarios of the other modules run with the connector and its default load path; here the
+other combinations run, the long ones by night, and models with several KV cache groups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvtier.config import Door
+from kvtier.vllm.demo.model import (
+    BLOCK_TOKENS,
+    KV_NBYTES_PER_BLOCK,
+    architecture,
+    write_model,
+)
+from kvtier.vllm.demo.runner import EngineFailedError, EngineProcess, run_engine
+from kvtier.vllm.demo.scenario import Report, Scenario, Wave
+from tests.integration.harness import Reference, Site
+from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
+
+DOORS = {
+    "spec": (Door.SPEC, "staged"),
+    "staged": (Door.CONNECTOR, "staged"),
+    "direct": (Door.CONNECTOR, "direct"),
+}
+WINDOW_TOKENS = 64
+GPU_BLOCKS = 64
+CONTEXT_TOKENS = 1024
+
+other_doors = pytest.mark.parametrize("door", ["spec", "staged"])
+every_door = pytest.mark.parametrize("door", [*DOORS])
+
+
+def through(door: str, scenario: Scenario) -> Scenario:
+    """Return ``scenario`` with the way into vLLM, and the load path, of that name."""
+    way, load_path = DOORS[door]
+    assert scenario.config is not None
+    settings = yaml.safe_load(scenario.config.read_text())
+    settings["transfer"] = {"load_path": load_path}
+    scenario.config.write_text(yaml.safe_dump(settings))
+    return scenario.model_copy(update={"door": way})
+
+
+def assert_served_from_both_tiers(report: Report) -> None:
+    assert hit_tokens(report, "ram") > 0
+    assert hit_tokens(report, "nvme") > 0
+    assert report.count("kvtier_failed_chunks") == 0
+    assert report.count("kvtier_internal_errors") == 0
+    assert_nothing_pinned(report)
+
+
+@other_doors
+def test_a_small_spill_comes_back_through_the_other_doors(
+    door: str, reference: Reference, site: Site
+) -> None:
+    first, second = reference.conversations[:2]
+    scenario = through(door, site.scenario((first, second), ram_blocks=120, nvme_blocks=800))
+    report = run_engine(scenario, site.directory, door)
+    reference.assert_equal(report, waves=(first, second))
+    assert_served_from_both_tiers(report)
+    site.assert_nothing_held()
+
+
+def test_the_spec_refuses_to_load_past_ram(reference: Reference, site: Site) -> None:
+    wave = Wave(prompts=reference.conversations[0].prompts[:1], max_tokens=1)
+    scenario = through("direct", site.scenario((wave,), ram_blocks=8, nvme_blocks=8))
+    with pytest.raises(EngineFailedError):
+        run_engine(scenario.model_copy(update={"door": Door.SPEC}), site.directory, "refused")
+    log = site.log("refused")
+    assert "transfer.load_path = direct: this door cannot report a load that fails" in log
+    assert "--door connector" in log
+
+
+@pytest.mark.slow
+@other_doors
+def test_two_hundred_requests_spill_to_nvme_and_every_token_is_equal(
+    door: str, reference: Reference, site: Site
+) -> None:
+    blocks, waves = reference.footprint_blocks, reference.conversations
+    scenario = site.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks)
+    report = run_engine(through(door, scenario), site.directory, door)
+    reference.assert_equal(report, waves=waves)
+    assert_served_from_both_tiers(report)
+    site.assert_nothing_held()
+
+
+@pytest.mark.slow
+@other_doors
+def test_preemption_aborts_and_a_reset_keep_every_token_equal(
+    door: str, reference: Reference, site: Site
+) -> None:
+    preempting = reference.long_answers
+    aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
+    few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
+    waves = (preempting, aborting, preempting.model_copy(update=few))
+    scenario = site.scenario(waves, ram_blocks=40, nvme_blocks=400).model_copy(
+        update={"gpu_blocks": 40, "context_tokens": 512}
+    )
+    report = run_engine(through(door, scenario), site.directory, door)
+    reference.assert_equal(report, waves=waves)
+    assert report.count("vllm:num_preemptions") > 0
+    assert [answer.cached_tokens for answer in report.waves[2].answers] == [0, 0, 0]
+    assert_nothing_pinned(report)
+    site.assert_nothing_held()
+
+
+@pytest.mark.slow
+@other_doors
+def test_what_a_killed_engine_stored_is_loaded_by_the_next(
+    door: str, reference: Reference, site: Site
+) -> None:
+    waves = reference.conversations[:2]
+    blocks = reference.footprint_blocks
+    scenario = through(door, site.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks))
+    with EngineProcess(scenario, site.directory, "killed") as engine:
+        for _ in waves:
+            engine.wait_for("wave")
+        os.kill(engine.pid, signal.SIGKILL)
+    report = run_engine(scenario, site.directory, "after")
+    reference.assert_equal(report, waves=waves)
+    assert report.waves[0].counters["kvtier_hit_tokens{tier=nvme}"] > 0
+    site.assert_nothing_held()
+
+
+@pytest.mark.slow
+@other_doors
+def test_two_ranks_spill_and_restart(door: str, reference: Reference, site: Site) -> None:
+    wave = Wave(prompts=reference.conversations[0].prompts[:16], max_tokens=4)
+    again = wave.model_copy(update={"prompts": wave.prompts[::-1]})
+    scenario = site.scenario((wave, again), ram_blocks=48, nvme_blocks=512)
+    scenario = through(door, scenario.model_copy(update={"ranks": 2}))
+    for name in ("ranks", "again"):
+        report = run_engine(scenario, site.directory, name)
+        reference.assert_equal(report, waves=(wave, again))
+        assert hit_tokens(report, "nvme") > 0
+        site.assert_nothing_held()
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model every other layer of which sees a window of two blocks: two KV cache groups."""
+    model = tmp_path_factory.mktemp("windowed") / "model"
+    write_model(model)
+    values = architecture() | {
+        "sliding_window": WINDOW_TOKENS,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    (model / "config.json").write_text(json.dumps(values))
+    return model
+
+
+@pytest.mark.slow
+@every_door
+def test_a_model_with_a_sliding_window_gets_the_same_tokens(
+    door: str, windowed: Path, reference: Reference, site: Site
+) -> None:
+    wave = Wave(prompts=reference.conversations[1].prompts[:12], max_tokens=8)
+    backwards = Wave(prompts=wave.prompts[::-1], max_tokens=8)
+    plain = Scenario(model=windowed, waves=(wave,), gpu_blocks=2048)
+    expected = {
+        answer.prompt: answer.tokens
+        for answer in run_engine(plain, site.directory, "plain").answers()
+    }
+    assert expected != {
+        prompt.tokens: reference.answers[prompt.tokens] for prompt in wave.prompts
+    }, "the window is not felt"
+    scenario = site.scenario((wave, backwards), ram_blocks=60, nvme_blocks=800)
+    scenario = scenario.model_copy(
+        update={
+            "model": windowed,
+            "gpu_blocks": GPU_BLOCKS,
+            "context_tokens": CONTEXT_TOKENS,
+        }
+    )
+    report = run_engine(through(door, scenario), site.directory, door)
+    assert all(expected[answer.prompt] == answer.tokens for answer in report.answers())
+    assert report.waves[1].counters["kvtier_hit_tokens{tier=nvme}"] > 0
+    assert report.count("kvtier_internal_errors") == 0
+    assert_nothing_pinned(report)
+    site.assert_nothing_held()
+
+
+@pytest.mark.slow
+def test_a_load_that_fails_costs_a_recomputation_and_nothing_else(
+    reference: Reference, site: Site
+) -> None:
+    """A restarted engine finds one rotten chunk in the middle of every prefix."""
+    wave = Wave(prompts=reference.conversations[2].prompts[:8], max_tokens=4)
+    blocks = reference.footprint_blocks
+    scenario = through("direct", site.scenario((wave,), ram_blocks=blocks, nvme_blocks=blocks))
+    run_engine(scenario, site.directory, "writer")
+    (slots,) = site.store.glob("*/slots.bin")
+    rot(slots, every=7)
+    report = run_engine(scenario, site.directory, "reader")
+    reference.assert_equal(report, waves=(wave,))
+    corrupt = report.count("kvtier_corrupt_chunks", tier="nvme")
+    assert corrupt > 0
+    assert hit_tokens(report, "nvme") > 0
+    assert "the load of request" in site.log("reader")
+    kept = [answer.cached_tokens for answer in report.answers()]
+    assert any(
+        0 < tokens < len(prompt.tokens) - BLOCK_TOKENS
+        for tokens, prompt in zip(kept, wave.prompts, strict=True)
+    ), "what came before the rotten chunk is kept"
+    assert_nothing_pinned(report)
+    site.assert_nothing_held()
+
+
+def rot(slots: Path, *, every: int) -> None:
+    """Flip a bit in every ``every``-th slot of a store of the demo model."""
+    with slots.open("r+b") as file:
+        size = slots.stat().st_size
+        for at in range(3 * KV_NBYTES_PER_BLOCK, size, every * KV_NBYTES_PER_BLOCK):
+            file.seek(at + 100)
+            byte = file.read(1)
+            file.seek(at + 100)
+            file.write(bytes([byte[0] ^ 4]))

@@ -1,0 +1,70 @@
+"""kvtier's numbers in vLLM's payload, as vLLM's front end takes it; no engine."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+    get_connector_metric_definitions,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
+
+from kvtier.connector.metrics import METRICS, Kind
+from kvtier.vllm.metrics import StatsReporter, add_device_transfers, metric_definitions
+from tests.unit.test_connector_metrics import Source, engine, tier
+
+CLASSES = {
+    Kind.COUNTER: OffloadingCounterMetadata,
+    Kind.GAUGE: OffloadingGaugeMetadata,
+    Kind.HISTOGRAM: OffloadingHistogramMetadata,
+}
+
+
+def test_every_metric_is_declared_as_what_it_is() -> None:
+    declared = metric_definitions()
+    assert declared.keys() == METRICS.keys()
+    for name, metric in METRICS.items():
+        assert type(declared[name]) is CLASSES[metric.kind]
+        assert declared[name].labelnames == metric.labels
+        assert declared[name].documentation == metric.help
+    assert declared.keys().isdisjoint(get_connector_metric_definitions())
+
+
+def test_what_is_reported_adds_up_in_vllms_payload() -> None:
+    source = Source(is_active=False, now=engine(tier("ram", hit_chunks=3)))
+    reporter = StatsReporter(source)
+    total = OffloadingConnectorStats()
+    for hits, size in ((3, 10), (5, 20), (5, 30)):
+        source.now = engine(tier("ram", hit_chunks=hits, used_chunks=hits))
+        source.transfers.record_transfer(size, 0.5, ("ram", "nvme"))
+        stats = reporter.report()
+        assert stats is not None
+        total.aggregate(stats)
+    assert reporter.report() is None
+    reduced = total.reduce()
+    assert reduced["kvtier_hit_chunks:('ram',)"] == 5
+    assert reduced["kvtier_used_chunks:('ram',)"] == 5
+    assert reduced["kvtier_failed_chunks:('ram', 'load')"] == 0
+    assert reduced["kvtier_kv_offload_total_bytes:('ram_to_nvme',)"] == 60
+    assert reduced["kvtier_kv_offload_size:('ram_to_nvme',)_count"] == 3
+
+
+def test_what_workers_copied_is_reported_by_transfer_type_too() -> None:
+    stats = OffloadingConnectorStats()
+    stats.increase_counter("vllm:kv_offload_load_bytes", 30)
+    stats.increase_counter("vllm:kv_offload_load_time", 0.5)
+    stats.observe_histogram("vllm:kv_offload_load_size", 10)
+    stats.observe_histogram("vllm:kv_offload_load_size", 20)
+    stats.increase_counter("vllm:kv_offload_store_bytes", 7)
+    before = stats.reduce()
+    add_device_transfers(stats)
+    assert stats.reduce() == before | {
+        "kvtier_kv_offload_total_bytes:('ram_to_gpu',)": 30,
+        "kvtier_kv_offload_total_time:('ram_to_gpu',)": 0.5,
+        "kvtier_kv_offload_size:('ram_to_gpu',)_count": 2,
+        "kvtier_kv_offload_size:('ram_to_gpu',)_sum": 30,
+        "kvtier_kv_offload_total_bytes:('gpu_to_ram',)": 7,
+    }

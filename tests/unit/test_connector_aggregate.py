@@ -1,0 +1,197 @@
+"""What several ranks say, in any order and any step, comes to one answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.connector.aggregate import OutputAggregator
+from kvtier.connector.metadata import FailedLoad, WorkerOutput
+from kvtier.connector.stats import ConnectorStats
+from kvtier.errors import KvtierError
+
+
+def done(*jobs: int) -> WorkerOutput:
+    return WorkerOutput(completed_jobs=dict.fromkeys(jobs, 1))
+
+
+def failed(job: int, *blocks: int, error: str = "") -> WorkerOutput:
+    load = FailedLoad(f"request-{job}", frozenset(blocks), error)
+    return WorkerOutput({job: 1}, {job: load})
+
+
+def test_a_job_is_finished_when_the_last_rank_says_so() -> None:
+    aggregator = OutputAggregator(3)
+    assert aggregator.aggregate([done(1), None, done(1, 2)]).is_empty
+    assert aggregator.pending == {1: 1, 2: 2}
+    assert aggregator.aggregate([None, done(1), None]).completed_jobs == {1: 3}
+    assert aggregator.aggregate([done(2), done(2), None]).completed_jobs == {2: 3}
+    assert aggregator.pending == {}
+
+
+def test_one_failing_rank_fails_the_load_but_only_when_all_are_done_with_it() -> None:
+    aggregator = OutputAggregator(3)
+    assert aggregator.aggregate([failed(7, 1, 2, error="b"), None, None]).is_empty
+    assert aggregator.aggregate([None, failed(7, 2, 9, error="a"), None]).is_empty
+    finished = aggregator.aggregate([None, None, done(7)])
+    assert finished.completed_jobs == {7: 3}
+    assert finished.failed_loads == {7: FailedLoad("request-7", frozenset({1, 2, 9}), "a")}
+    assert finished.invalid_block_ids == {1, 2, 9}
+
+
+def test_a_rank_that_left_is_not_waited_for_and_not_listened_to() -> None:
+    aggregator = OutputAggregator(4)
+    assert aggregator.aggregate([done(1, 2), done(1), done(1), None]).is_empty
+    finished = aggregator.expect(3)
+    assert finished.completed_jobs == {1: 4}
+    assert finished.expected_ranks == 3
+    assert aggregator.aggregate([None, None, None, failed(1, 5).aggregate(done(2))]).is_empty
+    assert aggregator.pending == {2: 2}
+    assert aggregator.aggregate([None, done(2), done(2)]).completed_jobs == {2: 4}
+
+
+def test_a_rank_that_spoke_and_left_does_not_speak_for_one_that_stays() -> None:
+    aggregator = OutputAggregator(3)
+    assert aggregator.aggregate([done(1), None, done(1)]).is_empty
+    assert aggregator.expect(2).completed_jobs == {}
+    assert aggregator.pending == {1: 1}
+    assert aggregator.aggregate([None, done(1)]).completed_jobs == {1: 3}
+
+
+def test_new_ranks_are_waited_for_in_jobs_that_begin_with_them() -> None:
+    aggregator = OutputAggregator(2)
+    aggregator.begin([1])
+    assert aggregator.aggregate([done(2), None]).is_empty
+    told = aggregator.aggregate([WorkerOutput(expected_ranks=4), None, None, None])
+    assert told.expected_ranks == 4
+    assert aggregator.aggregate([done(1), done(1, 2), None, None]).completed_jobs == {
+        1: 4,
+        2: 4,
+    }
+    assert aggregator.aggregate([done(3), done(3), None, None]).is_empty
+    assert aggregator.aggregate([None, None, done(3), done(3)]).completed_jobs == {3: 4}
+    assert aggregator.ranks == 4
+
+
+def test_statistics_of_all_ranks_are_added_up_at_once() -> None:
+    stats = ConnectorStats({"gpu_to_ram": [{"op_size": 5, "op_time": 0.5}]}).to_dict()
+    one = WorkerOutput(stats=stats)
+    both = OutputAggregator(2).aggregate([one, one])
+    assert ConnectorStats(both.stats).reduce() == {
+        "gpu_to_ram_total_bytes": 10,
+        "gpu_to_ram_total_time": 1.0,
+    }
+
+
+def test_a_forgotten_job_is_not_waited_for() -> None:
+    aggregator = OutputAggregator(2)
+    assert aggregator.aggregate([done(1), None]).is_empty
+    aggregator.forget([1, 99])
+    assert aggregator.pending == {}
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_ranks_at_all_are_refused(ranks: int) -> None:
+    with pytest.raises(KvtierError, match=f"at least one rank, not {ranks}"):
+        OutputAggregator(ranks)
+    with pytest.raises(KvtierError, match=f"at least one rank, not {ranks}"):
+        OutputAggregator(1).expect(ranks)
+
+
+@dataclass
+class Model:
+    """The same in sets: who was given each job, and who said that it is done."""
+
+    present: set[int]
+    given: dict[int, set[int]] = field(default_factory=dict)
+    said: dict[int, set[int]] = field(default_factory=dict)
+    blocks: dict[int, set[int]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+
+    def begin(self, job: int) -> None:
+        self.given[job] = set(self.present)
+        self.said[job] = set()
+        self.blocks[job] = set()
+
+    def say(self, job: int, rank: int, blocks: set[int]) -> None:
+        if rank in self.present:
+            self.said[job].add(rank)
+            self.blocks[job] |= blocks
+
+    def take_finished(self) -> dict[int, set[int]]:
+        """Return what finished: nobody who is still there has to say anything."""
+        now = {
+            job
+            for job, ranks in self.given.items()
+            if job not in self.finished and ranks & self.present <= self.said[job]
+        }
+        self.finished |= now
+        return {job: self.blocks[job] for job in now}
+
+
+@given(st.data())
+def test_any_order_of_ranks_jobs_and_leavers_comes_to_what_a_plain_model_says(
+    data: st.DataObject,
+) -> None:
+    ranks = data.draw(st.integers(1, 4), label="ranks")
+    model = Model(set(range(ranks)))
+    aggregator = OutputAggregator(ranks)
+    for job in range(data.draw(st.integers(1, 6), label="jobs")):
+        model.begin(job)
+        aggregator.begin([job])
+    pairs = [(job, rank) for job, given in model.given.items() for rank in sorted(given)]
+    order = data.draw(st.permutations(pairs), label="order")
+    while order:
+        if len(model.present) > 1 and data.draw(st.booleans(), label="the last leaves"):
+            model.present.discard(max(model.present))
+            check(aggregator.expect(len(model.present)), model.take_finished())
+        spoken = data.draw(st.integers(1, len(order)), label="acknowledged in this step")
+        outputs: dict[int, WorkerOutput] = {}
+        for job, rank in order[:spoken]:
+            bad = data.draw(st.sets(st.integers(0, 5), max_size=2), label="bad blocks")
+            model.say(job, rank, bad)
+            output = failed(job, *bad) if bad else done(job)
+            outputs[rank] = outputs.get(rank, WorkerOutput()).aggregate(output)
+        order = order[spoken:]
+        check(
+            aggregator.aggregate([outputs.get(rank) for rank in range(ranks)]),
+            model.take_finished(),
+        )
+    assert aggregator.pending == {}
+    assert model.finished == model.given.keys()
+
+
+def check(output: WorkerOutput, expected: dict[int, set[int]]) -> None:
+    assert output.completed_jobs.keys() == expected.keys()
+    assert {job: set(load.block_ids) for job, load in output.failed_loads.items()} == {
+        job: blocks for job, blocks in expected.items() if blocks
+    }
+
+
+outputs = st.builds(
+    WorkerOutput,
+    completed_jobs=st.dictionaries(st.integers(0, 4), st.integers(1, 3), max_size=3),
+    failed_loads=st.dictionaries(
+        st.integers(0, 4),
+        st.builds(
+            FailedLoad,
+            st.just("request"),
+            st.frozensets(st.integers(0, 9), max_size=3),
+            st.sampled_from(["", "a", "b"]),
+        ),
+        max_size=3,
+    ),
+    expected_ranks=st.integers(0, 3),
+)
+
+
+@given(outputs, outputs, outputs)
+def test_in_which_order_outputs_are_added_does_not_matter(
+    a: WorkerOutput, b: WorkerOutput, c: WorkerOutput
+) -> None:
+    assert a.aggregate(b) == b.aggregate(a)
+    assert a.aggregate(b).aggregate(c) == a.aggregate(b.aggregate(c))
+    assert a.aggregate(WorkerOutput()) == a

@@ -1,0 +1,282 @@
+"""Streamed loads: a chunk on disk is a hit at once, its slot promised and its bytes awaited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.manager import LoadPlan, LoadWorth, Lookup, ManagerLimits
+from kvtier.manager.plans import NO_GENERATION, NO_SLOT
+from kvtier.policies import CopyState
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Job, Outcome, TransferResult
+
+HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+
+
+def streaming(ram: int, *, below: int, budget: int | None = None, **changes: Any) -> Workbench:
+    """Return a bench whose disk kept a prefix of ``below`` chunks, and whose RAM is empty."""
+    limits = ManagerLimits(
+        pin_budget=ram if budget is None else budget,
+        reserve=0.0,
+        queue=64,
+        retained=ram,
+        streams=True,
+    )
+    bench = Workbench(ram, 64, limits=limits, **changes)
+    bench.manager.recover(1, zip(prefix(below), range(below), strict=True))
+    return bench
+
+
+def begin(bench: Workbench, chunks: int, req_id: str = "reader") -> tuple[LoadPlan, list[Job]]:
+    """Plan a load, and take the jobs as an engine must: at once."""
+    plan = bench.manager.prepare_load(prefix(chunks), req_id)
+    bench.check()
+    return plan, bench.manager.take_jobs()
+
+
+def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> None:
+    bench = streaming(4, below=3)
+    assert bench.look(prefix(3)) == [HIT] * 3
+    assert bench.ram.slots.free == 4
+    plan, (job,) = begin(bench, 3)
+    assert list(job.destination_slots) == list(plan.slots)
+    assert list(job.payload) == list(plan.generations)
+    assert list(plan.origins) == [1, 1, 1]
+    assert plan.wait_s == ManagerLimits(pin_budget=1, reserve=0, queue=1).load_timeout_s
+    assert bench.truth.published == []
+    bench.finish(job)
+    assert bench.truth.published == list(zip(plan.slots, plan.generations, strict=True))
+    assert bench.ram.room == 1
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.resident() == {*prefix(3)}
+    assert bench.ram.room == 4
+    assert bench.look(prefix(3), "other") == [HIT] * 3
+
+
+def test_what_was_only_asked_for_changes_nothing() -> None:
+    bench = streaming(4, below=4)
+    for _ in range(3):
+        assert bench.look(prefix(4)) == [HIT] * 4
+        assert bench.step() == []
+    assert (bench.ram.slots.free, len(bench.ram.copies)) == (4, 0)
+    assert bench.tiers[1].room == 64
+
+
+def test_what_is_in_ram_is_loaded_from_there_beside_what_streams() -> None:
+    bench = streaming(4, below=3)
+    bench.store(prefix(1))
+    bench.step()
+    assert bench.look(prefix(3)) == [HIT] * 3
+    plan, jobs = begin(bench, 3)
+    assert [len(job.keys) for job in jobs] == [2]
+    assert list(plan.origins) == [0, 1, 1]
+
+
+def test_the_worker_may_be_done_before_the_manager_heard_of_the_bytes() -> None:
+    bench = streaming(4, below=2)
+    bench.look(prefix(2))
+    _, (job,) = begin(bench, 2)
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.ram.room == 2
+    bench.finish(job)
+    assert bench.resident() == {*prefix(2)}
+    assert bench.ram.room == 4
+
+
+@pytest.mark.parametrize("worker_first", [True, False])
+def test_a_chunk_that_is_not_to_stay_leaves_when_both_are_done(*, worker_first: bool) -> None:
+    bench = streaming(4, below=2, promote_after=3)
+    bench.look(prefix(2))
+    _, (job,) = begin(bench, 2)
+    if worker_first:
+        bench.manager.complete_load("reader")
+        bench.finish(job)
+    else:
+        bench.finish(job)
+        bench.manager.complete_load("reader")
+    bench.check()
+    assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
+    assert bench.tiers[1].room == 64
+
+
+def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
+    bench = streaming(2, below=8)
+    assert bench.look(prefix(8))[:3] == [HIT, HIT, RETRY]
+    (job,) = bench.step()
+    bench.finish(job)
+    assert bench.look(prefix(8)) == [HIT, HIT, MISS]
+
+
+def test_a_promise_counts_what_the_request_has_in_ram_already() -> None:
+    bench = streaming(3, below=4)
+    bench.store(prefix(2))
+    bench.settle()
+    # Two of the three slots could be evicted, but the same request needs what is in them.
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
+
+
+def test_promises_to_several_requests_of_a_step_add_up_and_end_with_it() -> None:
+    bench = streaming(4, below=3)
+    bench.manager.recover(1, zip(prefix(3, of=1), range(3, 6), strict=True))
+    assert bench.look(prefix(3), "a") == [HIT] * 3
+    assert bench.look(prefix(3, of=1), "b") == [HIT, RETRY, RETRY]
+    bench.manager.end_request("b")
+    bench.step()
+    assert bench.look(prefix(3, of=1), "c") == [HIT] * 3
+
+
+def test_promises_and_streams_keep_to_the_pin_budget() -> None:
+    bench = streaming(8, below=4, budget=5)
+    bench.manager.recover(1, zip(prefix(3, of=1), range(4, 7), strict=True))
+    bench.look(prefix(4), "a")
+    _, (job,) = begin(bench, 4, "a")
+    assert bench.look(prefix(3, of=1), "b") == [HIT, RETRY, RETRY]
+    bench.manager.end_request("b")
+    bench.finish(job)
+    bench.manager.complete_load("a")
+    bench.step()
+    assert bench.look(prefix(3, of=1), "c") == [HIT] * 3
+
+
+def test_asking_twice_in_a_step_promises_once() -> None:
+    bench = streaming(3, below=3)
+    for _ in range(4):
+        assert bench.look(prefix(3)) == [HIT] * 3
+
+
+def test_what_another_load_is_bringing_up_is_waited_for_and_not_read_twice() -> None:
+    bench = streaming(4, below=2)
+    bench.look(prefix(2), "a")
+    _, (job,) = begin(bench, 2, "a")
+    assert bench.look(prefix(2), "b") == [RETRY, RETRY]
+    assert bench.step() == []
+    bench.finish(job)
+    assert bench.look(prefix(2), "b") == [HIT, HIT]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.REFUSED])
+def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request(
+    outcome: Outcome,
+) -> None:
+    bench = streaming(4, below=3)
+    bench.look(prefix(3))
+    plan, (job,) = begin(bench, 3)
+    bench.finish(job, Outcome.DONE, outcome, Outcome.DONE)
+    bad = (plan.slots[1], plan.generations[1])
+    assert bench.truth.poisoned == {bad}
+    assert bench.ram.slots.free == 1, "a worker may still look at the slot"
+    bench.truth.refuse([bad[0]], [bad[1]])
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.ram.room == 4
+    assert bench.look(prefix(3)) == [MISS]
+    found = bench.look(prefix(3), "other")
+    assert found == ([HIT, MISS] if outcome is Outcome.CORRUPT else [HIT] * 3)
+
+
+def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> None:
+    bench = streaming(4, below=2)
+    bench.look(prefix(2))
+    plan, (job,) = begin(bench, 2)
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    bench.truth.refuse(plan.slots, plan.generations)
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.ram.room == 2, "a thread may still write the slots"
+    assert bench.look(prefix(2), "other") == [MISS]
+    bench.finish(job)
+    assert bench.look(prefix(2), "third") == [HIT, HIT]
+    assert bench.look(prefix(2)) == [MISS]
+
+
+def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -> None:
+    bench = streaming(2, below=2)
+    bench.look(prefix(2))
+    bench.store(prefix(2, of=7), "writer")
+    bench.manager.prepare_load(prefix(2, of=7), "holder")
+    plan, jobs = begin(bench, 2)
+    assert list(plan.slots) == [NO_SLOT] * 2
+    assert list(plan.generations) == [NO_GENERATION] * 2
+    assert jobs == []
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.look(prefix(2)) == [MISS]
+
+
+def test_a_request_that_ends_while_it_streams_leaves_nothing_behind() -> None:
+    bench = streaming(4, below=2)
+    bench.look(prefix(2))
+    _, (job,) = begin(bench, 2)
+    bench.manager.end_request("reader")
+    bench.step()
+    bench.finish(job)
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.ram.room == 4
+    assert all(copy.state == CopyState.RESIDENT for copy in bench.ram.copies.values())
+
+
+def test_a_reset_while_chunks_stream_keeps_their_slots_until_job_and_worker_are_done() -> None:
+    bench = streaming(4, below=2)
+    bench.look(prefix(2))
+    plan, (job,) = begin(bench, 2)
+    bench.truth.not_quiet = set(plan.slots)
+    bench.manager.reset()
+    bench.check()
+    assert bench.look(prefix(2), "other") == [MISS]
+    bench.finish(job)
+    bench.step()
+    assert bench.ram.slots.free == 2
+    bench.truth.not_quiet = set()
+    bench.step()
+    assert bench.ram.slots.free == 4
+    bench.manager.complete_load("reader")
+    bench.check()
+
+
+def test_a_reset_frees_the_slot_of_a_chunk_that_had_failed_before_it() -> None:
+    bench = streaming(4, below=1)
+    bench.look(prefix(1))
+    plan, (job,) = begin(bench, 1)
+    bench.finish(job, Outcome.FAILED)
+    bench.truth.not_quiet = set(plan.slots)
+    bench.manager.reset()
+    bench.step()
+    assert bench.ram.slots.free == 3
+    bench.truth.not_quiet = set()
+    bench.step()
+    assert bench.ram.slots.free == 4
+
+
+def test_a_tier_out_of_service_is_passed_over_at_once() -> None:
+    bench = streaming(4, below=2)
+    bench.manager.set_out_of_service({1})
+    assert bench.look(prefix(2)) == [MISS]
+    bench.manager.set_out_of_service(())
+    assert bench.look(prefix(2), "other") == [HIT, HIT]
+
+
+def test_a_tier_out_of_service_is_passed_over_by_those_who_wait_for_their_turn() -> None:
+    bench = Workbench(4, 8)
+    bench.manager.recover(1, zip(prefix(2), range(2), strict=True))
+    assert bench.look(prefix(2)) == [RETRY, RETRY]
+    bench.manager.set_out_of_service({1})
+    assert bench.look(prefix(2), "other") == [MISS]
+    assert bench.step() == []
+    assert bench.look(prefix(2)) == [MISS]
+
+
+def test_what_may_not_pay_is_left_to_whoever_sees_all_that_is_wanted() -> None:
+    worth = LoadWorth(
+        tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1e-3
+    )
+    bench = streaming(4, below=2, worth=worth)
+    assert bench.look(prefix(2)) == [HIT, HIT]
+    worth.sent(77, 1, 1)
+    worth.returned(TransferResult(77, [Outcome.DONE], seconds=60.0), timeout_s=90.0, now=0.0)
+    bench.step()
+    assert bench.look(prefix(2))[0] is RETRY

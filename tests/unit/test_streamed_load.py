@@ -1,0 +1,307 @@
+"""Both ends of a load that begins before its bytes are there: the worker's and the disk's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from typing_extensions import override
+
+from kvtier.iopool import IoPool
+from kvtier.memory import ControlBlock
+from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
+from kvtier.testing.chunks import make_buffers, make_keys
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.tiers.base import SlotOutcomes, StorageTier
+from kvtier.transfer import EngineLimits, FromTier, TransferEngine
+from kvtier.transfer.device import DeviceLoad, DevicePayload
+from kvtier.types import Job, Outcome, Why
+
+DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+SLOTS = [2, 3, 5, 7]
+STAMPS = [11, 11, 12, 12]
+SOON_S = 30.0
+
+Event = Callable[["Scripted"], None]
+
+
+class Scripted(ControlBlock):
+    """A control block on which something happens each time a worker looks."""
+
+    def __init__(self, script: Sequence[Event]) -> None:
+        super().__init__(memoryview(bytearray(ControlBlock.nbytes(8, 1))), slots=8, ranks=1)
+        self.script = deque(script)
+        self.looks = 0
+        self.issue(SLOTS)
+
+    @override
+    def arrivals(
+        self, rank: int, slots: Sequence[int], generations: Sequence[int]
+    ) -> tuple[list[bool], list[bool]]:
+        self.looks += 1
+        if self.script:
+            self.script.popleft()(self)
+        return super().arrivals(rank, slots, generations)
+
+
+class Copier:
+    """Notes which slots are copied, batch by batch; may fail, or be too late."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.during: Callable[[], None] = lambda: None
+
+    def load(self, plan: BlockCopyPlan, *, after: object) -> None:
+        assert after is None
+        assert sorted({int(slot) for part in plan.groups for slot in part.slots}) == sorted(
+            plan.slots
+        )
+        self.during()
+        self.batches.append(list(plan.slots))
+
+
+def comes(*places: int) -> Event:
+    return lambda control: control.publish(
+        [SLOTS[at] for at in places], [STAMPS[at] for at in places]
+    )
+
+
+def fails(*places: int) -> Event:
+    return lambda control: control.poison(
+        [SLOTS[at] for at in places], [STAMPS[at] for at in places]
+    )
+
+
+def nothing(_: object) -> None:
+    """A look at which nothing has happened."""
+
+
+@pytest.fixture
+def pool() -> Iterator[IoPool]:
+    pool = IoPool(1, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=5)
+
+
+@pytest.fixture
+def copier() -> Copier:
+    return Copier()
+
+
+Load = Callable[..., SlotOutcomes]
+
+
+@pytest.fixture
+def load(pool: IoPool, copier: Copier) -> Load:
+    """Run one load of four chunks to its end."""
+
+    def run(
+        control: ControlBlock,
+        *,
+        slots: Sequence[int] = SLOTS,
+        stamps: Sequence[int] = STAMPS,
+        wait_s: float = SOON_S,
+    ) -> SlotOutcomes:
+        count = len(slots)
+        plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
+        route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
+        payload = DevicePayload(plan, None, stamps, wait_s)
+        job = Job(1, Why.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
+        return asyncio.run(route.run(job))
+
+    return run
+
+
+def test_chunks_are_copied_as_they_arrive(load: Load, copier: Copier) -> None:
+    control = Scripted([nothing, comes(1), nothing, comes(0, 3), comes(2)])
+    assert load(control).outcomes == [DONE] * 4
+    assert copier.batches == [[3], [2, 7], [5]]
+    assert control.quiet(SLOTS) == [True] * 4
+    assert control.loaded(SLOTS, STAMPS) == [True] * 4
+
+
+def test_what_is_there_at_once_is_one_copy(load: Load, copier: Copier) -> None:
+    control = Scripted([comes(0, 1, 2, 3)])
+    assert load(control, wait_s=0.0).outcomes == [DONE] * 4
+    assert (copier.batches, control.looks) == ([SLOTS], 1)
+
+
+def test_a_chunk_that_will_not_come_ends_the_wait_for_those_behind_it(
+    load: Load, copier: Copier
+) -> None:
+    control = Scripted([comes(0), fails(2), nothing, comes(1)])
+    moved = load(control)
+    assert moved.outcomes == [DONE, DONE, FAILED, Outcome.CANCELLED]
+    assert "did not come up" in moved.error
+    assert copier.batches == [[2], [3]]
+    assert control.loaded(SLOTS, STAMPS) == [True, True, False, True]
+    assert control.quiet(SLOTS) == [True] * 4
+
+
+def test_the_first_of_several_bad_chunks_decides(load: Load, copier: Copier) -> None:
+    control = Scripted([fails(3), comes(0), fails(1)])
+    assert load(control).outcomes == [DONE, FAILED, Outcome.CANCELLED, FAILED]
+    assert copier.batches == [[2]]
+
+
+def test_nobody_waits_longer_than_told(load: Load, copier: Copier) -> None:
+    control = Scripted([comes(0, 1)])
+    assert load(control, wait_s=0.01).outcomes == [DONE, DONE, FAILED, FAILED]
+    assert control.loaded(SLOTS, STAMPS) == [True, True, False, False]
+
+
+def test_a_load_that_need_not_wait_does_not(load: Load) -> None:
+    control = Scripted([comes(0, 1, 2)])
+    moved = load(control, wait_s=0.0)
+    assert moved.outcomes == [DONE, DONE, DONE, FAILED]
+    assert "not the one promised" in moved.error
+    assert control.looks == 2
+
+
+def test_a_slot_that_is_anothers_by_now_is_not_waited_for(load: Load) -> None:
+    control = Scripted([comes(0, 1, 2), lambda each: each.publish([7], [99])])
+    assert load(control).outcomes == [DONE, DONE, DONE, FAILED]
+
+
+def test_a_slot_that_is_given_away_while_it_is_read_does_not_count(
+    load: Load, copier: Copier
+) -> None:
+    control = Scripted([comes(0, 1, 2, 3)])
+    copier.during = lambda: control.withdraw([3])
+    moved = load(control)
+    assert moved.outcomes == [CORRUPT] * 4
+    assert "given away" in moved.error
+    assert control.loaded(SLOTS, STAMPS) == [False] * 4
+
+
+def test_a_copy_that_breaks_is_acknowledged_and_never_whole(load: Load, copier: Copier) -> None:
+    control = Scripted([comes(0, 1), comes(2, 3)])
+
+    def break_at_the_second() -> None:
+        if copier.batches:
+            raise RuntimeError("the device is gone")
+
+    copier.during = break_at_the_second
+    with pytest.raises(RuntimeError, match="device is gone"):
+        load(control)
+    assert control.loaded(SLOTS, STAMPS) == [True, True, False, False]
+    assert control.quiet(SLOTS) == [True] * 4
+
+
+def test_a_chunk_without_a_slot_fails_and_touches_no_other(load: Load, copier: Copier) -> None:
+    control = Scripted([comes(0, 1)])
+    control.issue([5, 7])  # jobs of others, still running
+    moved = load(control, slots=[2, 3, -1, -1], stamps=[11, 11, 0, 0])
+    assert moved.outcomes == [DONE, DONE, FAILED, FAILED]
+    assert "no RAM slot" in moved.error
+    assert copier.batches == [[2, 3]]
+    assert control.quiet([2, 3]) == [True, True]
+
+
+# -- the storage engine's end
+
+
+class Disk:
+    """A tier whose reads end as the test says."""
+
+    name = "nvme"
+
+    def __init__(self, *outcomes: Outcome | BaseException) -> None:
+        self._outcomes = outcomes
+        self.gate = asyncio.Event()
+
+    async def read(self, *_: object, **__: object) -> SlotOutcomes:
+        await self.gate.wait()
+        outcomes = []
+        for outcome in self._outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            outcomes.append(outcome)
+        return SlotOutcomes(outcomes)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """A disk that remembers nothing."""
+
+
+class Ram:
+    def __init__(self) -> None:
+        self._slots = make_buffers(8, 4096)
+
+    def slot(self, number: int) -> memoryview:
+        return self._slots[number]
+
+
+def rise(job_id: int = 0, *, timeout_s: float = SOON_S) -> Job:
+    keys = make_keys(range(3))
+    return Job(
+        job_id, Why.PROMOTE, "nvme", "ram", keys, [0, 1, 2], [4, 5, 6], timeout_s, [21, 21, 22]
+    )
+
+
+def route_of(disk: Disk) -> tuple[FromTier, RecordingTruth]:
+    truth = RecordingTruth()
+    return FromTier(Ram(), cast("StorageTier", disk), truth), truth
+
+
+def test_what_arrived_is_stamped_and_what_did_not_is_poisoned() -> None:
+    disk = Disk(DONE, CORRUPT, DONE)
+    disk.gate.set()
+    route, truth = route_of(disk)
+    asyncio.run(route.run(rise()))
+    assert truth.published == [(4, 21), (6, 22)]
+    assert truth.poisoned == {(5, 21)}
+
+
+def test_a_read_that_raises_poisons_all_of_it() -> None:
+    disk = Disk(OSError(5, "gone"))
+    disk.gate.set()
+    route, truth = route_of(disk)
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(route.run(rise()))
+    assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+
+
+@contextlib.contextmanager
+def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, RecordingTruth]]:
+    route, truth = route_of(disk)
+    bounds = EngineLimits(**{"queued_bytes": 1 << 30, "running_bytes": 1} | limits)
+    engine = TransferEngine("streams", {("nvme", "ram"): route}, chunk_nbytes=1, limits=bounds)
+    try:
+        yield engine, truth
+    finally:
+        engine._loop.call_soon_threadsafe(disk.gate.set)
+        assert engine.close(timeout_s=SOON_S)
+
+
+def test_a_job_that_never_ran_is_poisoned_before_its_result_is_posted() -> None:
+    with engine_over(Disk(DONE, DONE, DONE), queued_bytes=3) as (engine, truth):
+        engine.submit(rise(0))
+        engine.submit(rise(1))  # the queue is full
+        (refused,) = engine.poll()
+        assert list(refused.outcomes) == [Outcome.REFUSED] * 3
+        assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+
+
+def test_a_deadline_poisons_while_the_read_goes_on() -> None:
+    disk = Disk(DONE, DONE, DONE)
+    with engine_over(disk) as (engine, truth):
+        engine.submit(rise(0, timeout_s=0.01))
+        assert engine.wait_any(timeout_s=SOON_S)
+        (expired,) = engine.poll()
+        assert not expired.settled
+        assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+        assert truth.published == []
+
+
+def test_an_open_breaker_is_seen_from_outside() -> None:
+    disk = Disk(FAILED, FAILED, FAILED)
+    disk.gate.set()
+    with engine_over(disk, breaker_failures=1, breaker_backoff_s=SOON_S) as (engine, _):
+        assert engine.out_of_service() == []
+        engine.submit(rise(0))
+        assert engine.wait([0], timeout_s=SOON_S)
+        assert engine.out_of_service() == [("nvme", "ram")]
