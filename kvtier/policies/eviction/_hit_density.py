@@ -28,7 +28,7 @@ from typing import Final
 
 from kvtier.policies.eviction._runs import Run
 
-__all__ = ["HitDensity", "octave_of"]
+__all__ = ["HitDensity"]
 
 _PRIOR: Final = 8.0
 _FIRST: Final = 4
@@ -37,7 +37,7 @@ _TURNS: Final = 4
 """Longest age that is told apart, in turns of the tier."""
 
 
-def octave_of(age: int) -> int:
+def _octave_of(age: int) -> int:
     """Return the octave of ``age``, in uses; a table may be shorter than that."""
     return max(age.bit_length() - _FIRST, 0)
 
@@ -59,7 +59,7 @@ class HitDensity:
     def __init__(self, capacity: int, below: Sequence[Sequence[int]], keep: float) -> None:
         self._below = below
         self._keep = keep
-        self.octaves = octave_of(_TURNS * capacity) + 2
+        self.octaves = _octave_of(_TURNS * capacity) + 2
         bounds = [0] + [1 << (_FIRST + octave) - 1 for octave in range(1, self.octaves + 1)]
         self._starts = bounds[:-1]
         self._widths = [end - start for start, end in pairwise(bounds)]
@@ -70,7 +70,7 @@ class HitDensity:
 
     def used(self, kind: int, age: int, count: int) -> None:
         """Note that ``count`` chunks of class ``kind`` were used at ``age``."""
-        octave = min(octave_of(age), self.octaves - 1)
+        octave = min(_octave_of(age), self.octaves - 1)
         self._uses[kind][octave] += count
         if not octave:
             # Those that are used that soon are not there to be counted when they grow older.
@@ -80,7 +80,7 @@ class HitDensity:
         """Note which keys of ``runs``, oldest first, came to another octave unused."""
         last = self.octaves - 1
         for run in runs:
-            octave = octave_of(now - run.since)
+            octave = (now - run.since).bit_length() - _FIRST
             if octave > run.octave:
                 entered, keys = self._entered[run.kind], run.keys
                 if not run.octave:
@@ -88,8 +88,14 @@ class HitDensity:
                 for passed in range(run.octave + 1, min(octave, last) + 1):
                     entered[passed] += keys
                 run.octave = octave
-            elif not octave:
+            elif octave <= 0:
                 break
+
+    def of(self, kind: int, age: int) -> float:
+        """Return the hit density of chunks of class ``kind`` at ``age``."""
+        octave = age.bit_length() - _FIRST
+        row = self.table[kind]
+        return row[octave if 0 < octave < self.octaves else -(octave > 0)]
 
     def learn(self) -> None:
         """Bring the table up to date and let what was seen count a little less."""

@@ -45,7 +45,7 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
-from kvtier.policies.eviction._hit_density import HitDensity, octave_of
+from kvtier.policies.eviction._hit_density import HitDensity
 from kvtier.policies.eviction._runs import Run, Timeline
 from kvtier.policies.eviction._stake import Stake
 
@@ -251,19 +251,18 @@ class HedgedLhd(Eviction):
     def _worst(self) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""
         self._settle()
-        heads = []
-        for queue in self._queues:
+        density, clock = self._density.of, self._clock
+        worst = self._timeline.oldest()
+        least = _CLEARLY * density(worst.kind, clock - worst.since)
+        for kind, queue in enumerate(self._queues):
             while queue and not queue[0].copies and queue[0] is not self._newest:
                 queue.popleft()
             if queue and queue[0].copies:
-                heads.append(queue[0])
-        oldest = self._timeline.oldest()
-        worst = min(heads, key=self._worth)
-        return worst if self._worth(worst) < _CLEARLY * self._worth(oldest) else oldest
-
-    def _worth(self, run: Run) -> float:
-        row = self._density.table[run.kind]
-        return row[min(octave_of(self._clock - run.since), len(row) - 1)]
+                run = queue[0]
+                worth = density(kind, clock - run.since)
+                if worth < least:
+                    worst, least = run, worth
+        return worst
 
     def _evict(self, copy: ChunkCopy, run: Run) -> None:
         del run.copies[copy]
