@@ -14,6 +14,7 @@ import kvtier
 from kvtier.cli._cache import cache
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._render import show_plan, show_tiers
+from kvtier.cli._replay import replay
 from kvtier.cli._sim import sim_app
 from kvtier.cli._trace import trace_app
 from kvtier.config import (
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.add_typer(cache)
 app.add_typer(sim_app, name="sim")
 app.add_typer(trace_app, name="trace")
+app.command()(replay)
 
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 

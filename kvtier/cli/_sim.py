@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvtier.cli._progress import show_progress
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
 from kvtier.cli._trace import FormatOption, TraceFile, choice, read
 from kvtier.config import KvtierConfig, load_config
@@ -23,14 +21,13 @@ from kvtier.sim.ladder import default_time_model, simulate_ladder
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.recorded import replay_calls
 from kvtier.sim.report import write_page, write_plot
-from kvtier.sim.single import Progress as Told
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep, write_csv
 from kvtier.sim.timing import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
 from kvtier.units import UnitError, parse_size
 
-__all__ = ["sim_app"]
+__all__ = ["ChunkBytes", "PrefillRate", "Speeds", "chunk_bytes_of", "sim_app"]
 
 sim_app = typer.Typer(
     help="Replay traces against policies and ladders.",
@@ -107,17 +104,17 @@ def run(  # noqa: PLR0913 - each is an option of the command
         show_replay(replay_calls(trace, load_config(config)), as_json=as_json)
         return
     loaded = read(trace, format_name)
-    nbytes = _chunk_bytes(loaded, chunk_bytes)
+    nbytes = chunk_bytes_of(loaded, chunk_bytes)
     if config is not None:
         ladder = load_config(config)
         model = _time_model(loaded, ladder, prefill_rate, tier_speed)
-        with _progress("replaying") as progress:
+        with show_progress("replaying") as progress:
             whole = simulate_ladder(
                 loaded, ladder, chunk_bytes=nbytes, model=model, progress=progress
             )
         show_ladder(whole, as_json=as_json)
         return
-    with _progress("replaying") as progress:
+    with show_progress("replaying") as progress:
         one = simulate_single(
             loaded,
             policy=policy or "",
@@ -154,12 +151,12 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Replay every TRACE against every policy at every size."""
     loaded = [read(path, format_name) for path in traces]
-    with _progress("sweeping") as progress:
+    with show_progress("sweeping") as progress:
         results = sweep(
             loaded,
             _names("--policies", policies),
             _names("--capacities", capacities),
-            chunk_bytes=[_chunk_bytes(trace, chunk_bytes) for trace in loaded],
+            chunk_bytes=[chunk_bytes_of(trace, chunk_bytes) for trace in loaded],
             touch_order=_order(touch_order),
             jobs=jobs,
             progress=progress,
@@ -193,16 +190,17 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
         ram=_size("--ram", ram),
         nvme=_size("--nvme", nvme),
         path=path,
-        chunk_bytes=_chunk_bytes(loaded, chunk_bytes),
+        chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         prefill_tokens_per_s=prefill_rate,
         speeds=dict(parse_speed(text) for text in tier_speed or ()),
     )
-    with _progress("trying") as progress:
+    with show_progress("trying") as progress:
         text = recommend(loaded, request, progress=progress)
     typer.echo(text, nl=False)
 
 
-def _chunk_bytes(trace: Trace, text: str | None) -> int:
+def chunk_bytes_of(trace: Trace, text: str | None) -> int:
+    """Return what ``--chunk-bytes`` means."""
     return chunk_nbytes(trace) if text is None else parse_chunk_bytes(text)
 
 
@@ -248,21 +246,3 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
     except OSError as error:
         problem = f"{path}: cannot be written: {error.strerror or error}"
         raise ConfigError(f"{problem}; name a file in a directory you may write to") from error
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Told]:
-    """Show how much is done, on a terminal only and never on stdout."""
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda share: bar.update(task, completed=share)

@@ -99,13 +99,12 @@ class Loader:
     ) -> LoadPlan:
         """Do :meth:`TieredOffloadingManager.prepare_load`."""
         members = self._ram.copies
-        copies = [copy for copy in map(members.get, keys) if copy is not None]
-        missing = len(keys) - len(copies)
-        for copy in copies:
-            if copy.state != _RESIDENT:
-                missing += 1
-        if missing:
-            return self._stream(keys, req_id, request)
+        copies: list[ChunkCopy] = []
+        for key in keys:
+            copy = members.get(key)
+            if copy is None or copy.state != _RESIDENT:
+                return self._stream(keys, req_id, request)
+            copies.append(copy)
         origins = self._use(copies)
         self._begin(_Load(copies), keys, req_id, request)
         slots = [copy.slot for copy in copies]
@@ -156,8 +155,11 @@ class Loader:
         for copy in copies:
             copy.hits += 1
         origins = [copy.origin for copy in copies]
-        for tier, hits in Counter(origins).items():
-            self._ladder.tiers[tier].counters.hits += hits
+        if any(origins):
+            for tier, hits in Counter(origins).items():
+                self._ladder.tiers[tier].counters.hits += hits
+        else:
+            self._ram.counters.hits += len(copies)
         self._ram.touch(copies, self._ladder.ctx)
         self._demoter.used(copies)
         return origins

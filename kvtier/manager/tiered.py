@@ -245,6 +245,7 @@ class TieredOffloadingManager:
                 self._promoter.release(request)
                 # Its chunks will be loaded, or offered, from the root again.
                 request.tails.clear()
+                request.broken = False
         if self._quarantine:
             self._quarantine.release()
         if self._ladder.retention:

@@ -176,9 +176,11 @@ class ModelEngine:
         if not hits:
             heapq.heappush(self._ready, (request.number, request))
             return True
-        self._manager.prepare_load(request.keys[:hits], request.req_id)
+        plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
         self._retain(request.keys[:hits])
         done_s = self._transfers.load(hits, self._now_s)
+        if plan.wait_s:  # it also waits for what is still to come up
+            done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
         self._at(done_s, partial(self._loaded, request))
         return True
 
@@ -214,9 +216,13 @@ class ModelEngine:
 
     # -- events -----------------------------------------------------------------------------
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: Job) -> float:
+        """Let ``job`` run; return when it is over."""
+        over_s = self._now_s
         for time_s, result in self._transfers.run(job, self._now_s):
             self._at(time_s, partial(self._moved, job, result))
+            over_s = max(over_s, time_s)
+        return over_s
 
     def _moved(self, job: Job, result: TransferResult) -> None:
         self._manager.apply(result)

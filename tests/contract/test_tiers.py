@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from kvtier.config import NvmeTierConfig
+from kvtier.testing.faulty_tier import FaultyTier, FaultyTierConfig
 from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
@@ -70,6 +71,19 @@ class InMemory(SlabContract):
 
 class TestBufferedSlab(InMemory):
     pass
+
+
+class TestFaultySlabWithoutFaults(InMemory):
+    def open_tier(
+        self, directory: Path, context: TierContext, capacity_slots: int
+    ) -> StorageTier:
+        options = FaultyTierConfig(
+            path=self.directory / "store",
+            capacity_bytes=capacity_slots * context.slot_nbytes,
+            plan=self.directory / "plan",
+            ledger=self.directory / "ledger",
+        )
+        return FaultyTier.open(options, context)
 
 
 class TestUncheckedSlab(InMemory):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.scheduler_pair import Reason
-from tests.integration.scheduler_world import Setup, World
+from tests.integration.scheduler_setup import Setup
+from tests.integration.scheduler_world import World
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -58,6 +58,15 @@ def test_an_offer_that_is_put_off_is_counted_once_it_is_taken() -> None:
     assert stranded(bench) == [2]
 
 
+def test_what_a_preempted_request_offers_again_is_not_stranded() -> None:
+    bench = Workbench(4)
+    bench.manager.begin_request("reader")
+    bench.store(prefix(3), "reader")
+    bench.step(preempted=["reader"])
+    bench.store(prefix(3), "reader")
+    assert stranded(bench) == [0]
+
+
 def test_a_window_of_another_group_may_have_gaps() -> None:
     bench = Workbench(8, 0)
     window = prefix(3, group=1)

@@ -26,6 +26,8 @@ from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, Wa
 
 __all__ = ["main"]
 
+logger = logging.getLogger(__name__)
+
 IDLE_S = 0.001
 DRAIN_S = 30.0
 GAUGES = (
@@ -71,9 +73,10 @@ def connector(scenario: Scenario) -> KVTransferConfig | None:
     if scenario.config is None:
         return None
     settings = load_config(scenario.config)
-    return KVTransferConfig(
-        **vllm_transfer_config(scenario.config, settings, door=scenario.door)
-    )
+    arguments = vllm_transfer_config(scenario.config, settings, door=scenario.door)
+    if "kv_load_failure_policy" in arguments:
+        arguments["kv_load_failure_policy"] = scenario.load_failures
+    return KVTransferConfig(**arguments)
 
 
 def publisher(scenario: Scenario) -> KVEventsConfig | None:
@@ -110,16 +113,22 @@ class Driver:
             for tokens, prompt in zip(prompts, wave.prompts, strict=True)
         ]
         outputs: dict[str, Any] = {}
+        before_reset: frozenset[str] | None = None
         for step in itertools.count(1):
             outputs.update(self._step())
             if step == wave.abort_after_steps and wave.abort:
                 self._engine.abort_request([names[number] for number in wave.abort])
+            if step == wave.reset_after_steps:
+                self._reset_amid_traffic(wave, outputs)
+                before_reset = frozenset(outputs)
             if not self._engine.has_unfinished_requests():
                 break
         seconds = time.monotonic() - started_s
         self._drain()
         answers = [
-            answer_of(prompt, outputs.get(name))
+            answer_of(prompt, outputs.get(name)).model_copy(
+                update={"after_reset": before_reset is not None and name not in before_reset}
+            )
             for prompt, name in zip(prompts, names, strict=True)
         ]
         self._answers += answers
@@ -130,6 +139,28 @@ class Driver:
             raise RuntimeError("the engine refused to reset its prefix cache")
         if wave.damage_every:
             self._engine.collective_rpc(damage_kv, args=(wave.damage_every,))
+        for file, text in wave.files.items():
+            file.write_text(text)
+
+    def _reset_amid_traffic(self, wave: Wave, outputs: dict[str, Any]) -> None:
+        """Forget everything cached, running requests' KV included, as soon as vLLM can.
+
+        It cannot while a request's load is in flight. Then the connector alone is reset, so
+        that no other load begins, and after a step or more vLLM can.
+        """
+        if wave.reweigh:
+            self._engine.collective_rpc(reweigh)
+        deadline_s = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline_s:
+            try:
+                self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            except RuntimeError as error:
+                logger.info("not reset yet: %s", error)
+                self._llm.reset_prefix_cache(reset_connector=True)
+                outputs.update(self._step())
+            else:
+                return
+        raise TimeoutError(f"no reset within {DRAIN_S} s")
 
     def _literal(self, prompt: Prompt) -> tuple[int, ...]:
         if prompt.after is None:
@@ -183,6 +214,7 @@ def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:  # noqa: ANN401 -
         tokens=tuple(output.outputs[0].token_ids),
         cached_tokens=output.num_cached_tokens or 0,
         first_token_s=output.metrics.first_token_latency,
+        failed=output.outputs[0].finish_reason == "error",
     )
 
 
@@ -193,6 +225,13 @@ def damage_kv(worker: Any, every: int) -> None:  # noqa: ANN401 - vLLM's
         blocks = cache.movedim(dimension, 0)
         neighbours = blocks.roll(1, dims=0)
         blocks[::every] = neighbours[::every]
+
+
+def reweigh(worker: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Change what every attention layer computes, and so every block's right content."""
+    for name, weights in worker.model_runner.model.named_parameters():
+        if "qkv_proj" in name:
+            weights.data.copy_(weights.data.flip(-1))
 
 
 def read_counters() -> Iterator[tuple[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -51,6 +51,12 @@ class Wave(_Value):
     """Prompts of this wave that are aborted."""
     abort_after_steps: int = 2
     """Engine steps before the abort."""
+    files: dict[Path, str] = Field(default_factory=dict)
+    """Files to write before, by which a test talks to what it put into the engine."""
+    reset_after_steps: Annotated[int, Field(ge=0)] = 0
+    """Engine steps before everything cached is forgotten, amid traffic; 0 for never."""
+    reweigh: bool = False
+    """Change the model's weights just before that, so that KV of before is wrong after."""
 
 
 class Scenario(_Value):
@@ -71,6 +77,8 @@ class Scenario(_Value):
     """Most tokens the engine computes in one step."""
     events: str | None = None
     """Where to publish what is cached, as a ZeroMQ endpoint."""
+    load_failures: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose KV could not be loaded."""
 
 
 class Answer(_Value):
@@ -83,6 +91,10 @@ class Answer(_Value):
     """Prompt tokens whose KV was not computed."""
     first_token_s: float
     aborted: bool = False
+    failed: bool = False
+    """Whether it ended with an error."""
+    after_reset: bool = False
+    """Whether it ended after a reset in the midst of its wave."""
 
 
 class WaveReport(_Value):

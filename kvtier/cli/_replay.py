@@ -1,0 +1,159 @@
+"""``kvtier replay``: a trace against real tiers and real bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvtier.cli._progress import show_progress
+from kvtier.cli._render import make_table
+from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
+from kvtier.cli._trace import FormatOption, TraceFile, choice, read
+from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
+from kvtier.doctor import measure_tier_rates
+from kvtier.errors import ConfigError
+from kvtier.sim.timing import TierSpeed, parse_speed
+from kvtier.units import UnitError, approximate_size, parse_size
+
+if TYPE_CHECKING:
+    from kvtier.replay import ReplayResult
+
+__all__ = ["replay"]
+
+_MEASURE_S = 2.0
+_QUANTILES = ("p50", "p90", "p99")
+
+
+def replay(  # noqa: PLR0913 - each is an option of the command
+    trace: TraceFile,
+    *,
+    config: Annotated[Path, typer.Option(metavar="FILE", help="Configuration of the ladder.")],
+    speedup: Annotated[
+        float, typer.Option(min=0.001, metavar="N", help="Compress the trace's times by N.")
+    ] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")
+    ] = None,
+    gpu_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Paged KV memory of the engine.")
+    ] = "1GiB",
+    output_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most tokens a request generates.")
+    ] = 16,
+    chunk_bytes: ChunkBytes = None,
+    prefill_rate: PrefillRate = None,
+    tier_speed: Speeds = None,
+    format_name: FormatOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay TRACE with real bytes through real tiers, beside the simulator's prediction.
+
+    An engine without a model asks and copies as a real one would, in real time, and compares
+    every byte it loads with what was stored. Stores lie in temporary directories beside those
+    of the configuration. For the prediction, disks whose speed is not given are measured first.
+    """
+    # It needs torch, which takes seconds to import and no other command wants.
+    from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
+
+    ladder = load_config(config)
+    loaded = read(trace, format_name)
+    given = dict(parse_speed(text) for text in tier_speed or ())
+    for name in given:
+        choice("--tier-speed", name, [tier.name for tier in ladder.tiers])
+    options = ReplayOptions(
+        chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
+        gpu_bytes=_gpu_bytes(gpu_memory),
+        speedup=speedup,
+        requests=requests,
+        tokens_per_s=prefill_rate,
+        output_tokens=output_tokens,
+        speeds=_measured(ladder, given) | given,
+    )
+    with show_progress("replaying") as progress:
+        result = replay_trace(loaded, ladder, options, progress=progress)
+    if as_json:
+        typer.echo(json.dumps(asdict(result) | {"apart": result.apart()}, indent=2))
+        return
+    _show(result)
+
+
+def _gpu_bytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UnitError as error:
+        raise ConfigError(f"--gpu-memory {text}: {error}") from error
+
+
+def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
+    """Return how fast the disks are whose speed is not given, as ``kvtier doctor`` finds it."""
+    speeds = {}
+    for tier in config.tiers:
+        if not isinstance(tier, NvmeTierConfig) or tier.name in given:
+            continue
+        rates = measure_tier_rates(
+            tier.path if tier.path.is_dir() else tier.path.parent,
+            piece_bytes=config.transfer.piece_bytes,
+            threads=config.transfer.io_threads,
+            seconds=_MEASURE_S,
+            direct_io=tier.direct_io,
+        )
+        speeds[tier.name] = TierSpeed(
+            rates.read_bytes_per_s, rates.write_bytes_per_s, rates.read_p50_s
+        )
+    return speeds
+
+
+def _show(result: ReplayResult) -> None:
+    console = Console(highlight=False)
+    apart = result.apart()
+    table = make_table("", numbers=("replayed", "simulated", "apart"))
+    for name in _QUANTILES:
+        table.add_row(
+            f"TTFT {name}, ms",
+            f"{result.ttft_s[name] * 1e3:.1f}",
+            f"{result.predicted.ttft_s[name] * 1e3:.1f}",
+            f"{apart[name]:+.0%}",
+        )
+    table.add_row(
+        "chunks loaded, %",
+        f"{result.hit_ratio:.1%}".rstrip("%"),
+        f"{result.predicted.total_hit_ratio:.1%}".rstrip("%"),
+        f"{apart['hit_ratio']:+.0%}",
+    )
+    console.print(table)
+    traffic = make_table("tier", numbers=("hits", "simulated", "read", "written"))
+    for tier in result.tiers:
+        traffic.add_row(
+            tier.name,
+            f"{tier.hits:,}",
+            f"{tier.predicted_hits:,}",
+            _moved(tier.read_bytes, tier.read_bytes_per_s),
+            _moved(tier.written_bytes, tier.write_bytes_per_s),
+        )
+    console.print(traffic)
+    for line in _remarks(result):
+        console.print(line, soft_wrap=True)
+
+
+def _moved(nbytes: int, bytes_per_s: float) -> str:
+    return f"{approximate_size(nbytes)}, {bytes_per_s / 1e6:,.0f} MB/s" if nbytes else "nothing"
+
+
+def _remarks(result: ReplayResult) -> Iterator[str]:
+    counts = result.counts
+    yield f"{result.requests:,} requests in {result.seconds:.1f} s, {counts.steps:,} steps"
+    yield f"{counts.loaded_blocks:,} blocks loaded, every byte as it was stored"
+    for count, what in (
+        (counts.failed_loads, "loads failed and were computed"),
+        (sum(tier.failed_chunks for tier in result.tiers), "chunks failed between tiers"),
+        (result.preemptions, "preemptions"),
+        (result.skipped_requests, "requests left out: too long for --gpu-memory"),
+    ):
+        if count:
+            yield f"{count:,} {what}"

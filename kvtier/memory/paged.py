@@ -1,0 +1,70 @@
+"""Paged KV memory whose blocks say what they should hold, for engines without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.memory.kv_layout import KVTensor
+
+__all__ = ["PagedMemory"]
+
+_WORD_NBYTES: Final = 8
+_STEP: Final = 0x1D872B41_5B1B8E3D
+"""Odd, so that no two words of a block are equal; large, so that all their bytes differ."""
+_LAYER_STEP: Final = 0x2545F491_4F6CDD1D
+
+
+class PagedMemory:
+    """Blocks of several layers; what a block holds follows from a number, its seed.
+
+    Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64, so a block
+    that holds another one's bytes, or the right ones in the wrong place, is told from a right
+    one.
+
+    Args:
+        layers: Layers, each a tensor of its own as engines have them.
+        blocks: Blocks; number 0 is never used.
+        block_nbytes: Bytes of a block, all layers together.
+
+    Raises:
+        ConfigError: The layers' pages are not whole words.
+
+    Attributes:
+        tensors: Each layer's memory by name, int8 of shape (blocks, page bytes).
+    """
+
+    def __init__(self, *, layers: int, blocks: int, block_nbytes: int) -> None:
+        if block_nbytes % (layers * _WORD_NBYTES):
+            raise ConfigError(
+                f"a block of {block_nbytes} bytes cannot be cut into {layers} layers of whole "
+                f"words: give chunks a multiple of {layers * _WORD_NBYTES} bytes per block"
+            )
+        words = block_nbytes // layers // _WORD_NBYTES
+        self._words = [torch.zeros((blocks, words), dtype=torch.int64) for _ in range(layers)]
+        self._places = torch.arange(words, dtype=torch.int64) * _STEP
+        self.tensors: Mapping[str, KVTensor] = {
+            f"layer.{number}": words.view(torch.int8)
+            for number, words in enumerate(self._words)
+        }
+
+    def fill(self, blocks: Sequence[int], seeds: Sequence[int]) -> None:
+        """Write what ``blocks`` hold when they were computed."""
+        index = torch.tensor(blocks)
+        for layer, memory in enumerate(self._words):
+            memory[index] = self._expected(layer, seeds)
+
+    def holds(self, blocks: Sequence[int], seeds: Sequence[int]) -> bool:
+        """Return whether every byte of ``blocks`` is as it should be."""
+        index = torch.tensor(blocks)
+        return all(
+            torch.equal(memory[index], self._expected(layer, seeds))
+            for layer, memory in enumerate(self._words)
+        )
+
+    def _expected(self, layer: int, seeds: Sequence[int]) -> torch.Tensor:
+        firsts = torch.tensor(seeds, dtype=torch.int64) + layer * _LAYER_STEP
+        return firsts[:, None] + self._places

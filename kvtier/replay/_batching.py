@@ -1,0 +1,261 @@
+"""Continuous batching over paged memory: which requests compute what in a step.
+
+As in vLLM's scheduler: running requests come first, in order, and take a block when they need
+one; when there is none, the last of them is preempted and begins anew. Then requests that wait
+are looked up and get blocks, as long as the step's tokens and the memory last. A prompt is
+computed in pieces of what is left of the step's tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.connector.scheduler import ConnectorScheduler
+from kvtier.replay._requests import Phase, ReplayRequest
+
+__all__ = ["Batch", "BatchLimits", "Batcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Bounds of a batch.
+
+    Attributes:
+        blocks: Blocks of the memory, number 0 included.
+        block_tokens: Tokens of a block.
+        step_tokens: Most tokens of a step.
+        requests: Most requests that have blocks or are looked up.
+    """
+
+    blocks: int
+    block_tokens: int
+    step_tokens: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    block_id: int
+    block_hash: object | None = None
+    is_null: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    blocks: Sequence[Sequence[_Block]]
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    req_id: str
+    block_ids: Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class _Cached:
+    req_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[Sequence[Sequence[int]] | None] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step computes; what a connector's scheduler half calls a step output.
+
+    Attributes:
+        scheduled_new_reqs: Requests that are in a batch for the first time.
+        scheduled_cached_reqs: The others.
+        num_scheduled_tokens: Tokens to compute, by request.
+        finished_req_ids: Requests that ended since the step before.
+        preempted_req_ids: Requests that lost their blocks in this step.
+    """
+
+    scheduled_new_reqs: list[_New] = field(default_factory=list)
+    scheduled_cached_reqs: _Cached = field(default_factory=_Cached)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+
+class Batcher:
+    """Gives requests blocks and turns.
+
+    Args:
+        connector: Says what need not be computed.
+        limits: Bounds.
+
+    Attributes:
+        requests: Those that are not over, by name.
+        preemptions: Requests that lost their blocks so far.
+    """
+
+    def __init__(self, connector: ConnectorScheduler, limits: BatchLimits) -> None:
+        self._connector = connector
+        self._limits = limits
+        self._free = deque(range(1, limits.blocks))
+        self._waiting: deque[ReplayRequest] = deque()
+        self._running: list[ReplayRequest] = []
+        self._ended: set[str] = set()
+        self._loading = 0
+        self.requests: dict[str, ReplayRequest] = {}
+        self.preemptions = 0
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """The longest prompt that fits the memory with a token to generate."""
+        return (self._limits.blocks - 2) * self._limits.block_tokens
+
+    def add(self, request: ReplayRequest) -> None:
+        """Take a request that arrived."""
+        self.requests[request.request_id] = request
+        self._waiting.append(request)
+        self._connector.on_new_request(request)
+
+    def schedule(self) -> Batch:
+        """Decide what the next step computes."""
+        batch = Batch(finished_req_ids=self._ended)
+        self._ended = set()
+        left = self._continue_running(batch, self._limits.step_tokens)
+        if not batch.preempted_req_ids:
+            self._start_waiting(batch, left)
+        return batch
+
+    def computed(self, batch: Batch, now_s: float) -> None:
+        """Note that a step was computed, as of ``now_s``."""
+        for req_id, tokens in batch.num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            request.num_computed_tokens += tokens
+            if request.num_computed_tokens < request.num_tokens:
+                continue
+            request.generated += 1
+            if request.first_token_s < 0:
+                request.first_token_s = now_s
+            if request.generated >= request.output_tokens:
+                self._finish(request)
+
+    def loaded(self, req_ids: Iterable[str], failed: Iterable[str]) -> None:
+        """Note whose loads ended, and which of them did not bring all bytes."""
+        lost = set(failed)
+        for req_id in req_ids:
+            request = self.requests[req_id]
+            self._loading -= 1
+            if req_id in lost:
+                request.loaded_tokens = 0
+                self._give_back(request)
+                self._waiting.appendleft(request)
+                continue
+            request.phase = Phase.READY
+            # The last token is always computed: its logits are what a prompt is for.
+            request.num_computed_tokens = min(request.loaded_tokens, request.num_tokens - 1)
+            self._waiting.appendleft(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.requests
+
+    # -- internals -----------------------------------------------------------------------------
+
+    def _continue_running(self, batch: Batch, left: int) -> int:
+        """Schedule the running requests; return the tokens that are left."""
+        for request in list(self._running):
+            if request.phase is not Phase.RUNNING:
+                continue  # It was preempted for one before it.
+            tokens = min(request.num_tokens - request.num_computed_tokens, left)
+            if tokens <= 0:
+                continue
+            new = self._grow(request, tokens, batch)
+            if new is None:
+                continue
+            batch.scheduled_cached_reqs.req_ids.append(request.request_id)
+            batch.scheduled_cached_reqs.new_block_ids.append((new,) if new else None)
+            batch.num_scheduled_tokens[request.request_id] = tokens
+            left -= tokens
+        return left
+
+    def _grow(self, request: ReplayRequest, tokens: int, batch: Batch) -> list[int] | None:
+        """Give a running request the blocks for ``tokens`` more, preempting the last ones."""
+        missing = self._missing(request, request.num_computed_tokens + tokens)
+        while missing > len(self._free):
+            victim = self._running[-1]
+            self._preempt(victim, batch)
+            if victim is request:
+                return None
+        return self._take(request, missing)
+
+    def _start_waiting(self, batch: Batch, left: int) -> None:
+        """Look up, load or start the requests that wait, first come first served."""
+        put_off: list[ReplayRequest] = []
+        while self._waiting and left > 0:
+            if len(self._running) + self._loading + len(put_off) >= self._limits.requests:
+                break
+            request = self._waiting.popleft()
+            if request.phase is Phase.WAITING:
+                tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
+                if tokens is None:
+                    put_off.append(request)
+                    continue
+                if self._missing(request, request.num_tokens) > len(self._free):
+                    self._waiting.appendleft(request)
+                    break
+                if tokens:
+                    self._load(request, tokens)
+                    continue
+            left -= self._start(request, batch, left)
+        self._waiting.extendleft(reversed(put_off))
+
+    def _load(self, request: ReplayRequest, tokens: int) -> None:
+        self._take(request, self._missing(request, request.num_tokens))
+        request.phase = Phase.LOADING
+        request.loaded_tokens = tokens
+        self._loading += 1
+        table = _Blocks(([_Block(block) for block in request.blocks],))
+        self._connector.update_state_after_alloc(request, table, tokens)
+
+    def _start(self, request: ReplayRequest, batch: Batch, left: int) -> int:
+        """Put a request into the batch; return the tokens it takes."""
+        self._take(request, self._missing(request, request.num_tokens))
+        tokens = min(request.num_tokens - request.num_computed_tokens, left)
+        request.phase = Phase.RUNNING
+        self._running.append(request)
+        batch.num_scheduled_tokens[request.request_id] = tokens
+        if request.was_scheduled:
+            batch.scheduled_cached_reqs.req_ids.append(request.request_id)
+            batch.scheduled_cached_reqs.new_block_ids.append((list(request.blocks),))
+            batch.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
+        else:
+            request.was_scheduled = True
+            batch.scheduled_new_reqs.append(_New(request.request_id, (list(request.blocks),)))
+        return tokens
+
+    def _preempt(self, request: ReplayRequest, batch: Batch) -> None:
+        self.preemptions += 1
+        self._running.remove(request)
+        self._give_back(request)
+        self._waiting.appendleft(request)
+        batch.preempted_req_ids.add(request.request_id)
+
+    def _finish(self, request: ReplayRequest) -> None:
+        request.phase = Phase.OVER
+        self._running.remove(request)
+        self._connector.request_finished(request, request.blocks)
+        self._free.extend(request.blocks)
+        self._ended.add(request.request_id)
+        del self.requests[request.request_id]
+
+    def _give_back(self, request: ReplayRequest) -> None:
+        request.phase = Phase.WAITING
+        request.num_computed_tokens = 0
+        self._free.extend(request.blocks)
+        request.blocks.clear()
+
+    def _missing(self, request: ReplayRequest, tokens: int) -> int:
+        """Return how many more blocks ``tokens`` tokens take."""
+        return max(-(-tokens // self._limits.block_tokens) - len(request.blocks), 0)
+
+    def _take(self, request: ReplayRequest, count: int) -> list[int]:
+        new = [self._free.popleft() for _ in range(count)]
+        request.blocks.extend(new)
+        return new

@@ -1,0 +1,468 @@
+"""Sets a replay up, runs it, and puts its figures beside the simulator's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.connector.device import DeviceEngine
+from kvtier.connector.groups import CacheGroup, SchedulerOptions
+from kvtier.connector.scheduler import ConnectorScheduler
+from kvtier.connector.service import CacheService
+from kvtier.connector.statistics import TierFigures
+from kvtier.connector.stats import transfer_type_of
+from kvtier.connector.storage import open_storage
+from kvtier.connector.worker import ConnectorWorker, WorkerOptions
+from kvtier.errors import ConfigError
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.kv_layout import blocks_of_layers
+from kvtier.memory.paged import PagedMemory
+from kvtier.memory.slot_layout import shard_of
+from kvtier.replay._batching import Batcher, BatchLimits
+from kvtier.replay._engine import ReplayCounts, ReplayEngine
+from kvtier.replay._requests import ReplayRequest, first_requests, make_requests
+from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder
+from kvtier.sim.timing import TierSpeed, TimeModel
+from kvtier.sim.traces import Trace
+from kvtier.types import LayoutFingerprint
+
+__all__ = ["ReplayOptions", "ReplayResult", "ReplayedTraffic", "replay_trace"]
+
+_LAYERS = 4
+_CALIBRATION_NBYTES = 64 << 20
+_CALIBRATION_ROUNDS = 5
+_MEET_TIMEOUT_S = 60.0
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How to replay.
+
+    Attributes:
+        chunk_bytes: Bytes of one of the trace's chunks.
+        gpu_bytes: Bytes of the paged KV memory.
+        speedup: By how much arrivals are compressed.
+        requests: Requests to replay; None for all.
+        tokens_per_s: Tokens computed per second; None for what keeps the engine busy 70 % of
+            the time without a cache.
+        output_tokens: Most tokens a request generates.
+        step_tokens: Most tokens of a step.
+        concurrency: Most requests that have blocks or are looked up.
+        speeds: Of the slower tiers, measured, for the prediction.
+    """
+
+    chunk_bytes: int
+    gpu_bytes: int
+    speedup: float = 1.0
+    requests: int | None = None
+    tokens_per_s: float | None = None
+    output_tokens: int = 16
+    step_tokens: int = 2048
+    concurrency: int = 32
+    speeds: Mapping[str, TierSpeed] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTraffic:
+    """What one tier moved.
+
+    Attributes:
+        name: The tier's name.
+        hits: Chunks loaded whose bytes came from it.
+        predicted_hits: The same by the simulator.
+        read_bytes: Bytes that left it towards the GPU.
+        read_bytes_per_s: Of one transfer, on average; several run at once.
+        written_bytes: Bytes that arrived from the side of the GPU.
+        write_bytes_per_s: Of one transfer, on average.
+        failed_chunks: Chunks whose transfer failed, expired, or did not verify.
+    """
+
+    name: str
+    hits: int
+    predicted_hits: int
+    read_bytes: int
+    read_bytes_per_s: float
+    written_bytes: int
+    write_bytes_per_s: float
+    failed_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay did, and what the simulator says it should have done.
+
+    Attributes:
+        trace: The trace's name.
+        requests: Requests served.
+        skipped_requests: Requests whose prompt does not fit the KV memory.
+        refs: Chunk references.
+        seconds: From the first arrival to the last token.
+        counts: What the engine did.
+        preemptions: Requests that lost their blocks.
+        tiers: Fastest first.
+        hit_ratio: Chunks loaded, of all references.
+        ttft_s: Time to first token: ``p50``, ``p90``, ``p99``.
+        predicted: The simulator's result for the same requests.
+    """
+
+    trace: str
+    requests: int
+    skipped_requests: int
+    refs: int
+    seconds: float
+    counts: ReplayCounts
+    preemptions: int
+    tiers: tuple[ReplayedTraffic, ...]
+    hit_ratio: float
+    ttft_s: Mapping[str, float]
+    predicted: LadderResult
+
+    def apart(self) -> dict[str, float]:
+        """Return how far the prediction is from what happened, as a share of the latter."""
+        shares = {
+            name: self.predicted.ttft_s[name] / seconds - 1 if seconds else 0.0
+            for name, seconds in self.ttft_s.items()
+        }
+        hits = self.predicted.total_hit_ratio
+        shares["hit_ratio"] = hits / self.hit_ratio - 1 if self.hit_ratio else hits
+        return shares
+
+
+def replay_trace(
+    trace: Trace,
+    config: KvtierConfig,
+    options: ReplayOptions,
+    *,
+    progress: Callable[[float], None] = lambda _: None,
+) -> ReplayResult:
+    """Replay ``trace`` through the ladder that ``config`` describes, with real bytes.
+
+    The stores lie in temporary directories next to those of ``config``, which are not touched,
+    and are gone afterwards.
+
+    Args:
+        trace: The trace. Prompts are rounded up to whole chunks.
+        config: The configuration.
+        options: How to replay.
+        progress: Told the share of requests that arrived.
+
+    Raises:
+        ConfigError: The chunk size, the memory and the configuration do not fit together.
+        KvtierError: A tier cannot be opened, or a load brought wrong bytes.
+    """
+    per_chunk = config.engine.blocks_per_chunk
+    if trace.chunk_tokens % per_chunk or options.chunk_bytes % per_chunk:
+        raise ConfigError(
+            f"chunks of {trace.chunk_tokens} tokens and {options.chunk_bytes} bytes cannot be "
+            f"cut into engine.blocks_per_chunk = {per_chunk} blocks: use a divisor of both"
+        )
+    trace = _prepare(trace, options)
+    check_chunk_fits(config, options.chunk_bytes)
+    model = default_time_model(config, trace)
+    if options.tokens_per_s is not None:
+        model = replace(model, prefill_tokens_per_s=options.tokens_per_s)
+    with _scratch_stores(config) as own, _Bench(trace, own, options, model) as bench:
+        speeds = {**model.speeds, **(options.speeds or {}), own.ram.name: bench.copy_speed}
+        model = replace(model, speeds=speeds, concurrency=options.concurrency)
+        served, seconds = bench.serve(progress)
+        kept = [int(request.request_id) for request in served]
+        predicted = simulate_ladder(
+            _only(trace, kept), own, chunk_bytes=options.chunk_bytes, model=model
+        )
+        waits = [request.first_token_s - request.arrival_s for request in served]
+        figures, moved = bench.figures(), bench.moved()
+        refs = predicted.refs
+        return ReplayResult(
+            trace=trace.name,
+            requests=len(served),
+            skipped_requests=trace.requests - len(served),
+            refs=refs,
+            seconds=seconds,
+            counts=bench.counts,
+            preemptions=bench.preemptions,
+            tiers=tuple(
+                _traffic(tier, "ram" if number else "gpu", guess.hits, moved)
+                for number, (tier, guess) in enumerate(
+                    zip(figures, predicted.tiers, strict=True)
+                )
+            ),
+            hit_ratio=sum(tier.hit_chunks for tier in figures) / max(refs, 1),
+            ttft_s=_quantiles(waits),
+            predicted=predicted,
+        )
+
+
+class _Bench:
+    """Everything a replay has open. A context manager."""
+
+    def __init__(
+        self, trace: Trace, config: KvtierConfig, options: ReplayOptions, model: TimeModel
+    ) -> None:
+        per_chunk = config.engine.blocks_per_chunk
+        block_tokens = trace.chunk_tokens // per_chunk
+        block_nbytes = options.chunk_bytes // per_chunk
+        limits = BatchLimits(
+            blocks=options.gpu_bytes // block_nbytes + 1,
+            block_tokens=block_tokens,
+            step_tokens=options.step_tokens,
+            requests=options.concurrency,
+        )
+        memory = PagedMemory(layers=_LAYERS, blocks=limits.blocks, block_nbytes=block_nbytes)
+        size = slot_nbytes(options.chunk_bytes)
+        geometry = RegionGeometry(
+            slots=config.ram.capacity_bytes // size,
+            slot_nbytes=size,
+            stripe_nbytes=options.chunk_bytes,
+            stripes=1,
+            ranks=1,
+        )
+        name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
+        timeout_s = config.transfer.close_timeout_s
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            region = HostRegion.create(
+                name,
+                geometry,
+                attachers=1,
+                timeout_s=_MEET_TIMEOUT_S,
+                huge_pages=config.ram.huge_pages,
+            )
+            undo.callback(region.close)
+            groups = (tuple(memory.tensors),)
+            self.copy_speed = _measure_copies(memory, geometry, groups, limits, per_chunk)
+            worker = ConnectorWorker(
+                HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S),
+                WorkerOptions(
+                    rank=0,
+                    blocks=limits.blocks,
+                    blocks_per_chunk=per_chunk,
+                    groups=groups,
+                    close_timeout_s=timeout_s,
+                ),
+            )
+            undo.callback(worker.shutdown)
+            worker.register_kv_caches(memory.tensors)
+            storage = open_storage(
+                config,
+                region,
+                LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": size}),
+                tokens_per_chunk=trace.chunk_tokens,
+                record_events=False,
+            )
+            undo.callback(storage.close, timeout_s=timeout_s)
+            self._service = CacheService(
+                storage,
+                tokens_per_chunk=trace.chunk_tokens,
+                retain_s=config.placement.retain_s or 0.0,
+                close_timeout_s=timeout_s,
+            )
+            self._scheduler = ConnectorScheduler(
+                self._service,
+                SchedulerOptions(
+                    groups=(CacheGroup(block_tokens),),
+                    tokens_per_hash=block_tokens,
+                    blocks_per_chunk=per_chunk,
+                    shares_blocks=False,
+                ),
+            )
+            undo.pop_all()
+        self._stack.callback(worker.shutdown)
+        self._stack.callback(self._scheduler.shutdown)
+        self._batcher = Batcher(self._scheduler, limits)
+        self._requests = make_requests(
+            trace, blocks_per_chunk=per_chunk, most_output_tokens=options.output_tokens
+        )
+        self._total = trace.requests
+        self._engine = ReplayEngine(
+            self._scheduler,
+            worker,
+            self._batcher,
+            memory,
+            block_tokens=block_tokens,
+            tokens_per_s=model.prefill_tokens_per_s,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def counts(self) -> ReplayCounts:
+        """What the engine did."""
+        return self._engine.counts
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their blocks."""
+        return self._batcher.preemptions
+
+    def serve(self, progress: Callable[[float], None]) -> tuple[list[ReplayRequest], float]:
+        """Serve the requests that fit the memory; return them and the seconds it took."""
+        fitting = [
+            request
+            for request in self._requests
+            if request.num_prompt_tokens + request.output_tokens
+            <= self._batcher.longest_prompt_tokens
+        ]
+        if not fitting:
+            raise ConfigError("no prompt fits the KV memory: raise --gpu-memory")
+        seconds = self._engine.serve(
+            fitting, progress=lambda arrived: progress(arrived / len(fitting))
+        )
+        return fitting, seconds
+
+    def moved(self) -> Mapping[str, float]:
+        """Return what was copied, and how long that took, by transfer type."""
+        stats = self._scheduler.get_stats()
+        return {} if stats is None else stats.reduce()
+
+    def figures(self) -> list[TierFigures]:
+        """Return the tiers' figures."""
+        return list(self._service.statistics().tiers)
+
+
+def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
+    """Return the part of ``trace`` to replay, prompts in whole chunks, times compressed."""
+    if options.requests is not None:
+        trace = first_requests(trace, options.requests)
+    trace = _without_repeats(trace)
+    lengths = np.diff(trace.offsets)
+    return replace(
+        trace,
+        input_tokens=lengths * trace.chunk_tokens,
+        timestamps_s=trace.timestamps_s / options.speedup,
+    )
+
+
+def _without_repeats(trace: Trace) -> Trace:
+    """Return ``trace`` with every chunk at most once in a prompt."""
+    chains = [list(dict.fromkeys(chain)) for chain in trace.chains()]
+    offsets = np.cumsum([0, *map(len, chains)])
+    return replace(trace, ids=np.array([*itertools.chain(*chains)], np.int64), offsets=offsets)
+
+
+def _only(trace: Trace, kept: list[int]) -> Trace:
+    """Return ``trace`` with the requests ``kept`` alone."""
+    if len(kept) == trace.requests:
+        return trace
+    chains = trace.chains()
+    picked = [chains[number] for number in kept]
+    return replace(
+        trace,
+        ids=np.array([*itertools.chain(*picked)], np.int64),
+        offsets=np.cumsum([0, *map(len, picked)]),
+        timestamps_s=trace.timestamps_s[kept],
+        input_tokens=trace.input_tokens[kept],
+        output_tokens=trace.output_tokens[kept],
+    )
+
+
+@contextlib.contextmanager
+def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
+    """Yield ``config`` with every directory replaced by an empty one beside it."""
+    with contextlib.ExitStack() as stack:
+        tiers = []
+        for tier in config.tiers:
+            path: Path | None = getattr(tier, "path", None)
+            if path is not None:
+                scratch = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix=".kvtier-replay-", dir=path.parent)
+                )
+                tier = tier.model_copy(update={"path": Path(scratch) / "store"})  # noqa: PLW2901
+            tiers.append(tier)
+        yield config.model_copy(update={"tiers": tuple(tiers)})
+
+
+def _measure_copies(
+    memory: PagedMemory,
+    geometry: RegionGeometry,
+    groups: tuple[tuple[str, ...], ...],
+    limits: BatchLimits,
+    blocks_per_chunk: int,
+) -> TierSpeed:
+    """Return how fast chunks are copied between RAM slots and blocks, the best of a few times.
+
+    In a region of its own: slots of the real one must not be touched behind the manager's back.
+    """
+    chunks = min(
+        max(_CALIBRATION_NBYTES // geometry.slot_nbytes, 1),
+        geometry.slots,
+        max((limits.blocks - 1) // blocks_per_chunk, 1),
+    )
+    name = f"replay-copies-{os.getpid()}-{next(_NUMBERS)}"
+    region = HostRegion.create(
+        name, replace(geometry, slots=chunks), attachers=0, timeout_s=_MEET_TIMEOUT_S
+    )
+    kv = blocks_of_layers(memory.tensors, groups, blocks=limits.blocks)
+    device = DeviceEngine(
+        kv,
+        region,
+        rank=0,
+        share=shard_of(0),
+        blocks_per_chunk=blocks_per_chunk,
+        close_timeout_s=_MEET_TIMEOUT_S,
+    )
+    try:
+        blocks = range(1, chunks * blocks_per_chunk + 1)
+        slots = range(chunks)
+        plan = device.plan(list(blocks), [len(blocks)], [0], list(slots))
+        ones = [1] * chunks
+        seconds: dict[str, float] = {}
+        jobs = itertools.count()
+        for _ in range(_CALIBRATION_ROUNDS):
+            for way, start in (("store", device.store), ("load", device.load)):
+                job_id = next(jobs)
+                began_s = time.perf_counter()
+                start(job_id, plan, ones)
+                device.wait({job_id})
+                took_s = time.perf_counter() - began_s
+                seconds[way] = min(took_s, seconds.get(way, took_s))
+        nbytes = chunks * geometry.slot_nbytes
+        # An engine hears of a load at the end of a step, so half of one later on average.
+        return TierSpeed(nbytes / seconds["load"], nbytes / seconds["store"], 0.0)
+    finally:
+        device.close()
+
+
+def _traffic(
+    tier: TierFigures, above: str, predicted_hits: int, moved: Mapping[str, float]
+) -> ReplayedTraffic:
+    """Return what ``tier`` moved from and to the tier ``above``."""
+    up, down = transfer_type_of(tier.name, above), transfer_type_of(above, tier.name)
+    return ReplayedTraffic(
+        name=tier.name,
+        hits=tier.hit_chunks,
+        predicted_hits=predicted_hits,
+        read_bytes=int(moved.get(f"{up}_total_bytes", 0)),
+        read_bytes_per_s=_rate(moved, up),
+        written_bytes=int(moved.get(f"{down}_total_bytes", 0)),
+        write_bytes_per_s=_rate(moved, down),
+        failed_chunks=tier.failed_reads
+        + tier.failed_writes
+        + tier.failed_loads
+        + tier.corrupt_chunks
+        + tier.expired_chunks,
+    )
+
+
+def _rate(moved: Mapping[str, float], transfer_type: str) -> float:
+    seconds = moved.get(f"{transfer_type}_total_time", 0.0)
+    return moved[f"{transfer_type}_total_bytes"] / seconds if seconds else 0.0
+
+
+def _quantiles(waits: list[float]) -> dict[str, float]:
+    levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: float(np.quantile(waits, level)) for name, level in levels.items()}

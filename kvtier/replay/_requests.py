@@ -1,0 +1,131 @@
+"""Requests of a trace as an engine has them."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvtier.sim.traces import Trace
+
+__all__ = ["Phase", "ReplayRequest", "first_requests", "make_requests"]
+
+_SEED_MASK = (1 << 62) - 1
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    """Without blocks; to be looked up at every step."""
+    LOADING = "loading"
+    """Its blocks are being loaded."""
+    READY = "ready"
+    """It has blocks, and a prefix in them, and waits for its turn."""
+    RUNNING = "running"
+    """Tokens of it are computed at every step."""
+    OVER = "over"
+    """It ended."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplayRequest:
+    """A request; what the scheduler half of the connector sees of it, and the engine's notes.
+
+    Attributes:
+        request_id: Its place in the trace.
+        arrival_s: When it arrives, in seconds from the start.
+        num_prompt_tokens: Length of the prompt.
+        output_tokens: Tokens to generate.
+        block_hashes: One per block of the prompt; equal prefixes have equal hashes.
+        phase: Where it stands.
+        blocks: Its blocks.
+        num_computed_tokens: Tokens whose KV is in them.
+        generated: Tokens generated so far.
+        loaded_tokens: Tokens that were loaded and not computed, in the last attempt.
+        was_scheduled: Whether it has ever been in a batch.
+        first_token_s: When the prompt was computed; negative before.
+    """
+
+    request_id: str
+    arrival_s: float
+    num_prompt_tokens: int
+    output_tokens: int
+    block_hashes: Sequence[bytes]
+    phase: Phase = Phase.WAITING
+    blocks: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    generated: int = 0
+    loaded_tokens: int = 0
+    was_scheduled: bool = False
+    first_token_s: float = -1.0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    skip_reading_prefix_cache: bool = False
+    shared_prefix_boundary: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known now."""
+        return self.num_prompt_tokens + self.generated
+
+    def is_finished(self) -> bool:
+        """Return whether it ended."""
+        return self.phase is Phase.OVER
+
+    def seed(self, block: int) -> int:
+        """Return what says what the request's block number ``block`` holds."""
+        if block < len(self.block_hashes):
+            return int.from_bytes(self.block_hashes[block][:8], "little") & _SEED_MASK
+        return hash((self.request_id, block)) & _SEED_MASK
+
+
+def first_requests(trace: Trace, count: int) -> Trace:
+    """Return the first ``count`` requests of ``trace``."""
+    offsets = trace.offsets[: count + 1]
+    ids = trace.ids[: offsets[-1]]
+    return replace(
+        trace,
+        ids=ids,
+        offsets=offsets,
+        timestamps_s=trace.timestamps_s[:count],
+        input_tokens=trace.input_tokens[:count],
+        output_tokens=trace.output_tokens[:count],
+        distinct=int(ids.max()) + 1 if len(ids) else 0,
+    )
+
+
+def make_requests(
+    trace: Trace, *, blocks_per_chunk: int, most_output_tokens: int
+) -> Iterator[ReplayRequest]:
+    """Yield the requests of ``trace`` in order of arrival.
+
+    Args:
+        trace: Its prompts are whole chunks, none twice in one prompt.
+        blocks_per_chunk: Blocks of a chunk.
+        most_output_tokens: Most tokens that a request generates.
+    """
+    numbers = trace.ids.tolist()
+    arrivals = np.maximum.accumulate(trace.timestamps_s - trace.timestamps_s.min()).tolist()
+    outputs = np.minimum(trace.output_tokens, most_output_tokens).tolist()
+    for number, (start, end) in enumerate(pairwise(trace.offsets.tolist())):
+        yield ReplayRequest(
+            request_id=str(number),
+            arrival_s=arrivals[number],
+            num_prompt_tokens=(end - start) * trace.chunk_tokens,
+            output_tokens=max(outputs[number], 1),
+            block_hashes=[
+                _block_hash(chunk, block)
+                for chunk in numbers[start:end]
+                for block in range(blocks_per_chunk)
+            ],
+        )
+
+
+def _block_hash(chunk: int, block: int) -> bytes:
+    # A trace's chunk numbers stand for the whole prefix, as an engine's block hashes do.
+    return hashlib.blake2b(b"%d.%d" % (chunk, block), digest_size=32).digest()

@@ -1,0 +1,239 @@
+"""A slab on a disk that a test makes sick while an engine uses it.
+
+:class:`FaultyTier` is the NVMe tier with other system calls below it: reads of some chunks
+fail, hang or bring flipped bits, and all else, checksums and index included, is what runs in
+production. Which reads is said in a file that the tier looks at before each batch, so a test
+says it to a tier in whatever process, and changes its mind while the engine runs. What was done
+is written down in another file, line by line, before the batch is answered; a test compares the
+engine's counters with that.
+
+Of every ``one_in`` chunks read exactly one is hit, at a place drawn anew each time: as random
+as independent draws to whoever reads, and never by luck none at all.
+
+The tier is no built-in kind. :func:`install` puts it on the path of a process and its children.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
+
+from kvtier.config import NvmeTierConfig, TierConfig
+from kvtier.errors import ConfigError
+from kvtier.keys import ChunkKey
+from kvtier.tiers.base import SlotOutcomes, TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.types import Why
+
+__all__ = ["FaultPlan", "FaultyTier", "FaultyTierConfig", "Injection", "ReadFault", "install"]
+
+_ROTTEN_BYTE: Final = 100
+"""Which byte of a slot is flipped."""
+_ENTRY_POINTS: Final = f"[kvtier.tiers]\nfaulty = {__name__}:FaultyTier\n"
+_METADATA: Final = "Metadata-Version: 2.1\nName: kvtier-faulty\nVersion: 1.0\n"
+
+
+class ReadFault(StrEnum):
+    """What befalls the read of a chunk."""
+
+    FAIL = "fail"
+    """The system call fails with EIO."""
+    STALL = "stall"
+    """It hangs for ``stall_s``, and with it the whole batch; then it works."""
+    ROT = "rot"
+    """It brings one flipped bit."""
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FaultPlan(_Value):
+    """What the disk does from now on."""
+
+    name: str
+    """What the ledger calls it."""
+    fault: ReadFault
+    one_in: int = Field(ge=1)
+    """Chunks read for each that is hit."""
+
+
+class Injection(_Value):
+    """What one batch suffered: a line of the ledger."""
+
+    plan: str
+    fault: ReadFault
+    chunks: int
+    """Chunks that were hit; of a batch that hangs, all."""
+
+
+class FaultyTierConfig(NvmeTierConfig):
+    """The NVMe tier's section, and how to make it sick."""
+
+    kind: str = Field(default="faulty", pattern="^faulty$")
+    plan: Path = Field(strict=False)
+    """Where the :class:`FaultPlan` is; as long as there is none the disk is well."""
+    ledger: Path = Field(strict=False)
+    """Where each :class:`Injection` is appended."""
+    stall_s: float = 1.0
+    """How long a read that stalls hangs."""
+    seed: int = 0
+    """Of the draws."""
+
+
+@dataclass(slots=True)
+class _Illness:
+    """What ails some slots while a batch reads them, and which of them that has hit."""
+
+    fault: ReadFault
+    struck: set[int] = field(default_factory=set)
+
+
+class _SickDisk(BlockIo):
+    """System calls that do to a slot what was said about it."""
+
+    def __init__(self, slot_nbytes: int, *, stall_s: float) -> None:
+        self._slot_nbytes = slot_nbytes
+        self._stall_s = stall_s
+        self._ill: dict[int, _Illness] = {}
+
+    @contextmanager
+    def ill(self, slots: Sequence[int], fault: ReadFault) -> Iterator[_Illness]:
+        """Let ``slots`` suffer from ``fault``; no other batch reads them meanwhile."""
+        illness = _Illness(fault)
+        self._ill |= dict.fromkeys(slots, illness)
+        try:
+            yield illness
+        finally:
+            for slot in slots:
+                del self._ill[slot]
+
+    @override
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        end = offset + sum(map(len, buffers))
+        slots = range(offset // self._slot_nbytes, -(-end // self._slot_nbytes))
+        found = {slot: illness for slot in slots if (illness := self._ill.get(slot))}
+        for slot, illness in found.items():
+            illness.struck.add(slot)
+        faults = {illness.fault for illness in found.values()}
+        if ReadFault.STALL in faults:
+            threading.Event().wait(self._stall_s)
+        if ReadFault.FAIL in faults:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        moved = super().preadv(fd, buffers, offset)
+        for slot, illness in found.items():
+            if illness.fault is ReadFault.ROT:
+                _flip(buffers, slot * self._slot_nbytes + _ROTTEN_BYTE - offset)
+        return moved
+
+
+class _Draws:
+    """Picks one of every so many."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._plan: FaultPlan | None = None
+        self._at = 0
+        self._hit = 0
+
+    def hit(self, plan: FaultPlan, slots: Sequence[int]) -> list[int]:
+        """Return those of ``slots`` that ``plan`` hits."""
+        if plan != self._plan:
+            self._plan, self._at = plan, 0
+        return [slot for slot in slots if self._hits(plan.one_in)]
+
+    def _hits(self, one_in: int) -> bool:
+        if not self._at:
+            self._hit = self._draw.randrange(one_in)
+        hits = self._at == self._hit
+        self._at = (self._at + 1) % one_in
+        return hits
+
+
+class FaultyTier(SlabTier):
+    """An NVMe tier that can be made sick."""
+
+    Options: ClassVar[type[TierConfig]] = FaultyTierConfig
+
+    _disk: _SickDisk
+    _draws: _Draws
+    _sick_options: FaultyTierConfig
+
+    @classmethod
+    @override
+    def open(
+        cls, options: TierConfig, context: TierContext, *, io: BlockIo | None = None
+    ) -> Self:
+        """See :meth:`SlabTier.open`; ``io`` must be left out.
+
+        Raises:
+            ConfigError: These are not options of this tier.
+        """
+        if not isinstance(options, FaultyTierConfig) or io is not None:
+            raise ConfigError(f"{cls.__name__} takes FaultyTierConfig and its own system calls")
+        disk = _SickDisk(context.slot_nbytes, stall_s=options.stall_s)
+        tier = super().open(options, context, io=disk)
+        tier._disk = disk  # noqa: SLF001 - a constructor by another name
+        tier._draws = _Draws(options.seed)  # noqa: SLF001
+        tier._sick_options = options  # noqa: SLF001
+        return tier
+
+    @override
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        plan = await self._pool.run(self._read_plan, priority=int(why))
+        hit = [] if plan is None else self._draws.hit(plan, slots)
+        if plan is None or not hit:
+            return await super().read(keys, slots, into, why=why)
+        with self._disk.ill(hit, plan.fault) as illness:
+            moved = await super().read(keys, slots, into, why=why)
+        if illness.struck:
+            whole = plan.fault is ReadFault.STALL
+            chunks = len(slots) if whole else len(illness.struck)
+            injection = Injection(plan=plan.name, fault=plan.fault, chunks=chunks)
+            await self._pool.run(lambda: self._note(injection), priority=int(why))
+        return moved
+
+    def _read_plan(self) -> FaultPlan | None:
+        try:
+            return FaultPlan.model_validate_json(self._sick_options.plan.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _note(self, injection: Injection) -> None:
+        with self._sick_options.ledger.open("a") as ledger:
+            ledger.write(injection.model_dump_json() + "\n")
+
+
+def install(directory: Path) -> None:
+    """Make ``directory``, once it is on Python's path, provide the tier kind ``faulty``."""
+    metadata = directory / "kvtier_faulty-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(_METADATA)
+    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+
+
+def _flip(buffers: Sequence[memoryview], at: int) -> None:
+    """Flip a bit of byte ``at`` of ``buffers``, counted over all of them, if it is in one."""
+    for buffer in buffers:
+        if 0 <= at < len(buffer):
+            buffer[at] ^= 4
+        at -= len(buffer)

@@ -1,0 +1,139 @@
+"""vLLM's own scheduler, set up without a model, with the tee as its connector."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvtier.vllm.demo.model import architecture
+from tests.integration.scheduler_pair import Pair
+
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How one engine is set up.
+
+    Attributes:
+        groups: Tokens per block and window of each KV cache group.
+        blocks_per_chunk: Blocks of one chunk.
+        store_decode: Whether answers are stored.
+        retention_tokens: How densely the tails of windows are kept; vLLM's default is 0.
+        asynchronous: Whether steps are scheduled before the last one's tokens are known.
+        ranks: Workers.
+        engine_blocks: Blocks of the engine.
+        slots: Chunks of each tier.
+        failing: Share of copies that fail, of workers and between tiers.
+        slowest_steps: Most steps a copy takes.
+    """
+
+    groups: tuple[tuple[int, int | None], ...] = ((16, None),)
+    blocks_per_chunk: int = 1
+    store_decode: bool = False
+    retention_tokens: int | None = None
+    asynchronous: bool = False
+    ranks: int = 1
+    engine_blocks: int = 64
+    slots: tuple[int, ...] = (48, 256)
+    failing: float = 0.0
+    slowest_steps: int = 3
+
+    @property
+    def tokens_per_hash(self) -> int:
+        return min(tokens for tokens, _ in self.groups)
+
+
+def build_scheduler(setup: Setup, model: Path, pair: Pair) -> Scheduler:
+    """Build vLLM's scheduler over groups of ``setup``, with the tee as its connector."""
+    init_none_hash(sha256)
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(architecture()))
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=MAX_TOKENS,
+        ),
+        cache_config=CacheConfig(
+            block_size=setup.groups[0][0],
+            enable_prefix_caching=True,
+            prefix_cache_retention_interval=setup.retention_tokens,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=6,
+            max_num_batched_tokens=128,
+            max_model_len=MAX_TOKENS,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=setup.asynchronous,
+            disable_hybrid_kv_cache_manager=False,
+            watermark=0.0,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TeeConnector",
+            kv_connector_module_path="tests.integration.scheduler_pair",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "spec_name": "PairSpec",
+                "spec_module_path": "tests.integration.scheduler_pair",
+                "blocks_per_chunk": setup.blocks_per_chunk,
+                "offload_prompt_only": not setup.store_decode,
+                "pair": pair,
+            },
+        ),
+    )
+    config.parallel_config.world_size = setup.ranks
+    config.scheduler_config.async_scheduling = setup.asynchronous
+    config.cache_config.num_gpu_blocks = setup.engine_blocks
+    groups = []
+    for number, (tokens, window) in enumerate(setup.groups):
+        common = {
+            "block_size": tokens,
+            "num_kv_heads": 1,
+            "head_size": 1,
+            "dtype": torch.float32,
+        }
+        spec = (
+            FullAttentionSpec(**common)
+            if window is None
+            else SlidingWindowSpec(**common, sliding_window=window)
+        )
+        groups.append(KVCacheGroupSpec([f"layer{number}"], spec))
+    kv_cache = KVCacheConfig(
+        num_blocks=setup.engine_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+    )
+    build = AsyncScheduler if setup.asynchronous else Scheduler
+    return build(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=max(tokens for tokens, _ in setup.groups),
+        hash_block_size=setup.tokens_per_hash,
+        log_stats=False,
+    )

@@ -1,0 +1,114 @@
+"""The tier that a test makes sick does what the plan says, and says what it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import ConfigError
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
+from kvtier.testing.faulty_tier import (
+    FaultPlan,
+    FaultyTier,
+    FaultyTierConfig,
+    Injection,
+    ReadFault,
+)
+from kvtier.tiers.base import TierContext
+from kvtier.types import LayoutFingerprint, Outcome, Why
+
+SLOT = 8192
+CHUNKS = 12
+KEYS = make_keys(range(CHUNKS))
+STALL_S = 0.05
+
+
+class Patient:
+    """A faulty tier that holds ``KEYS[i]`` in slot ``i``."""
+
+    def __init__(self, directory: Path, pool: IoPool) -> None:
+        self.options = FaultyTierConfig(
+            path=directory / "store",
+            capacity_bytes=CHUNKS * SLOT,
+            plan=directory / "plan.json",
+            ledger=directory / "ledger.jsonl",
+            stall_s=STALL_S,
+        )
+        context = TierContext(SLOT, LayoutFingerprint({"model": "m"}), pool)
+        self.tier = FaultyTier.open(self.options, context)
+
+    def fall_ill(self, fault: ReadFault, one_in: int) -> None:
+        plan = FaultPlan(name=str(fault), fault=fault, one_in=one_in)
+        self.options.plan.write_text(plan.model_dump_json())
+
+    async def read(self) -> Sequence[Outcome]:
+        """Read all chunks in one batch; those that are DONE have their bytes."""
+        into = make_buffers(CHUNKS, SLOT)
+        moved = await self.tier.read(KEYS, range(CHUNKS), into, why=Why.LOAD)
+        for key, buffer, outcome in zip(KEYS, into, moved.outcomes, strict=True):
+            assert (outcome is not Outcome.DONE) or buffer == make_payload(key, SLOT)
+        return moved.outcomes
+
+    def ledger(self) -> list[Injection]:
+        lines = self.options.ledger.read_text().splitlines()
+        return [Injection.model_validate_json(line) for line in lines]
+
+
+@pytest.fixture
+def pool() -> Iterator[IoPool]:
+    pool = IoPool(2, name="kvtier-patient")
+    yield pool
+    assert pool.close(timeout_s=10)
+
+
+@pytest_asyncio.fixture
+async def patient(tmp_path: Path, pool: IoPool) -> AsyncIterator[Patient]:
+    patient = await pool.run(lambda: Patient(tmp_path, pool), priority=0)
+    sources = make_sources(KEYS, SLOT)
+    await patient.tier.write(KEYS, range(CHUNKS), sources, why=Why.STORE)
+    yield patient
+    await patient.tier.aclose()
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"), [(ReadFault.FAIL, Outcome.FAILED), (ReadFault.ROT, Outcome.CORRUPT)]
+)
+async def test_one_chunk_of_so_many_is_lost_and_written_down(
+    patient: Patient, fault: ReadFault, outcome: Outcome
+) -> None:
+    patient.fall_ill(fault, 4)
+    first, second = await patient.read(), await patient.read()
+    for outcomes in (first, second):
+        assert [outcomes[at : at + 4].count(outcome) for at in (0, 4, 8)] == [1, 1, 1]
+        assert outcomes.count(Outcome.DONE) == CHUNKS - 3
+    assert patient.ledger() == [Injection(plan=fault, fault=fault, chunks=3)] * 2
+
+
+async def test_a_batch_that_stalls_takes_its_time_and_then_works(patient: Patient) -> None:
+    patient.fall_ill(ReadFault.STALL, CHUNKS)
+    began_s = time.monotonic()
+    outcomes = await patient.read()
+    assert time.monotonic() - began_s >= STALL_S
+    assert set(outcomes) == {Outcome.DONE}
+    stall = Injection(plan="stall", fault=ReadFault.STALL, chunks=CHUNKS)
+    assert patient.ledger() == [stall]
+
+
+async def test_the_medium_itself_is_well(patient: Patient) -> None:
+    patient.fall_ill(ReadFault.ROT, 1)
+    assert set(await patient.read()) == {Outcome.CORRUPT}
+    patient.options.plan.unlink()
+    assert set(await patient.read()) == {Outcome.DONE}
+
+
+def test_it_takes_no_other_tiers_options(tmp_path: Path, pool: IoPool) -> None:
+    options = NvmeTierConfig(path=tmp_path, capacity_bytes=SLOT)
+    context = TierContext(SLOT, LayoutFingerprint({"model": "m"}), pool)
+    with pytest.raises(ConfigError, match="takes FaultyTierConfig"):
+        FaultyTier.open(options, context)

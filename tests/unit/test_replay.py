@@ -1,0 +1,270 @@
+"""``kvtier replay``: batches, and a trace with real bytes through real tiers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvtier.cli._commands import app
+from kvtier.config import KvtierConfig, parse_config
+from kvtier.errors import ConfigError
+from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+from kvtier.memory.paged import PagedMemory
+from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
+from kvtier.replay._batching import Batcher, BatchLimits
+from kvtier.replay._engine import WrongBytesError
+from kvtier.replay._requests import Phase, ReplayRequest, first_requests, make_requests
+from kvtier.sim.timing import TierSpeed
+from kvtier.sim.traces import Trace
+
+CHUNK_NBYTES = 64 << 10
+CHUNK_TOKENS = 128
+
+
+def make_trace(chains: Sequence[Sequence[int]], *, apart_s: float = 0.005) -> Trace:
+    count = len(chains)
+    ids = np.array([chunk for chain in chains for chunk in chain], np.int64)
+    return Trace(
+        name="made",
+        format="keys",
+        sha256="",
+        ids=ids,
+        offsets=np.cumsum([0, *map(len, chains)]),
+        timestamps_s=np.arange(count, dtype=np.float64) * apart_s,
+        input_tokens=np.array([len(chain) * CHUNK_TOKENS for chain in chains]),
+        output_tokens=np.full(count, 3),
+        chunk_tokens=CHUNK_TOKENS,
+        distinct=int(ids.max()) + 1,
+    )
+
+
+def ladder(tmp_path: Path, *, ram: int, nvme: int, extra: str = "") -> KvtierConfig:
+    return parse_config(
+        f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
+        f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {nvme * CHUNK_NBYTES}B\n"
+        f"{extra}",
+        source="test",
+    )
+
+
+SPEEDS = {"nvme": TierSpeed(1e9, 1e9, 1e-3)}
+
+
+def run(trace: Trace, config: KvtierConfig, **changes: Any) -> ReplayResult:
+    options = ReplayOptions(
+        **{
+            "chunk_bytes": CHUNK_NBYTES,
+            "gpu_bytes": 24 * CHUNK_NBYTES,
+            "tokens_per_s": 200_000.0,
+            "speeds": SPEEDS,
+            **changes,
+        }
+    )
+    return replay_trace(trace, config, options)
+
+
+class TestMemory:
+    def test_a_block_holds_what_its_seed_says_and_nothing_else(self) -> None:
+        memory = PagedMemory(layers=2, blocks=4, block_nbytes=1024)
+        memory.fill([1, 3], [10, 30])
+        assert memory.holds([3, 1], [30, 10])
+        assert not memory.holds([1], [30])
+        assert not memory.holds([2], [10])
+
+    @pytest.mark.parametrize("byte", [0, 7, 100, 511])
+    @pytest.mark.parametrize("layer", ["layer.0", "layer.1"])
+    def test_every_byte_counts(self, layer: str, byte: int) -> None:
+        memory = PagedMemory(layers=2, blocks=2, block_nbytes=1024)
+        memory.fill([1], [10])
+        memory.tensors[layer][1, byte] ^= 1
+        assert not memory.holds([1], [10])
+
+    def test_layers_are_whole_words(self) -> None:
+        with pytest.raises(ConfigError, match="multiple of 16 bytes"):
+            PagedMemory(layers=2, blocks=2, block_nbytes=1000)
+
+
+class SilentConnector:
+    """A scheduler half that never has anything."""
+
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+
+    def on_new_request(self, request: ReplayRequest) -> None:
+        pass
+
+    def get_num_new_matched_tokens(
+        self, request: ReplayRequest, computed: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def request_finished(
+        self, request: ReplayRequest, blocks: Sequence[int]
+    ) -> tuple[bool, None]:
+        self.finished.append(request.request_id)
+        return False, None
+
+
+class TestBatches:
+    @staticmethod
+    def batcher(**changes: int) -> tuple[Batcher, SilentConnector]:
+        limits = {"blocks": 9, "block_tokens": 16, "step_tokens": 32, "requests": 8} | changes
+        connector: Any = SilentConnector()
+        return Batcher(connector, BatchLimits(**limits)), connector
+
+    @staticmethod
+    def request(name: str, prompt: int, output: int) -> ReplayRequest:
+        return ReplayRequest(name, 0.0, prompt, output, [b"\1" * 32] * (prompt // 16))
+
+    def run(self, batcher: Batcher, steps: int) -> list[dict[str, int]]:
+        batches = []
+        for step in range(steps):
+            batch = batcher.schedule()
+            held = Counter(
+                block for request in batcher.requests.values() for block in request.blocks
+            )
+            assert all(count == 1 for count in held.values())
+            batches.append(dict(batch.num_scheduled_tokens))
+            batcher.computed(batch, float(step))
+        return batches
+
+    def test_a_prompt_is_computed_in_pieces_and_its_last_one_is_the_first_token(self) -> None:
+        batcher, connector = self.batcher()
+        request = self.request("a", 80, 2)
+        batcher.add(request)
+        assert self.run(batcher, 4) == [{"a": 32}, {"a": 32}, {"a": 16}, {"a": 1}]
+        assert request.first_token_s == 2.0
+        assert connector.finished == ["a"]
+        assert batcher.is_idle
+
+    def test_running_requests_come_first_and_share_a_step_with_new_ones(self) -> None:
+        batcher, _ = self.batcher()
+        batcher.add(self.request("a", 16, 9))
+        self.run(batcher, 1)
+        batcher.add(self.request("b", 64, 1))
+        assert self.run(batcher, 3) == [{"a": 1, "b": 31}, {"a": 1, "b": 31}, {"a": 1, "b": 2}]
+
+    def test_the_last_one_makes_room_when_blocks_run_out_and_begins_anew(self) -> None:
+        batcher, connector = self.batcher(blocks=5, step_tokens=64)
+        first, last = self.request("a", 32, 20), self.request("b", 32, 20)
+        batcher.add(first)
+        batcher.add(last)
+        self.run(batcher, 2)
+        assert (batcher.preemptions, last.phase) == (1, Phase.WAITING)
+        assert last.blocks == []
+        self.run(batcher, 45)
+        assert connector.finished == ["a", "b"]
+
+
+class TestRequests:
+    def test_equal_prefixes_have_equal_hashes(self) -> None:
+        trace = make_trace([[0, 1, 2], [0, 1, 3]])
+        first, second = make_requests(trace, blocks_per_chunk=2, most_output_tokens=2)
+        assert first.block_hashes[:4] == second.block_hashes[:4]
+        assert not set(first.block_hashes[4:]) & set(second.block_hashes[4:])
+        assert first.output_tokens == 2
+        assert second.arrival_s > first.arrival_s
+
+    def test_the_first_requests_are_a_trace(self) -> None:
+        trace = first_requests(make_trace([[0, 1], [0, 2], [5]]), 2)
+        assert trace.chains() == [[0, 1], [0, 2]]
+        assert (trace.requests, trace.refs, trace.distinct) == (2, 4, 3)
+
+
+class TestReplay:
+    def test_every_prefix_that_is_kept_is_loaded_bit_for_bit(self, tmp_path: Path) -> None:
+        chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3
+        result = run(make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64))
+        assert result.requests == 24
+        # How many depends on how busy the machine is: a chunk is asked for again by the clock.
+        assert 0 < result.counts.loaded_blocks <= 16 * 3
+        assert result.counts.loaded_tokens == result.counts.loaded_blocks * CHUNK_TOKENS
+        ram, nvme = result.tiers
+        assert ram.hits + nvme.hits == result.counts.loaded_blocks
+        assert nvme.hits > 0
+        assert nvme.read_bytes >= nvme.hits * CHUNK_NBYTES
+        assert 0 < nvme.written_bytes <= 24 * CHUNK_NBYTES
+        assert result.predicted.total_hit_ratio == pytest.approx(2 / 3)
+        assert result.ttft_s["p50"] <= result.ttft_s["p99"]
+        assert not list(tmp_path.iterdir()), "the stores are gone"
+
+    @pytest.mark.parametrize("load_path", ["staged", "direct"])
+    def test_chunks_of_several_blocks_and_a_small_memory(
+        self, tmp_path: Path, load_path: str
+    ) -> None:
+        extra = f"engine:\n  blocks_per_chunk: 4\ntransfer:\n  load_path: {load_path}\n"
+        chains = [[number % 5, 10 + number % 5, 20 + number] for number in range(30)]
+        result = run(
+            make_trace(chains, apart_s=0.001),
+            ladder(tmp_path, ram=6, nvme=64, extra=extra),
+            gpu_bytes=8 * CHUNK_NBYTES,
+            output_tokens=40,
+        )
+        assert result.requests == 30
+        assert result.counts.loaded_blocks % 4 == 0
+        assert result.hit_ratio > 0.3
+        assert result.counts.failed_loads == 0
+
+    def test_bytes_that_are_not_those_stored_end_the_replay(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load = BlockCopier.load
+
+        def load_and_spoil(self: BlockCopier, plan: BlockCopyPlan, *, after: Any) -> None:
+            load(self, plan, after=after)
+            block = torch.from_numpy(plan.groups[0].blocks)[-1]
+            self._tensors[-1][block, -1] ^= 1
+
+        monkeypatch.setattr(BlockCopier, "load", load_and_spoil)
+        with pytest.raises(WrongBytesError, match="a load brought other bytes"):
+            run(make_trace([[0, 1], [0, 1]], apart_s=0.2), ladder(tmp_path, ram=8, nvme=16))
+        assert not list(tmp_path.iterdir())
+
+    def test_prompts_longer_than_the_memory_are_left_out_and_counted(
+        self, tmp_path: Path
+    ) -> None:
+        trace = make_trace([[0, 1], list(range(2, 40)), [0, 1]], apart_s=0.1)
+        result = run(trace, ladder(tmp_path, ram=8, nvme=16))
+        assert (result.requests, result.skipped_requests) == (2, 1)
+        assert result.refs == 4
+
+    def test_chunks_that_cannot_be_cut_into_blocks_are_an_error(self, tmp_path: Path) -> None:
+        config = ladder(tmp_path, ram=8, nvme=16, extra="engine:\n  blocks_per_chunk: 3\n")
+        with pytest.raises(ConfigError, match="blocks_per_chunk = 3"):
+            run(make_trace([[0]]), config)
+
+    def test_the_command_shows_both_and_how_far_they_are_apart(self, tmp_path: Path) -> None:
+        trace = tmp_path / "made.jsonl"
+        trace.write_text(
+            "".join(
+                f'{{"timestamp": {at * 200}, "input_length": 256, "output_length": 1, '
+                '"hash_ids": [0, 1], "block_tokens": 128}\n'
+                for at in range(4)
+            )
+        )
+        file = tmp_path / "kvtier.yaml"
+        file.write_text(
+            "tiers:\n- {kind: ram, capacity: 1MiB}\n"
+            f"- {{kind: nvme, path: {tmp_path / 'store'}, capacity: 4MiB}}\n"
+        )
+        arguments = [
+            *("replay", str(trace), "--config", str(file), "--chunk-bytes", "64KiB"),
+            *("--tier-speed", "nvme=1GB/s,1GB/s,1ms", "--gpu-memory", "2MiB"),
+            *("--prefill-rate", "200000"),
+        ]
+        shown = CliRunner().invoke(app, arguments)
+        assert shown.exit_code == 0, shown.output
+        assert "TTFT p50, ms" in shown.output
+        assert "blocks loaded, every byte as it was stored" in shown.output
+        document = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+        assert document["requests"] == 4
+        assert document["counts"]["loaded_blocks"] == 6
+        assert set(document["apart"]) == {"p50", "p90", "p99", "hit_ratio"}
