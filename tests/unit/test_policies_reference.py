@@ -60,8 +60,8 @@ class Row(NamedTuple):
 
 
 def test_every_policy_is_compared_with_something() -> None:
-    # Tested in test_prefix_lhd and test_evictions, and one that approximates.
-    others = {"prefix-lhd", "prefix-lru", "w-tinylfu"}
+    # Tested in test_hedged_lhd and test_evictions, and one that approximates.
+    others = {"hedged-lhd", "prefix-lru", "w-tinylfu"}
     assert set(TEXTBOOK) == set(NAMES.values()) == set(BUILT_IN_EVICTIONS) - others
 
 

@@ -6,10 +6,10 @@ from kvtier.policies.eviction.arc import Arc
 from kvtier.policies.eviction.belady import Belady
 from kvtier.policies.eviction.fifo import Fifo
 from kvtier.policies.eviction.gdsf import Gdsf
+from kvtier.policies.eviction.hedged_lhd import HedgedLhd
 from kvtier.policies.eviction.lfu import Lfu
 from kvtier.policies.eviction.lirs import Lirs
 from kvtier.policies.eviction.lru import Lru
-from kvtier.policies.eviction.prefix_lhd import PrefixLhd
 from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.eviction.s3_fifo import S3Fifo
 from kvtier.policies.eviction.sieve import Sieve
@@ -23,10 +23,10 @@ __all__ = [
     "Belady",
     "Fifo",
     "Gdsf",
+    "HedgedLhd",
     "Lfu",
     "Lirs",
     "Lru",
-    "PrefixLhd",
     "PrefixLru",
     "S3Fifo",
     "Sieve",

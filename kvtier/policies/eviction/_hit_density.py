@@ -1,152 +1,139 @@
-"""How many hits a slot earns with a chunk of some class and age, learned from a sample of keys.
+"""How many hits a slot earns with a chunk of some class and age, learned from every use.
 
 The age of a chunk is the number of uses of any chunk since its own last one, so it needs no
 clock and means the same at any load. Ages are counted in octaves. For every class and octave
-two things are measured: how many uses came at that age, and how many chunks passed through it
+two things are counted: the uses that came at that age, and the chunks that passed through it
 unused. Their ratio is the hazard. What an eviction wants to know is the *hit density*: the
 hits to be had per slot and unit of time, if the chunk is kept until the best moment to give it
 up. It is the largest mean hazard over any stretch of ages from the present one on, which for
-items that do not influence each other is the Gittins index of the stopping problem (Gittins,
-"Bandit Processes and Dynamic Allocation Indices", JRSS B 1979; Beckmann, Chen and Cidon, "LHD:
-Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, ranks by the mean over the
-whole remaining life instead, which undervalues a chunk that is needed soon or never).
+a chunk whose time has not come yet looks ahead to it. The idea and the name are LHD's
+(Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI
+2018), which takes the mean over the whole rest of life instead.
 
-What is evicted must still be watched, or the ages beyond the tier's own would look worthless
-for ever. Hence the sample: one key in :data:`_ONE_IN` is followed whether it is resident or not
-(Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015), which reaches back
-that many times the capacity with as many keys as the tier has slots. A chunk under observation
-stands in the queue of its octave and moves to the next one when it is old enough, so each costs
-one step per octave and nobody is scanned.
+Classes are ordered: a prefix is used whenever what continues it is, so the class that a prefix
+can be in must never be worth less than one its continuations can be in, or noise would strand
+these. Estimates that say otherwise are raised to the lower class's.
 
-Before there is data every class has a hazard of one over the age, which is what makes recency
-the best guess, with the weight of :data:`_PRIOR` observations; classes with little data are
-drawn to the mean of all in the same way.
+Where little was seen a prior speaks. It falls with one over the age, which makes recency the
+best guess, with the weight of :data:`_PRIOR` observations; classes with little data are drawn
+to the mean of all in the same way.
 """
 
 from __future__ import annotations
 
-import zlib
 from array import array
-from collections import deque
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
-from kvtier.keys import ChunkKey
+from kvtier.policies.eviction._runs import Run
 
-__all__ = ["HitDensity", "octave_of"]
+__all__ = ["HitDensity"]
 
-_ONE_IN: Final = 8
 _PRIOR: Final = 8.0
 _FIRST: Final = 4
 """Bits of the ages that share the first octave."""
-_MEMORY: Final = 16
-"""Turns of the tier after which what was seen counts half."""
+_TURNS: Final = 4
+"""Longest age that is told apart, in turns of the tier."""
 
 
-def octave_of(age: int) -> int:
+def _octave_of(age: int) -> int:
     """Return the octave of ``age``, in uses; a table may be shorter than that."""
     return max(age.bit_length() - _FIRST, 0)
-
-
-class _Watch:
-    """One use of a sampled chunk, until the next."""
-
-    __slots__ = ("key", "kind", "since")
-
-    def __init__(self, key: ChunkKey, kind: int, since: int) -> None:
-        self.key: ChunkKey | None = key
-        self.kind = kind
-        self.since = since
 
 
 class HitDensity:
     """Learns from uses; answers with a table.
 
     Args:
-        capacity: Slots of the tier; at most as many keys are held.
-        kinds: Number of classes.
+        capacity: Slots of the tier.
+        below: For each class the lower classes it must not be worth less than.
+        keep: What a count keeps of itself each time the table is renewed.
 
     Attributes:
+        octaves: Octaves of the table.
         table: Hit density by class and octave; as it was at the last :meth:`learn`. Ages beyond
             the last octave count as the last.
     """
 
-    def __init__(self, capacity: int, kinds: int) -> None:
-        self._capacity = capacity
-        octaves = max(octave_of(_ONE_IN * capacity), 1) + 1
-        self._starts = [0] + [1 << (_FIRST + octave) - 1 for octave in range(1, octaves + 1)]
-        self._widths = [
-            end - start for start, end in zip(self._starts, self._starts[1:], strict=False)
-        ]
-        self._uses = [array("d", bytes(8 * octaves)) for _ in range(kinds)]
-        self._passed = [array("d", bytes(8 * octaves)) for _ in range(kinds)]
-        self._watched: dict[ChunkKey, _Watch] = {}
-        self._ages: list[deque[_Watch]] = [deque() for _ in range(octaves)]
-        self._halve_at = _MEMORY * capacity
+    def __init__(self, capacity: int, below: Sequence[Sequence[int]], keep: float) -> None:
+        self._below = below
+        self._keep = keep
+        self.octaves = _octave_of(_TURNS * capacity) + 2
+        bounds = [0] + [1 << (_FIRST + octave) - 1 for octave in range(1, self.octaves + 1)]
+        self._starts = bounds[:-1]
+        self._widths = [end - start for start, end in pairwise(bounds)]
+        self._uses = [array("d", bytes(8 * self.octaves)) for _ in below]
+        self._entered = [array("d", bytes(8 * self.octaves)) for _ in below]
         self.table: list[array[float]] = []
-        self.learn(0)
+        self.learn()
 
-    def note(self, key: ChunkKey, kind: int, now: int) -> None:
-        """Note that ``key`` is used and of class ``kind`` from now on."""
-        if zlib.crc32(key) % _ONE_IN:
-            return
-        before = self._watched.pop(key, None)
-        if before is not None:
-            octave = min(octave_of(now - before.since), len(self._widths) - 1)
-            self._uses[before.kind][octave] += 1
-            before.key = None
-        if len(self._watched) < self._capacity:
-            watch = self._watched[key] = _Watch(key, kind, now)
-            self._ages[0].append(watch)
-            self._passed[kind][0] += 1
+    def used(self, kind: int, age: int, count: int) -> None:
+        """Note that ``count`` chunks of class ``kind`` were used at ``age``."""
+        octave = min(_octave_of(age), self.octaves - 1)
+        self._uses[kind][octave] += count
+        if not octave:
+            # Those that are used that soon are not there to be counted when they grow older.
+            self._entered[kind][0] += count
 
-    def learn(self, now: int) -> None:
-        """Bring the table up to date."""
-        self._grow_older(now)
-        if now >= self._halve_at:
-            self._halve_at = now + _MEMORY * self._capacity
-            for rows in (self._uses, self._passed):
-                rows[:] = [array("d", (count / 2 for count in row)) for row in rows]
+    def grow_older(self, runs: Iterable[Run], now: int) -> None:
+        """Note which keys of ``runs``, oldest first, came to another octave unused."""
+        last = self.octaves - 1
+        for run in runs:
+            octave = (now - run.since).bit_length() - _FIRST
+            if octave > run.octave:
+                entered, keys = self._entered[run.kind], run.keys
+                if not run.octave:
+                    entered[0] += keys
+                for passed in range(run.octave + 1, min(octave, last) + 1):
+                    entered[passed] += keys
+                run.octave = octave
+            elif octave <= 0:
+                break
+
+    def of(self, kind: int, age: int) -> float:
+        """Return the hit density of chunks of class ``kind`` at ``age``."""
+        octave = age.bit_length() - _FIRST
+        row = self.table[kind]
+        return row[octave if 0 < octave < self.octaves else -(octave > 0)]
+
+    def learn(self) -> None:
+        """Bring the table up to date and let what was seen count a little less."""
+        weights = [_PRIOR * width for width in self._widths]
         spent = [
             [
-                max(passed - used / 2, 0.0) * width
-                for passed, used, width in zip(*rows, self._widths, strict=True)
+                max(entered - used / 2, 0.0) * width
+                for entered, used, width in zip(*rows, self._widths, strict=True)
             ]
-            for rows in zip(self._passed, self._uses, strict=True)
+            for rows in zip(self._entered, self._uses, strict=True)
         ]
-        weights = [_PRIOR * width for width in self._widths]
         hazards = [
-            (sum(used) + weight / (start + width)) / (sum(time) + weight)
-            for used, time, weight, start, width in zip(
+            (sum(uses) + weight / (start + width)) / (sum(times) + weight)
+            for uses, times, weight, start, width in zip(
                 zip(*self._uses, strict=True),
                 zip(*spent, strict=True),
                 weights,
-                self._starts[:-1],
+                self._starts,
                 self._widths,
                 strict=True,
             )
         ]
-        self.table = [
+        table = [
             _densities(
-                [used + w * h for used, w, h in zip(row, weights, hazards, strict=True)],
+                [used + w * h for used, w, h in zip(uses, weights, hazards, strict=True)],
                 [time + w for time, w in zip(times, weights, strict=True)],
             )
-            for row, times in zip(self._uses, spent, strict=True)
+            for uses, times in zip(self._uses, spent, strict=True)
         ]
+        for kind, lower in enumerate(self._below):
+            rows = [table[kind], *(table[other] for other in lower)]
+            table[kind] = array("d", map(max, zip(*rows, strict=True)))
+        self.table = table
+        self._fade()
 
-    def _grow_older(self, now: int) -> None:
-        ages, watched = self._ages, self._watched
-        for octave, queue in enumerate(ages):
-            born = now - self._starts[octave + 1]
-            while queue and queue[0].since <= born:
-                watch = queue.popleft()
-                if watch.key is None:
-                    continue
-                if octave + 1 < len(ages):
-                    self._passed[watch.kind][octave + 1] += 1
-                    ages[octave + 1].append(watch)
-                else:
-                    del watched[watch.key]
+    def _fade(self) -> None:
+        for rows in (self._uses, self._entered):
+            rows[:] = [array("d", (count * self._keep for count in row)) for row in rows]
 
 
 def _densities(uses: list[float], spent: list[float]) -> array[float]:

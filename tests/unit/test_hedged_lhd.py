@@ -1,0 +1,182 @@
+"""Hedged least hit density is never much worse than LRU, and better where it can be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.keys import make_key
+from kvtier.policies import ChunkCopy, PolicyContext
+from kvtier.policies.eviction import HedgedLhd, _stake
+from kvtier.policies.eviction._hit_density import HitDensity
+from kvtier.policies.eviction._runs import Run, Timeline
+from kvtier.policies.eviction._stake import Stake
+from kvtier.sim.single import simulate_single
+from kvtier.sim.traces import Trace, generate, read_trace
+from kvtier.testing.model_tier import ModelTier
+from tests.unit.sim_traces import TRACES, needs_traces
+
+SHARES = (0.01, 0.05, 0.1, 0.2)
+MOST_LOST = 0.003
+KEEP = 0.99
+
+
+def lead_over_lru(trace: Trace, share: float) -> float:
+    """Return by how much the prefix-hit ratio is above that of LRU."""
+    capacity = max(1, int(share * trace.distinct + 0.5))
+    ours, theirs = (
+        simulate_single(trace, policy=name, capacity=capacity).prefix_hit_ratio
+        for name in ("hedged-lhd", "lru")
+    )
+    return ours - theirs
+
+
+@pytest.fixture(scope="module")
+def chat() -> Trace:
+    return generate("chat", sessions=100, per_s=2.0, chunk_tokens=64, seed=7)
+
+
+@pytest.fixture(scope="module")
+def agents() -> Trace:
+    return generate("agents", sessions=8, per_s=0.2, chunk_tokens=512, seed=5)
+
+
+@needs_traces
+@pytest.mark.slow
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", ["mooncake_synthetic", "mooncake_conversation"])
+def test_on_public_traces_it_does_not_lose_to_lru(name: str, share: float) -> None:
+    trace = read_trace(TRACES / f"{name}.jsonl")
+    assert lead_over_lru(trace, share) > -MOST_LOST
+
+
+@needs_traces
+@pytest.mark.slow
+def test_it_closes_a_tenth_of_what_lru_leaves_to_the_future() -> None:
+    trace = read_trace(TRACES / "mooncake_conversation.jsonl")
+    assert lead_over_lru(trace, 0.05) > 0.1 * (0.374 - 0.200)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_on_made_up_chats_and_agents_it_does_not_lose_to_lru(
+    share: float, chat: Trace, agents: Trace
+) -> None:
+    assert lead_over_lru(chat, share) > -MOST_LOST
+    assert lead_over_lru(agents, share) > -MOST_LOST
+
+
+def test_where_prompts_share_their_beginning_it_learns_to_keep_that() -> None:
+    trace = generate("shared", sessions=800, per_s=4.0, chunk_tokens=512, seed=8)
+    assert lead_over_lru(trace, 0.1) > 0.03
+
+
+def test_without_a_stake_it_is_exactly_lru(
+    chat: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stake, "_SHARE", 0.0)
+    assert lead_over_lru(chat, 0.05) == 0.0
+    monkeypatch.undo()
+    assert lead_over_lru(chat, 0.05) != 0.0
+
+
+def test_the_same_trace_has_the_same_hits_again(chat: Trace) -> None:
+    first, again = (
+        simulate_single(chat, policy="hedged-lhd", capacity=200).hits for _ in range(2)
+    )
+    assert first == again
+
+
+def chain(length: int, start: int = 0) -> list[ChunkCopy]:
+    """Return the copies of one prompt, root to leaf."""
+    keys = [make_key((start + depth).to_bytes(8, "big"), 0) for depth in range(length)]
+    return [
+        ChunkCopy(key, depth, parent, depth)
+        for depth, (key, parent) in enumerate(zip(keys, [None, *keys], strict=False))
+    ]
+
+
+@pytest.mark.parametrize("downwards", [True, False])
+def test_a_prompt_goes_leaf_first_however_it_came(downwards: bool) -> None:
+    policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(8)
+    if downwards:
+        policy.on_insert_many(copies, ctx)
+    else:
+        for copy in reversed(copies):
+            policy.on_insert(copy, ctx)
+    assert policy.pick_many(8, lambda _: True, ctx) == copies[::-1]
+
+
+@settings(max_examples=40)
+@given(
+    accesses=st.lists(st.integers(0, 40), max_size=300),
+    removals=st.sets(st.integers(0, 299), max_size=10),
+)
+def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -> None:
+    capacity = 8
+    policy = HedgedLhd(capacity)
+    tier = ModelTier(policy)
+    for step, number in enumerate(accesses):
+        tier.access(make_key(number.to_bytes(8, "big"), 0))
+        if step in removals:
+            tier.remove(next(iter(tier.members)))
+    policy._settle()
+    timeline = policy._timeline
+    within = [run for run in timeline.runs if not run.beyond]
+    # The run at the edge counts as a whole, and the tier's own removals leave room.
+    assert timeline._held == sum(run.keys for run in within)
+    assert sum(run.keys for run in within[1:]) <= capacity
+    assert timeline.departed == sum(run.away for run in within)
+    assert sum(len(run.copies) for run in timeline.runs) == len(tier.members)
+    assert [run.beyond for run in timeline.runs] == sorted(
+        (run.beyond for run in timeline.runs), reverse=True
+    )
+
+
+def test_the_reach_of_lru_moves_on_with_every_key_from_beyond_it() -> None:
+    timeline = Timeline(4)
+    runs = [timeline.open(0, since) for since in range(3)]
+    for run, copies in zip(runs, (chain(2), chain(2, 2), chain(2, 4)), strict=True):
+        run.copies.update(dict.fromkeys(copies))
+        timeline.enter(2)
+    assert [run.beyond for run in runs] == [True, False, False]
+
+
+def test_what_was_won_is_staked_and_what_was_lost_is_not_staked_again() -> None:
+    stake = Stake(1000, KEEP)
+    stake.used(1000, 9)
+    stake.renew()
+    at_first = stake.limit
+    assert 0 < at_first < 50
+    stake.won, stake.departures = 100.0, 200.0
+    stake.renew()
+    assert stake.limit > 10 * at_first
+    stake.lost = 200.0
+    stake.renew()
+    assert stake.limit == 0.0
+
+
+def test_fewer_prompts_in_the_tier_make_departures_dearer() -> None:
+    few, many = Stake(100, KEEP), Stake(1000, KEEP)
+    for stake in (few, many):
+        stake.used(1000, 99)
+        stake.renew()
+    assert few.limit < many.limit / 2
+
+
+def test_density_prefers_the_class_that_is_used_and_the_young() -> None:
+    density = HitDensity(64, [[], []], KEEP)
+    idle, busy = Run(0, 0), Run(1, 0)
+    idle.away = busy.away = 100
+    density.used(1, 20, 100)
+    density.grow_older([idle, busy], 200)
+    density.learn()
+    assert density.table[1][0] > 2 * density.table[0][0]
+    assert density.table[0][0] > density.table[0][-1]
+
+
+def test_a_prefix_is_worth_no_less_than_what_continues_it() -> None:
+    density = HitDensity(64, [[], [0]], KEEP)
+    density.used(0, 20, 100)
+    density.learn()
+    assert all(map(float.__le__, density.table[0], density.table[1]))
