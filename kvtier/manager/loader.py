@@ -59,7 +59,9 @@ class Loader:
         self._loads: dict[str, deque[_Load]] = {}
         self._promises: Counter[RequestState] = Counter()
         self._promised_to: RequestState | None = None
-        self._wanted_by_others = 0
+        self._left = 0
+        self._fits = 0
+        self._doubtful: set[int] = set()
 
     # -- promises ---------------------------------------------------------------------------
 
@@ -72,20 +74,24 @@ class Loader:
             return True
         if request is not self._promised_to:
             # An engine asks for one request after the other, so this is not done for every key.
-            self._promised_to = request
-            self._wanted_by_others = sum(
-                len(other.asked) for other in self._promoter.asked_for() if other is not request
-            )
-        promoter = self._promoter
-        held = promoter.granted + promoter.streaming + self._promises.total()
-        if (
-            held >= ladder.limits.pin_budget
-            or self._wanted_by_others + len(request.asked) >= self._ram.room
-            or not ladder.worth.plainly(tier.index)
-        ):
+            self._turn_to(request)
+        if self._left <= 0 or len(request.asked) >= self._fits or tier.index in self._doubtful:
             return False
+        self._left -= 1
         self._promises[request] += 1
         return True
+
+    def _turn_to(self, request: RequestState) -> None:
+        """Work out what can be promised to ``request``."""
+        ladder, promoter = self._ladder, self._promoter
+        held = promoter.granted + promoter.streaming + self._promises.total()
+        others = (other for other in promoter.asked_for() if other is not request)
+        self._promised_to = request
+        self._left = ladder.limits.pin_budget - held
+        self._fits = self._ram.room - sum(len(other.asked) for other in others)
+        self._doubtful = {
+            tier.index for tier in ladder.tiers[1:] if not ladder.worth.plainly(tier.index)
+        }
 
     def end_step(self) -> None:
         """Take back what was promised in this step and not used."""
@@ -168,6 +174,7 @@ class Loader:
         self, load: _Load, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
     ) -> None:
         self._loads.setdefault(req_id, deque()).append(load)
+        self._promised_to = None
         self._promoter.streaming += load.streamed
         if request is not None:
             self._promises.pop(request, None)

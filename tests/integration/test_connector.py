@@ -32,7 +32,7 @@ DOORS = {
     "direct": (Door.CONNECTOR, "direct"),
 }
 WINDOW_TOKENS = 64
-GPU_BLOCKS = 64
+GPU_BLOCKS = 72
 CONTEXT_TOKENS = 1024
 
 other_doors = pytest.mark.parametrize("door", ["spec", "staged"])
