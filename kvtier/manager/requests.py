@@ -47,6 +47,8 @@ class RequestState:
         queued_s: When it began to wait for it.
         refusals: Stores refused since one was accepted.
         missed: Whether its first miss was counted.
+        has_kv: Whether the engine has computed or loaded KV for it.
+        is_stale: Whether some of that is of before a reset: what it offers is not taken.
         broken: Whether a chunk it stored was in no tier: what follows it was stranded.
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
     """
@@ -58,6 +60,8 @@ class RequestState:
         "deferred",
         "deferred_at",
         "granted",
+        "has_kv",
+        "is_stale",
         "jobs",
         "lookups",
         "missed",
@@ -87,6 +91,8 @@ class RequestState:
         self.queued_s = 0.0
         self.refusals = 0
         self.missed = False
+        self.has_kv = False
+        self.is_stale = False
         self.broken = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 

@@ -164,6 +164,8 @@ class TieredOffloadingManager:
                 token, so there is no other answer.
         """
         request = self._requests.get(req_id)
+        if request is not None:
+            request.has_kv = True
         self._ladder.serve(req_id, request)
         return self._loader.prepare(keys, req_id, request)
 
@@ -199,6 +201,10 @@ class TieredOffloadingManager:
             the next step may help. None changes nothing.
         """
         request = self._requests.get(req_id)
+        if request is not None:
+            if request.is_stale:
+                return StorePlan((), (), 0, ())
+            request.has_kv = True
         self._ladder.serve(req_id, request)
         return self._storer.prepare(keys, request)
 
@@ -244,6 +250,7 @@ class TieredOffloadingManager:
         for req_id in started:
             request = self._requests.get(req_id)
             if request is not None:
+                request.has_kv = True
                 self._promoter.release(request)
         for req_id in preempted:
             self._preempt(req_id)
@@ -376,10 +383,13 @@ class TieredOffloadingManager:
         """Make every chunk in every tier a miss: a new epoch, because weights may have changed.
 
         Slots that a storage job or a worker may still touch stay out of use until it is known
-        to be over. No ``complete_*`` is expected for what was prepared before.
+        to be over. No ``complete_*`` is expected for what was prepared before. A request that
+        has KV of before the reset stores nothing any more unless it loses its blocks: an engine
+        offers all of its chunks again, and those are what the reset was to get rid of.
         """
         self._ladder.epoch += 1
         for request in self._requests.values():
+            request.is_stale |= request.has_kv
             request.granted.clear()
             request.jobs.clear()
             request.tails.clear()
@@ -459,6 +469,7 @@ class TieredOffloadingManager:
             # Its chunks will be loaded, or offered, from the root again.
             request.tails.clear()
             request.broken = False
+            request.has_kv = request.is_stale = False
 
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey

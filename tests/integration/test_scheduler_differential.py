@@ -147,8 +147,8 @@ class Stream:
 
 STREAMS = [
     Stream("one group", 1, frozenset({"loaded", "waits", "preemptions", "flushes"})),
-    Stream("asynchronous", 0, frozenset({"preemptions"}), frozenset({Reason.LAST_TOKEN})),
-    Stream("chunks of four blocks", 0, frozenset({"loaded", "aborts while loading"})),
+    Stream("asynchronous", 5, frozenset({"preemptions"}), frozenset({Reason.LAST_TOKEN})),
+    Stream("chunks of four blocks", 1, frozenset({"loaded", "aborts while loading"})),
     Stream("no room", 0, frozenset({"stores refused", "resets with jobs in flight"})),
     Stream(
         "copies fail",
@@ -157,10 +157,10 @@ STREAMS = [
         frozenset({Reason.COMPUTED_ANEW}),
     ),
     Stream("window", 1, frozenset({"loaded"}), frozenset({Reason.OVERWRITTEN})),
-    Stream("window, sparse", 0, frozenset({"loaded", "not loaded"})),
+    Stream("window, sparse", 1, frozenset({"loaded", "not loaded"})),
     Stream("windows only", 0, frozenset({"loaded"}), frozenset({Reason.SHARED})),
     Stream("window of chunks", 1, frozenset({"loaded"}), frozenset({Reason.GONE})),
-    Stream("blocks of two sizes", 1, frozenset({"loaded", "aborts while loading"})),
+    Stream("blocks of two sizes", 2, frozenset({"loaded", "aborts while loading"})),
     Stream("large blocks for the window", 0, frozenset({"loaded"})),
     Stream("chunks of two sizes", 0, frozenset({"loaded", "flushes"})),
 ]

@@ -166,3 +166,24 @@ def test_jobs_that_were_not_handed_out_yet_never_are() -> None:
     assert bench.manager.take_jobs() == []
     assert [tier.slots.free for tier in bench.tiers] == [4, 8]
     assert not bench.manager.has_work()
+
+
+def test_what_a_running_request_computed_before_a_reset_is_not_stored_after_it() -> None:
+    bench = Workbench(8, 8)
+    for req_id in ("started", "stored", "loaded", "new"):
+        bench.manager.begin_request(req_id)
+    bench.store(prefix(1), "stored")
+    bench.settle()
+    bench.manager.prepare_load(prefix(1), "loaded")
+    bench.step(started=["started"])
+    bench.manager.reset()
+    for req_id in ("started", "stored", "loaded"):
+        plan = bench.manager.prepare_store(prefix(2), req_id)
+        assert plan is not None
+        assert not plan.keys, req_id
+    bench.step(preempted=["started"])
+    for req_id, chunks in (("new", prefix(2)), ("started", prefix(3))):
+        plan = bench.manager.prepare_store(chunks, req_id)
+        assert plan is not None
+        assert len(plan.keys) == len(chunks) - (req_id == "started") * 2
+    bench.check()

@@ -232,6 +232,21 @@ async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: Faulty
     assert io.calls == []
 
 
+async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will_be_lost(
+    open_shelf: OpenShelf, pool: IoPool, slots_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = await open_shelf()
+    await shelf.put(KEYS[:2], [0, 1])
+    await pool.run(lambda: shutil.rmtree(slots_path.parent), priority=0)
+    assert await shelf.put(KEYS[2:3], [2]) == [DONE]
+    assert await shelf.put(KEYS[3:4], [3]) == [DONE]
+    assert await shelf.get(KEYS[:4], [0, 1, 2, 3]) == [DONE] * 4
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert f"{slots_path.parent} was removed while in use" in errors[0]
+    assert await shelf.reopen() == []
+
+
 async def test_a_full_index_fails_the_chunks_and_nothing_else(
     open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
 ) -> None:

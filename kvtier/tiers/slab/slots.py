@@ -61,6 +61,8 @@ class SlotFile:
         direct: Whether I/O bypasses the page cache.
         found_nbytes: Bytes the file had when it was opened; 0 for a new one.
         failed_syncs: How often :meth:`sync` failed.
+        removed: Whether a write found that the file has no name any more: it works, takes its
+            room, and is gone when it is closed.
     """
 
     def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
@@ -69,6 +71,7 @@ class SlotFile:
         self._slot_nbytes = spec.slot_nbytes
         self.direct = False
         self.failed_syncs = 0
+        self.removed = False
         self.found_nbytes = found_nbytes
 
     @classmethod
@@ -147,6 +150,7 @@ class SlotFile:
                 part[:] = view
             views = parts
         write_fully(self._io, self._fd, views, first_slot * self._slot_nbytes)
+        self.removed = not os.fstat(self._fd).st_nlink
 
     def sync(self) -> None:
         """Wait until everything written survives loss of power.

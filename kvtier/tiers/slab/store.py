@@ -121,6 +121,7 @@ class SlabTier(StorageTier):
         self._table.put(rows.slots, rows.key_hashes, rows.checksums)
         self._epoch = 0
         self._closed = False
+        self._told_of_removal = False
         self._counts = dict.fromkeys(TierStatistics.__slots__, 0)
         if rows.outdated.size:
             self._index.delete_nowait(rows.outdated.tolist())
@@ -195,6 +196,7 @@ class SlabTier(StorageTier):
             batch.note(piece, await self._pool.run(call, priority=int(why)))
 
         await _all(move(piece) for piece in pieces)
+        self._tell_of_removal()
         if self._options.durability == "power":
             await self._sync(batch, failed_syncs, why)
         await self._commit(batch, epoch)
@@ -342,6 +344,17 @@ class SlabTier(StorageTier):
                 self._table.put(slots, batch.key_hashes[done], checksums)
             else:
                 batch.fail(done, "the tier was reset meanwhile")
+
+    def _tell_of_removal(self) -> None:
+        """Log once that somebody removed the store's files, which are in use."""
+        if self._store.file.removed and not self._told_of_removal:
+            self._told_of_removal = True
+            logger.error(
+                "tier %s: %s was removed while in use: chunks are stored and served as before, "
+                "but take their room until this engine ends, and are lost then",
+                self.name,
+                self._store.namespace.directory,
+            )
 
     def _batch(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
