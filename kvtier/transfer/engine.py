@@ -188,7 +188,8 @@ class TransferEngine:
     def exclusively(self, action: Callable[[], Awaitable[None]], *, timeout_s: float) -> bool:
         """Cancel what is queued, let what runs finish, then await ``action`` before all else.
 
-        Jobs submitted meanwhile wait until it is over.
+        Jobs submitted meanwhile wait until it is over. Whoever waits for chunks of jobs that
+        run is told at once not to.
 
         Returns:
             Whether it is over; False when ``timeout_s`` passed first, and it still goes on.
@@ -384,6 +385,8 @@ class TransferEngine:
         try:
             self._admit()
             self._cancel_queued("the cache was reset")
+            for pending in self._running.values():
+                pending.channel.route.abandon(pending.job)
             while self._running:
                 await self._wake.wait()
                 self._wake.clear()

@@ -35,9 +35,9 @@ class Route(ABC):
     def abandon(self, job: Job) -> None:  # noqa: B027 - most jobs have no such audience
         """Tell whoever waits for a chunk of ``job``, other than its submitter, not to.
 
-        Called when a job ends without having run, and when its deadline passes. In any thread,
-        never while :meth:`run` is past its last await; must not block. Nobody waits unless a
-        route says otherwise.
+        Called when a job ends without having run, when its deadline passes, and when an
+        exclusive action is to follow it. In any thread, never while :meth:`run` is past its
+        last await; must not block. Nobody waits unless a route says otherwise.
         """
 
 

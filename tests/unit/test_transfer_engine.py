@@ -28,6 +28,10 @@ class Scripted(Route):
         self.gates: dict[int, threading.Event] = {}
         self.entered: dict[int, threading.Event] = {}
         self.answers: dict[int, Outcome | Exception] = {}
+        self.abandoned: list[int] = []
+
+    def abandon(self, job: Job) -> None:
+        self.abandoned.append(job.job_id)
 
     def hold(self, job: Job) -> threading.Event:
         self.entered[job.job_id] = threading.Event()
@@ -239,8 +243,10 @@ def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_t
     assert not engine.exclusively(act, timeout_s=0.01)
     engine.submit(later)
     assert not engine.wait([later.job_id], timeout_s=0.01)
+    assert engine.wait([waiting.job_id], timeout_s=10)
     gate.set()
     wait_for(engine, running, waiting, later)
+    assert sorted(route.abandoned) == [running.job_id, waiting.job_id]
     assert seen == [[running.job_id]]
     assert route.began == [running.job_id, later.job_id]
 

@@ -61,8 +61,8 @@ class SlotFile:
         direct: Whether I/O bypasses the page cache.
         found_nbytes: Bytes the file had when it was opened; 0 for a new one.
         failed_syncs: How often :meth:`sync` failed.
-        removed: Whether a write found that the file has no name any more: it works, takes its
-            room, and is gone when it is closed.
+        removed: Whether a read or a write found that the file has no name any more: it works,
+            takes its room, and is gone when it is closed.
     """
 
     def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
@@ -129,6 +129,7 @@ class SlotFile:
         Raises:
             OSError: The medium failed.
         """
+        self._look_for_name()
         if not self._needs_bounce(views):
             return self._read(first_slot, views)
         bounce = aligned_buffer(len(views) * self._slot_nbytes)
@@ -144,13 +145,13 @@ class SlotFile:
         Raises:
             OSError: The medium failed.
         """
+        self._look_for_name()
         if self._needs_bounce(views):
             parts = self._parts(aligned_buffer(len(views) * self._slot_nbytes))
             for view, part in zip(views, parts, strict=True):
                 part[:] = view
             views = parts
         write_fully(self._io, self._fd, views, first_slot * self._slot_nbytes)
-        self.removed = not os.fstat(self._fd).st_nlink
 
     def sync(self) -> None:
         """Wait until everything written survives loss of power.
@@ -168,6 +169,9 @@ class SlotFile:
     def close(self) -> None:
         """Close the file."""
         self._io.close(self._fd)
+
+    def _look_for_name(self) -> None:
+        self.removed = not os.fstat(self._fd).st_nlink
 
     def _read(self, first_slot: int, views: Sequence[memoryview]) -> int:
         offset = first_slot * self._slot_nbytes

@@ -228,6 +228,7 @@ class SlabTier(StorageTier):
         await _all(
             [move(piece, self._table.checksums(batch.slots[piece.chunks])) for piece in pieces]
         )
+        self._tell_of_removal()
         return self._count_reads(batch)
 
     def forget(self, slots: Sequence[int]) -> None:
