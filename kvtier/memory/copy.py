@@ -93,6 +93,15 @@ class BlockCopyPlan:
                 )
         return BlockCopyPlan(parts, slots)
 
+    def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
+        """Return the slots all of whose blocks are among those to copy."""
+        if blocks_per_chunk == 1 or not self.groups:
+            return self.slots
+        copied = np.concatenate([copy.slots for copy in self.groups])
+        numbers, blocks = np.unique(copied, return_counts=True)
+        filled = set(numbers[blocks == blocks_per_chunk].tolist())
+        return self.slots if len(filled) == len(self.slots) else sorted(filled)
+
 
 def plan_copy(
     block_ids: Sequence[int] | Indices,
@@ -152,6 +161,9 @@ class BlockCopier:
 
     Raises:
         UnsupportedError: A group's block does not fit its place in the slot.
+
+    Attributes:
+        blocks_per_chunk: Blocks of a chunk.
     """
 
     def __init__(
@@ -162,6 +174,7 @@ class BlockCopier:
         _require_room(kv, geometry.stripes, place_nbytes, share)
         word = _word(kv, place_nbytes, len(share.stripes))
         self._share = share
+        self.blocks_per_chunk = blocks_per_chunk
         self._device = kv.tensors[0].device if kv.tensors else torch.device("cpu")
         self._tensors = [tensor.view(word) for tensor in kv.tensors]
         self._pages = [

@@ -62,7 +62,12 @@ class _DeviceRoute(Route):
 
 
 class DeviceStore(_DeviceRoute):
-    """KV blocks to RAM slots; leaves the truth in the control block before the job settles."""
+    """KV blocks to RAM slots; leaves the truth in the control block before the job settles.
+
+    A chunk some of whose blocks are gone is never whole. An engine may offer one where a sliding
+    window is shorter than a chunk, and a hit that ends elsewhere would load what was in the
+    slot before.
+    """
 
     def __init__(
         self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
@@ -86,10 +91,17 @@ class DeviceStore(_DeviceRoute):
             await self._pool.run(copy, priority=int(job.why))
             if job.job_id in self._revoked:
                 return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
-            self._control.stamp(self._rank, slots, payload.generations[0] if slots else 0)
+            filled = payload.plan.slots_filled(self._copier.blocks_per_chunk)
+            self._control.stamp(self._rank, filled, payload.generations[0] if slots else 0)
         finally:
             self._control.acknowledge(self._rank, slots)
-        return SlotOutcomes([Outcome.DONE] * len(slots))
+        if filled is slots:
+            return SlotOutcomes([Outcome.DONE] * len(slots))
+        whole = set(filled)
+        return SlotOutcomes(
+            [Outcome.DONE if slot in whole else Outcome.REFUSED for slot in slots],
+            "some blocks of a chunk are gone: a window is shorter than a chunk",
+        )
 
 
 class DeviceLoad(_DeviceRoute):

@@ -293,6 +293,31 @@ def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(
     copier.close()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "first", "whole"),
+    [
+        ([3, 4, 5, 6], 0, [True, True]),
+        ([4, 5, 6], 1, [False, True]),
+        ([3, 4, 5], 0, [True, False]),
+    ],
+)
+def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
+    make_region: MakeRegion, pool: IoPool, blocks: list[int], first: int, whole: list[bool]
+) -> None:
+    region = make_region(blocks_per_chunk=2)
+    control = region.control
+    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=2)
+    plan = plan_copy(blocks, [len(blocks), 0], [first, 0], [0, 1], blocks_per_chunk=2)
+    control.issue([0, 1])
+    store = DeviceStore(copier, control, rank=0, pool=pool)
+    moved = asyncio.run(store.run(device_job(Why.STORE, plan, [8, 8])))
+    assert [outcome is Outcome.DONE for outcome in moved.outcomes] == whole
+    assert bool(moved.error) is not all(whole)
+    assert control.stored([0, 1], [8, 8]) == whole
+    assert control.quiet([0, 1]) == [True, True]
+    copier.close()
+
+
 def test_a_revoked_store_is_acknowledged_but_never_whole(
     make_region: MakeRegion, pool: IoPool
 ) -> None:
