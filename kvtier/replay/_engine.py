@@ -13,14 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvtier.connector.pace import prompt_tokens
 from kvtier.connector.scheduler import ConnectorScheduler
+from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batch, Batcher
 from kvtier.replay._requests import ReplayRequest
 
-__all__ = ["ReplayEngine", "WrongBytesError"]
+__all__ = ["Connector", "ReplayCounts", "ReplayEngine", "WrongBytesError"]
 
 _IDLE_S = 0.001
 _STALLED_S = 120.0
@@ -50,12 +52,26 @@ class ReplayCounts:
     failed_loads: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Both halves of a connector, and what is behind them.
+
+    Attributes:
+        cache: The cache, which is told how long steps take.
+        scheduler: The scheduler half, which drives it.
+        worker: The worker half, with the KV memory registered.
+    """
+
+    cache: CacheService
+    scheduler: ConnectorScheduler
+    worker: ConnectorWorker
+
+
 class ReplayEngine:
     """Serves requests at their times.
 
     Args:
-        scheduler: The connector's scheduler half.
-        worker: Its worker half, with ``memory`` registered.
+        connector: What it asks and tells.
         batcher: Decides what is computed.
         memory: The KV memory.
         block_tokens: Tokens of a block.
@@ -67,16 +83,16 @@ class ReplayEngine:
 
     def __init__(
         self,
-        scheduler: ConnectorScheduler,
-        worker: ConnectorWorker,
+        connector: Connector,
         batcher: Batcher,
         memory: PagedMemory,
         *,
         block_tokens: int,
         tokens_per_s: float,
     ) -> None:
-        self._scheduler = scheduler
-        self._worker = worker
+        self._cache = connector.cache
+        self._scheduler = connector.scheduler
+        self._worker = connector.worker
         self._batcher = batcher
         self._memory = memory
         self._block_tokens = block_tokens
@@ -124,10 +140,12 @@ class ReplayEngine:
         self.counts.steps += 1
         batch = self._batcher.schedule()
         metadata = self._scheduler.build_connector_meta(batch)
+        self._cache.computing(prompt_tokens(batch.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
         tokens = self._compute(batch)
         seconds = tokens / self._tokens_per_s if tokens else _IDLE_S
         time.sleep(max(began_s + seconds - time.monotonic(), 0.0))
+        self._cache.computed()
         self._worker.start_load(metadata)
         self._worker.defer_stores(metadata)
         _, loaded = self._worker.get_finished(batch.finished_req_ids)

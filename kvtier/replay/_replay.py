@@ -29,7 +29,7 @@ from kvtier.memory.kv_layout import blocks_of_layers
 from kvtier.memory.paged import PagedMemory
 from kvtier.memory.slot_layout import shard_of
 from kvtier.replay._batching import Batcher, BatchLimits
-from kvtier.replay._engine import ReplayCounts, ReplayEngine
+from kvtier.replay._engine import Connector, ReplayCounts, ReplayEngine
 from kvtier.replay._requests import ReplayRequest, first_requests, make_requests
 from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder
 from kvtier.sim.timing import TierSpeed, TimeModel
@@ -285,8 +285,7 @@ class _Bench:
         )
         self._total = trace.requests
         self._engine = ReplayEngine(
-            self._scheduler,
-            worker,
+            Connector(self._service, self._scheduler, worker),
             self._batcher,
             memory,
             block_tokens=block_tokens,

@@ -64,9 +64,9 @@ class _DeviceRoute(Route):
 class DeviceStore(_DeviceRoute):
     """KV blocks to RAM slots; leaves the truth in the control block before the job settles.
 
-    A chunk some of whose blocks are gone is never whole. An engine may offer one where a sliding
-    window is shorter than a chunk, and a hit that ends elsewhere would load what was in the
-    slot before.
+    A chunk some of whose blocks are gone is never whole. An engine may offer one where a
+    sliding window is shorter than a chunk, and a hit that ends elsewhere would load what was in
+    the slot before.
     """
 
     def __init__(

@@ -50,7 +50,8 @@ def ladder(tmp_path: Path, *, ram: int, nvme: int, extra: str = "") -> KvtierCon
     return parse_config(
         f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
         f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {nvme * CHUNK_NBYTES}B\n"
-        f"{extra}",
+        # How fast a busy machine is must not decide what a test loads.
+        f"placement:\n  load_if: always\n{extra}",
         source="test",
     )
 
