@@ -228,10 +228,13 @@ def damage_kv(worker: Any, every: int) -> None:  # noqa: ANN401 - vLLM's
 
 
 def reweigh(worker: Any) -> None:  # noqa: ANN401 - vLLM's
-    """Change what every attention layer computes, and so every block's right content."""
+    """Give every token its neighbour's embedding, so that every block's right KV changes.
+
+    The CPU's matrix products use packed copies of their weights; no such layer can be changed.
+    """
     for name, weights in worker.model_runner.model.named_parameters():
-        if "qkv_proj" in name:
-            weights.data.copy_(weights.data.flip(-1))
+        if "embed_tokens" in name:
+            weights.data.copy_(weights.data.roll(1, dims=0))
 
 
 def read_counters() -> Iterator[tuple[str, float]]:
