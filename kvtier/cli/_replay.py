@@ -16,7 +16,6 @@ from kvtier.cli._render import make_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, choice, read
 from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
-from kvtier.doctor import measure_tier_rates
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
 from kvtier.units import UnitError, approximate_size, parse_size
@@ -92,6 +91,8 @@ def _gpu_bytes(text: str) -> int:
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
     """Return how fast the disks are whose speed is not given, as ``kvtier doctor`` finds it."""
+    from kvtier.doctor import measure_tier_rates  # noqa: PLC0415 - slow to import as well
+
     speeds = {}
     for tier in config.tiers:
         if not isinstance(tier, NvmeTierConfig) or tier.name in given:
