@@ -259,7 +259,7 @@ def test_where_failed_loads_fail_requests_the_others_end_well(sick_site: SickSit
 
 @pytest.mark.slow
 @every_door
-@pytest.mark.parametrize("host_dies", [False, True], ids=["", "and its process is killed"])
+@pytest.mark.parametrize("host_dies", [False, True], ids=["removed", "removed-and-killed"])
 def test_the_directory_vanishes_below_a_running_engine(
     door: str, host_dies: bool, reference: Reference, site: Site
 ) -> None:
