@@ -148,6 +148,8 @@ def engine_of(
     scenario = site.scenario(waves, ram_blocks=RAM_BLOCKS, nvme_blocks=NVME_BLOCKS)
     assert scenario.config is not None
     values = yaml.safe_load(scenario.config.read_text())
+    # RAM is so small that a step's new chunks are more than the disk is usually asked to take.
+    placement = placement | {"backlog_limit": "100%"}
     values |= {"trace": {"record": str(site.directory / "trace")}, "placement": placement}
     scenario.config.write_text(yaml.safe_dump(values))
     return scenario.model_copy(update={"events": endpoint})
