@@ -50,13 +50,13 @@ def recorded_setup(
         ConfigError: ``config`` is another one.
     """
     try:
+        then = dict(header["decides"])
         setup = ManagerSetup(
-            config=config,
+            config=_as_loaded(config, then),
             capacities=[int(slots) for slots in header["capacities"]],
             slot_nbytes=int(header["slot_bytes"]),
             chunk_tokens=int(header["block_tokens"]),
         )
-        then = dict(header["decides"])
         version = header[CALLS_MARK]
     except (KeyError, TypeError, ValueError) as error:
         remedy = "name a file calls-*.jsonl of a recording"
@@ -78,3 +78,12 @@ def recorded_setup(
         )
         raise ConfigError("\n".join([*problems, remedy]))
     return setup
+
+
+def _as_loaded(config: KvtierConfig, then: Line) -> KvtierConfig:
+    """Return ``config`` with the load path that the door chose where it left the choice."""
+    chosen = then.get("transfer.load_path")
+    if config.transfer.load_path != "auto" or chosen is None:
+        return config
+    transfer = config.transfer.model_copy(update={"load_path": chosen})
+    return config.model_copy(update={"transfer": transfer})

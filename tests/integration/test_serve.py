@@ -199,7 +199,10 @@ def serve(
         assert server.stop() == 0, server.tail()
         assert server.left_behind() == []
     site.assert_nothing_held()
-    assert " ERROR " not in site.log("server")
+    served, _, stopped = site.log("server").partition("[shutdown]")
+    assert " ERROR " not in served
+    # vLLM's own front end may log that its engine is gone, which was told to go.
+    assert not [line for line in stopped.splitlines() if "ERROR" in line and "kvtier" in line]
     return answered, scrapes
 
 
