@@ -93,6 +93,8 @@ class _Fields(BaseModel):
     session: str = Field(default="", max_length=256)
 
 
+_MOST_FIELDS: Final = 16
+_MOST_ENTRIES: Final = 64
 NO_HINTS: Final = RequestHints()
 _NOWHERE: Final[frozenset[int]] = frozenset()
 
@@ -147,7 +149,15 @@ class HintReader:
             remedy = 'write {"retain_s": 600}, or another field'
             self._warn(HINTS_KEY, raw, "not an object", remedy)
             return _Fields()
+        if len(raw) > _MOST_FIELDS:
+            self._warn(HINTS_KEY, "...", f"{len(raw)} fields", "write those you mean")
+            return _Fields()
         fields = {str(name): value for name, value in raw.items()}
+        for name, value in list(fields.items()):
+            # Before anything looks at every entry: a sender must not keep others waiting.
+            if isinstance(value, list | tuple | Mapping) and len(value) > _MOST_ENTRIES:
+                del fields[name]
+                self._warn_of(name, "...", f"{len(value)} entries")
         try:
             return _Fields.model_validate(fields)
         except ValidationError as error:
@@ -171,7 +181,7 @@ class HintReader:
         """Return the tiers that fit one of vLLM's matchers; None for any."""
         if raw is None:
             return None
-        if not isinstance(raw, list):
+        if not isinstance(raw, list) or len(raw) > _MOST_ENTRIES:
             self._warn_of_natures(raw)
             return None
         matchers = [entry for entry in raw if _is_matcher(entry)]

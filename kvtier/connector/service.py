@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress
 from typing import Concatenate, ParamSpec, TypeVar
@@ -113,6 +113,10 @@ class CacheService:
         self._close_timeout_s = close_timeout_s
         self._reader = HintReader(_natures(storage))
         self._hints: dict[str, RequestHints] = {}
+        # A request's last stores and loads may end after it: its hints outlive it until then.
+        self._ended: set[str] = set()
+        self._jobs: Counter[str] = Counter()
+        self._loading: dict[str, deque[Sequence[ChunkKey]]] = {}
         self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
         self._transfers = ConnectorStats()
@@ -126,6 +130,7 @@ class CacheService:
         self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
         self._out_of_service: frozenset[int] = frozenset()
         self._step_begins = True
+        self._disabled = False
         self._steps_untaken = 0
         self._closed = False
 
@@ -144,7 +149,9 @@ class CacheService:
     @answered_with(_nothing)
     def end_request(self, request: RequestContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
-        self._hints.pop(request.req_id, None)
+        if request.req_id in self._hints:
+            self._ended.add(request.req_id)
+            self._drop_hints(request.req_id)
         self._manager.end_request(request.req_id)
         if self._observer is not None:
             self._observer.ended(request)
@@ -160,6 +167,8 @@ class CacheService:
                 # Once per step, before the first answer: a result may drop a copy that was a
                 # victim, and a chunk that was called a hit must still be there when its load
                 # is prepared.
+                if self._disabled:
+                    return _MISS
                 self._step_begins = False
                 self._take_results()
                 self._note_service()
@@ -181,7 +190,9 @@ class CacheService:
             return self._no_load(len(keys), req_id)
         if plan.wait_s:
             self._start_now()
-        self._retain(keys, req_id)
+        if self._retain_seconds(req_id):
+            self._loading.setdefault(req_id, deque()).append(keys)
+            self._jobs[req_id] += 1
         first_group = compress(plan.origins, map(is_of_first_group, keys))
         for origin, chunks in Counter(first_group).items():
             self._hit_tokens[origin] += chunks * self._tokens_per_chunk
@@ -195,7 +206,14 @@ class CacheService:
     @answered_with(_nothing)
     def complete_load(self, req_id: str) -> None:
         """End a request's load: chunks a worker could not load are dropped."""
+        loads = self._loading.get(req_id)
+        if loads:
+            # Before the load lets go of them: some may have come up for it alone.
+            self._retain(loads.popleft(), req_id)
+            if not loads:
+                del self._loading[req_id]
         self._manager.complete_load(req_id)
+        self._end_job(req_id)
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -204,15 +222,19 @@ class CacheService:
         """Give new chunks RAM slots; None when there is no room now."""
         self._take_results()
         hints = self._hints.get(req_id)
-        if hints is not None and hints.stores_nothing:
+        if self._disabled or (hints is not None and hints.stores_nothing):
             return _no_chunks()
-        return self._manager.prepare_store(keys, req_id)
+        plan = self._manager.prepare_store(keys, req_id)
+        if hints is not None and plan is not None and plan.keys:
+            self._jobs[req_id] += 1
+        return plan
 
     @answered_with(_nothing)
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
         self._manager.complete_store(keys)
         self._retain(keys, req_id)
+        self._end_job(req_id)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -298,7 +320,18 @@ class CacheService:
     @answered_with(_nothing)
     def reset_cache(self) -> None:
         """Make everything in every tier a miss, for good: weights may have changed."""
-        self._manager.reset()
+        self._loading.clear()
+        self._jobs.clear()
+        for req_id in list(self._ended):
+            self._drop_hints(req_id)
+        try:
+            self._manager.reset()
+        except Exception as error:  # noqa: BLE001 - nothing may be believed from now on
+            self._disabled = self._step_begins = True
+            self.note_internal_error("reset_cache", error)
+            logger.critical(
+                "the cache could not be reset: nothing is loaded or stored any more"
+            )
         if self._observer is not None:
             self._observer.reset()
         self._take_results()
@@ -358,11 +391,28 @@ class CacheService:
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Keep chunks that were just used in RAM as long as their request, or YAML, says."""
-        hints = self._hints.get(req_id)
-        asked = None if hints is None else hints.retain_s
-        retain_s = self._retain_s if asked is None else asked
+        retain_s = self._retain_seconds(req_id)
         if retain_s:
             self._manager.retain(keys, time.monotonic() + retain_s)
+
+    def _retain_seconds(self, req_id: str) -> float:
+        hints = self._hints.get(req_id)
+        asked = None if hints is None else hints.retain_s
+        return self._retain_s if asked is None else asked
+
+    def _end_job(self, req_id: str) -> None:
+        """Note that a load or a store ended, if any is counted for the request."""
+        if req_id in self._jobs:
+            self._jobs[req_id] -= 1
+            if not self._jobs[req_id]:
+                del self._jobs[req_id]
+                self._drop_hints(req_id)
+
+    def _drop_hints(self, req_id: str) -> None:
+        """Forget the hints of a request that is over, unless a job of its own still runs."""
+        if req_id in self._ended and req_id not in self._jobs:
+            self._ended.discard(req_id)
+            self._hints.pop(req_id, None)
 
     def _take_results(self) -> None:
         for result in self._engine.poll():

@@ -217,6 +217,8 @@ class Demoter:
             ladder.tiers[target].counters.dropped += len(copies) - fits
             ladder.ram.counters.lost += len(copies) - fits
             copies = copies[:fits]
+        for copy in copies:
+            ladder.ram.stop_passing(copy)
         # The pin keeps a queued copy out of every victim scan until it is sent.
         ladder.ram.owe_many(copies)
         queue.extend(copies)

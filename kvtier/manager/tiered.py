@@ -469,7 +469,9 @@ class TieredOffloadingManager:
             # Its chunks will be loaded, or offered, from the root again.
             request.tails.clear()
             request.broken = False
-            request.has_kv = request.is_stale = False
+            # Whether it has KV again is not said when it is scheduled again, so it still counts
+            # as having some.
+            request.is_stale = False
 
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey

@@ -25,6 +25,7 @@ __all__ = ["DeviceLoad", "DevicePayload", "DeviceStore"]
 
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
+_LOOKED_AT: Final = 256
 """Between two looks at a slot's stamp: a disk takes a tenth of a millisecond and more, and a
 look takes a few microseconds of an interpreter that others need."""
 _UNBLAMED: Final = (Outcome.DONE, Outcome.CANCELLED)
@@ -90,6 +91,7 @@ class DeviceStore(_DeviceRoute):
         try:
             await self._pool.run(copy, priority=int(job.why))
             if job.job_id in self._revoked:
+                self._revoked.discard(job.job_id)
                 return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
             filled = payload.plan.slots_filled(self._copier.blocks_per_chunk)
             self._control.stamp(self._rank, filled, payload.generations[0] if slots else 0)
@@ -158,14 +160,19 @@ class DeviceLoad(_DeviceRoute):
         self, payload: DevicePayload, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
         """Return which of the chunks at ``waiting`` are there, and which will not come."""
-        slots = [payload.plan.slots[at] for at in waiting]
-        stamps = [payload.generations[at] for at in waiting]
+        # Chunks arrive about in order, and looking at thousands takes the engine's time.
+        near = waiting[:_LOOKED_AT]
+        stamps = [payload.generations[at] for at in near]
+        if 0 in stamps:  # that of a chunk without a slot
+            first = stamps.index(0)
+            near, stamps = near[:first], stamps[:first]
+            without = [at for at in waiting[first:] if not payload.generations[at]]
+        else:
+            without = []
+        slots = [payload.plan.slots[at] for at in near]
         whole, lost = self._control.arrivals(self._rank, slots, stamps)
-        gone = [
-            not stamp or never for stamp, never in zip(stamps, lost, strict=True)
-        ]  # a stamp of 0 is that of a chunk without a slot
-        ready = [yes and not no for yes, no in zip(whole, gone, strict=True)]
-        return list(compress(waiting, ready)), list(compress(waiting, gone))
+        ready = [yes and not no for yes, no in zip(whole, lost, strict=True)]
+        return list(compress(near, ready)), [*compress(near, lost), *without]
 
     async def _copy(
         self,

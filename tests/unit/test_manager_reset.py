@@ -187,3 +187,16 @@ def test_what_a_running_request_computed_before_a_reset_is_not_stored_after_it()
         assert plan is not None
         assert len(plan.keys) == len(chunks) - (req_id == "started") * 2
     bench.check()
+
+
+def test_a_request_that_runs_again_after_a_preemption_has_kv_of_before_a_reset() -> None:
+    bench = Workbench(8, 8)
+    bench.manager.begin_request("a")
+    bench.store(prefix(2), "a")
+    bench.step(preempted=["a"])
+    bench.step()  # it is scheduled again, which nobody says
+    bench.manager.reset()
+    plan = bench.manager.prepare_store(prefix(2), "a")
+    assert plan is not None
+    assert not plan.keys
+    assert bench.look(prefix(2), "b") == [MISS]

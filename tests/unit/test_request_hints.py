@@ -151,3 +151,21 @@ def test_clients_cannot_fill_the_log_with_names_of_their_own(
 
 def test_keys_that_are_no_text_are_ignored_too() -> None:
     assert read({1: 2, None: 3, "session": "a"}).terms.session == "a"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"load_tiers": ["ram"] * 200_000},
+        {"session": {str(number): 0 for number in range(200_000)}},
+        {str(number): 0 for number in range(200_000)},
+    ],
+)
+def test_what_is_far_too_long_is_ignored_without_being_read(raw: Any) -> None:
+    class Unread(dict[str, Any]):
+        def items(self) -> Any:
+            assert len(self) < 17, "read"
+            return super().items()
+
+    assert read(Unread(raw)) == NO_HINTS
+    assert read(kv_load_tiers=[{"medium": "CPU"}] * 200_000) == NO_HINTS

@@ -1,0 +1,102 @@
+"""What the service adds to the manager: hints that outlive requests, and resets that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.testing.stepped import SteppedCache
+from kvtier.testing.workbench import prefix
+
+
+@dataclass(frozen=True)
+class Context:
+    req_id: str
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+KEPT = {"kvtier": {"retain_s": 600}}
+
+
+def make_cache(*, streams: bool = False) -> SteppedCache:
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=1024, retained=4, streams=streams)
+    return SteppedCache(8, 16, limits=limits)
+
+
+def store(cache: SteppedCache, context: Context, chunks: int, *, ends_first: bool) -> None:
+    """Store as vLLM does: the last stores of a request complete after it ended."""
+    service = cache.service
+    service.begin_request(context)
+    plan = service.prepare_store(prefix(chunks), context.req_id)
+    assert plan is not None
+    if ends_first:
+        service.end_request(context)
+    cache.finish(plan.slots, stored=plan.generation)
+    service.complete_store(plan.keys, context.req_id)
+    if not ends_first:
+        service.end_request(context)
+
+
+def step(cache: SteppedCache) -> None:
+    cache.tick()
+    cache.service.end_step(started=(), preempted=())
+
+
+def retained(cache: SteppedCache) -> int:
+    return cache.service.statistics().retained_chunks
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_the_last_chunks_of_a_request_are_kept_as_it_asked(ends_first: bool) -> None:
+    cache = make_cache()
+    store(cache, Context("a", KEPT), 3, ends_first=ends_first)
+    assert retained(cache) == 3
+    assert not cache.service._hints
+    assert not cache.service._jobs
+    assert not cache.service._ended
+
+
+def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
+    cache = make_cache(streams=True)
+    service, context = cache.service, Context("b", KEPT)
+    store(cache, Context("a"), 2, ends_first=False)
+    for _ in range(4):
+        step(cache)
+    for copy in list(cache.bench.ram.copies.values()):
+        cache.bench.manager._ladder.drop(cache.bench.ram, copy)
+    service.begin_request(context)
+    assert [service.lookup(key, "b") for key in prefix(2)] == [Lookup.HIT] * 2
+    plan = service.prepare_load(prefix(2), "b")
+    service.end_request(context)
+    for _ in range(4):
+        step(cache)
+    cache.truth.acknowledge(plan.slots)
+    service.complete_load("b")
+    assert retained(cache) == 2
+    assert not service._loading
+    assert not service._hints
+
+
+def test_after_a_reset_that_failed_nothing_is_believed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache()
+    store(cache, Context("a"), 2, ends_first=False)
+    assert cache.service.lookup(prefix(2)[0], "b") is Lookup.HIT
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cache.bench.manager, "reset", fail)
+    cache.service.reset_cache()
+    assert "nothing is loaded or stored any more" in caplog.text
+    for _ in range(2):
+        assert cache.service.lookup(prefix(2)[0], "b") is Lookup.MISS
+        plan = cache.service.prepare_store(prefix(4), "b")
+        assert plan is not None
+        assert not plan.keys
+        cache.service.end_step(started=(), preempted=())
