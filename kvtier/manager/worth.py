@@ -10,6 +10,11 @@ computing the tokens it saves, both as measured here:
   it: what a request waits for. Every sample counts by its relative error, so that small and
   large jobs teach alike, and samples fade with each new one and with time (least squares with
   forgetting; of Ljung, "System Identification", 1999, chapter 11, the scalar case).
+  Of a load that ran into its deadline only a lower bound is known (it is censored, as in Tobin,
+  "Estimation of relationships for limited dependent variables", 1958). Taken as a time, it
+  would say that any number of bytes takes no longer than the deadline. So it only raises an
+  estimate that is below it, start-up and rate alike, and a job that never left the queue says
+  nothing of the bytes it did not move.
 * *Computing.* Seconds of engine steps over their prompt tokens, the recent ones weighing most.
   Attention makes late tokens of long prompts dearer. That is in the mean as far as prompts are
   of like length, and a term of its own would need steps of very different depths to be told
@@ -24,13 +29,21 @@ What is kept of a wanted prefix is the head for which loading minus ``margin`` x
 least: a head that is loaded saves its tokens whatever becomes of the tail, a tail without its
 head saves nothing. Chunks in RAM cost nothing, but are of use only if everything before them is
 loaded as well. The times of several tiers are added although they may overlap: then making any
-tier slower never makes more be loaded, which the maximum would not promise.
+tier slower never makes more be loaded, which the maximum would not promise. A head ends where
+a tier would come near the deadline of its jobs, for what is not there by then was waited for in
+vain.
 
 Where nothing is known yet, chunks are loaded: the load's deadline bounds what that can cost.
 An estimate that is not renewed is believed less and less: it halves every ten seconds, for the
-purpose of trying again only, and one try at a time loads a head of 16 MiB at most. A tier that
-was slow for a while is so found out to have recovered, and one that is hopelessly slow is tried
-ever less often than it is slow.
+purpose of trying again only, and one try at a time loads 16 MiB at most, or one chunk, if
+nothing is loaded from the tier anyway. A tier that was slow for a while is so found out to have
+recovered, and one that is hopelessly slow is tried ever less often than it is slow.
+
+A tier whose estimate had to be raised to a bound is loaded from by such tries only, until one
+arrives and tells how slow it is: otherwise each of ever smaller loads would have to run into
+its deadline first. Of several KV cache groups a part is of no use to the request, but as good a
+measurement, and the whole may be gigabytes: the try is no larger there, and only its bytes are
+wasted.
 """
 
 from __future__ import annotations
@@ -48,6 +61,9 @@ _KEEP: Final = 0.8
 """Weight that the samples so far keep when one more arrives."""
 _HALF_LIFE_S: Final = 10.0
 _TRY_NBYTES: Final = 16 << 20
+_IN_TIME: Final = 0.8
+"""Share of a load's deadline that may be planned for: an estimate is a mean, and a job that is
+a little late has moved its bytes for nothing."""
 _ALIKE: Final = 1e-2
 """Relative variance of sizes below which a start-up time cannot be told from a rate."""
 _BUSY_HALF_LIFE_S: Final = 30.0
@@ -128,13 +144,15 @@ class _Times:
     """What loads from one tier took: ``seconds / bytes = start / bytes + rate``, fitted.
 
     Attributes:
-        measured_s: When the latest sample came, on the manager's clock.
+        bounded: Whether the fit was raised to a bound, and nothing was measured since.
+        measured_s: When a load last said something of the tier, on the manager's clock.
     """
 
-    __slots__ = ("_r", "_u", "_ur", "_uu", "_weight", "measured_s")
+    __slots__ = ("_r", "_u", "_ur", "_uu", "_weight", "bounded", "measured_s")
 
     def __init__(self) -> None:
         self._weight = self._u = self._r = self._uu = self._ur = 0.0
+        self.bounded = False
         self.measured_s = 0.0
 
     def note(self, nbytes: int, seconds: float, now: float) -> None:
@@ -146,6 +164,21 @@ class _Times:
         self._r = self._r * keep + r
         self._uu = self._uu * keep + u * u
         self._ur = self._ur * keep + u * r
+        self.bounded = False
+        self.measured_s = now
+
+    def note_bound(self, nbytes: int, seconds: float, now: float) -> None:
+        """Take a load into account that was not done after ``seconds``."""
+        price = self.price()
+        if price is None:
+            self.note(nbytes, seconds, now)
+            self.bounded = True
+            return
+        raised = seconds / price.seconds(nbytes)
+        if raised > 1.0:
+            self._r *= raised
+            self._ur *= raised
+            self.bounded = True
         self.measured_s = now
 
     def price(self) -> LoadPrice | None:
@@ -191,12 +224,14 @@ class LoadWorth:
         margin: float = 1.0,
     ) -> None:
         self._chunk_nbytes = chunk_nbytes
+        self._try_chunks = max(_TRY_NBYTES // chunk_nbytes, 1)
         self._chunk_tokens = chunk_tokens
         self._fixed_s_per_token = recompute_s_per_token
         self._margin = margin
         self._times = [_Times() for _ in range(tiers)]
         self._outstanding_nbytes = [0] * tiers
         self._jobs: dict[JobId, tuple[int, int, int]] = {}
+        self._in_time_s = math.inf
         self._seconds = 0.0
         self._tokens = 0.0
         self._busy_s = 0.0
@@ -218,7 +253,8 @@ class LoadWorth:
 
         Args:
             result: The result.
-            timeout_s: The job's deadline: what one that expired took at least.
+            timeout_s: The job's deadline: what one that expired took at least, and what later
+                loads are to be done in.
             now: Seconds on the clock of :meth:`choose`.
         """
         job = self._jobs.pop(result.job_id, None)
@@ -226,13 +262,17 @@ class LoadWorth:
             return
         tier, nbytes, awaited_nbytes = job
         self._outstanding_nbytes[tier] -= nbytes
+        self._in_time_s = _IN_TIME * timeout_s
+        times = self._times[tier]
         seconds = result.queued_s + result.seconds
         if Outcome.EXPIRED in result.outcomes:
-            seconds = timeout_s
-        elif Outcome.DONE not in result.outcomes:
-            seconds = 0.0  # a tier that fails is not slow, and one that refused says nothing
-        if seconds > 0.0:
-            self._times[tier].note(awaited_nbytes, seconds, now)
+            if result.settled and not result.seconds:
+                times.measured_s = now  # it never ran, yet the tier was no faster than thought
+            else:
+                times.note_bound(awaited_nbytes, timeout_s, now)
+        elif Outcome.DONE in result.outcomes and seconds > 0.0:
+            times.note(awaited_nbytes, seconds, now)
+        # Else it failed, which is not slow, or was refused or cancelled, which says nothing.
 
     def computed(self, tokens: int, seconds: float, now: float) -> None:
         """Note that a step of the engine computed ``tokens`` prompt tokens.
@@ -267,8 +307,8 @@ class LoadWorth:
         Args:
             sources: Index of the tier each chunk would come from, in the order asked; 0 for
                 those that are in RAM or on their way there.
-            groups: KV cache groups the chunks belong to. Of several, all is loaded or nothing:
-                a group that is cut makes the chunks of the others useless.
+            groups: KV cache groups the chunks belong to. Of several, all is loaded or nothing
+                but a try: a group that is cut makes the chunks of the others useless.
             now: Seconds on a monotonic clock.
 
         Returns:
@@ -283,8 +323,9 @@ class LoadWorth:
             return None
         chunk_s = self._chunk_tokens * s_per_token * self._waiting(now) / groups
         kept = self._cut(sources, prices, chunk_s, divisible=groups == 1)
+        kept = self._probed(sources, kept)
         if kept < len(sources):
-            kept = max(kept, self._trial(sources, prices, chunk_s, groups=groups, now=now))
+            kept = self._tried(sources, kept, prices, chunk_s, groups=groups, now=now)
         if kept == len(sources):
             return None
         return self._choice(sources, kept, prices, chunk_s, groups=groups)
@@ -302,6 +343,8 @@ class LoadWorth:
         price = self._times[tier].price()
         if price is None:
             return True
+        if self._times[tier].bounded:
+            return False
         saved_s = (
             self._margin * self._chunk_tokens * s_per_token
             - price.s_per_byte * self._chunk_nbytes
@@ -347,48 +390,65 @@ class LoadWorth:
         *,
         divisible: bool,
     ) -> int:
-        """Return the length of the head whose loading gains most; the longest of equal ones."""
+        """Return the length of the head whose loading gains most and is done in time."""
         gain_s = self._margin * chunk_s
         load_s = 0.0
         best, best_s = 0, 0.0
-        begun: set[int] = set()
+        taken_s: dict[int, float] = {}
         for length, tier in enumerate(sources, start=1):
             price = prices.get(tier)
             if price is not None:
-                load_s += price.s_per_byte * self._chunk_nbytes
-                if tier not in begun:
-                    begun.add(tier)
-                    load_s += price.seconds(self._outstanding_nbytes[tier])
+                more_s = price.s_per_byte * self._chunk_nbytes
+                if tier not in taken_s:
+                    more_s += price.seconds(self._outstanding_nbytes[tier])
+                taken_s[tier] = taken_s.get(tier, 0.0) + more_s
+                if taken_s[tier] > self._in_time_s:
+                    break
+                load_s += more_s
             net_s = load_s - length * gain_s
             if net_s < best_s and (divisible or length == len(sources)):
                 best, best_s = length, net_s
         return best
 
-    def _trial(
+    def _probed(self, sources: Sequence[int], kept: int) -> int:
+        """Return how much of a head of ``kept`` to load where a price is only a bound."""
+        left = {
+            tier: 0 if self._outstanding_nbytes[tier] else self._try_chunks
+            for tier in set(sources[:kept])
+            if self._times[tier].bounded
+        }
+        for at, tier in enumerate(sources[:kept]):
+            if tier in left:
+                if not left[tier]:
+                    return at
+                left[tier] -= 1
+        return kept
+
+    def _tried(
         self,
         sources: Sequence[int],
+        kept: int,
         prices: Mapping[int, LoadPrice],
         chunk_s: float,
         *,
         groups: int,
         now: float,
     ) -> int:
-        """Return the length of the head to load for the sake of a new measurement, often 0."""
+        """Return ``kept``, or more for the sake of a new measurement."""
         if any(self._outstanding_nbytes[tier] for tier in prices):
-            return 0
+            return kept
         hoped = {
             tier: price.scaled(fading(now - self._times[tier].measured_s))
             for tier, price in prices.items()
         }
         length = self._cut(sources, hoped, chunk_s, divisible=groups == 1)
-        if groups > 1:
-            return length
-        chunks = max(_TRY_NBYTES // self._chunk_nbytes, 1)
-        for at, tier in enumerate(sources[:length]):
-            chunks -= tier in prices
-            if chunks < 0:
+        known = set(sources[:kept]) - {0}
+        left = self._try_chunks
+        for at in range(kept, length):
+            left -= sources[at] != 0
+            if left < 0 or sources[at] in known:
                 return at
-        return length
+        return max(length, kept)
 
     def _choice(
         self,

@@ -41,6 +41,14 @@ def measure(
     gate.returned(result, timeout_s=10.0, now=now)
 
 
+def expire(
+    gate: LoadWorth, job: int, chunks: int, *, ran: bool = True, now: float = 0.0
+) -> None:
+    """Let a load that was sent reach its deadline of ten seconds, running or in the queue."""
+    late = TransferResult(job, [Outcome.EXPIRED] * chunks, settled=not ran)
+    gate.returned(late, timeout_s=10.0, now=now)
+
+
 def kept(gate: LoadWorth, sources: Sequence[int], *, groups: int = 1, now: float = 0.0) -> int:
     choice = gate.choose(sources, groups=groups, now=now)
     return len(sources) if choice is None else choice.kept
@@ -129,6 +137,50 @@ def test_a_load_that_expired_took_its_deadline_at_least() -> None:
     price = gate.figures().prices[1]
     assert price is not None
     assert price.seconds(2 * CHUNK) == pytest.approx(10.0)
+
+
+def test_a_load_that_expired_while_more_was_expected_of_it_changes_nothing() -> None:
+    gate = worth()
+    measure(gate, 1, 4, 8.0, job=1)
+    gate.sent(2, 1, 6)
+    expire(gate, 2, 6)
+    price = gate.figures().prices[1]
+    assert price is not None
+    assert price.seconds(6 * CHUNK) == pytest.approx(12.0)
+
+
+def test_a_load_that_expired_too_soon_for_the_estimate_raises_all_of_it() -> None:
+    gate = worth()
+    for job, chunks in enumerate((1, 4, 16, 64)):
+        measure(gate, 1, chunks, 0.5 + chunks * 0.125, job=job)
+    gate.sent(9, 1, 16)
+    expire(gate, 9, 16)
+    price = gate.figures().prices[1]
+    assert price is not None
+    assert price.seconds(16 * CHUNK) == pytest.approx(10.0)
+    assert price.start_s == pytest.approx(2.0)
+
+
+def test_a_load_that_expired_in_the_queue_says_nothing_about_its_bytes() -> None:
+    fresh, known = worth(), worth()
+    measure(known, 1, 4, 0.1)
+    for gate in (fresh, known):
+        gate.sent(2, 1, 64)
+        expire(gate, 2, 64, ran=False)
+    assert fresh.figures().prices[1] is None
+    price = known.figures().prices[1]
+    assert price is not None
+    assert price.seconds(4 * CHUNK) == pytest.approx(0.1)
+
+
+def test_a_tier_that_let_a_try_expire_is_not_tried_again_at_once() -> None:
+    for ran in (True, False):
+        gate = worth()
+        measure(gate, 1, 16, 60.0)
+        assert kept(gate, [1] * 16, now=120.0) == 16
+        gate.sent(2, 1, 16)
+        expire(gate, 2, 16, ran=ran, now=130.0)
+        assert kept(gate, [1] * 16, now=130.0) == 0
 
 
 def test_computing_is_measured_by_steps_of_many_tokens() -> None:
@@ -265,6 +317,137 @@ def test_a_slow_tier_is_tried_again_with_little_and_one_load_at_a_time() -> None
     for job in range(11, 20):
         measure(gate, 1, 16, 16 * CHUNK_S * 0.1, now=23.0, job=job)
     assert kept(gate, [1] * 64, now=23.0) == 64
+
+
+def test_a_tier_is_tried_again_behind_one_that_is_fast() -> None:
+    gate = worth()
+    measure(gate, 2, 64, 64 * CHUNK_S * 4, job=1)
+    measure(gate, 1, 64, 64 * CHUNK_S * 0.1, job=2, now=60.0)
+    assert kept(gate, [1] * 64 + [2] * 64, now=60.0) == 64 + 16
+
+
+def test_a_tier_known_by_its_deadline_only_is_tried_by_one_request_at_a_time() -> None:
+    gate = worth(recompute_s=1.0)
+    gate.sent(1, 1, 64)
+    expire(gate, 1, 64)
+    assert kept(gate, [0] * 4 + [1] * 32) == 4 + 16
+    assert not gate.plainly(1)
+    gate.sent(2, 1, 16)
+    assert kept(gate, [0] * 4 + [1] * 32) == 4
+    gate.returned(TransferResult(2, [Outcome.DONE] * 16, seconds=1.0), timeout_s=10.0, now=0.0)
+    assert kept(gate, [0] * 4 + [1] * 32) == 4 + 32
+    assert gate.plainly(1)
+
+
+@pytest.mark.parametrize("chunks", [8, 16, 2000])
+def test_a_try_is_no_larger_for_several_groups(chunks: int) -> None:
+    gate = worth()
+    measure(gate, 1, 64, 64 * CHUNK_S * 4)
+    assert kept(gate, [1] * chunks, groups=2) == 0
+    assert kept(gate, [1] * chunks, groups=2, now=100.0) == min(chunks, 16)
+
+
+def test_a_load_that_would_not_be_done_in_time_is_cut_to_what_is() -> None:
+    gate = worth(recompute_s=1.0)
+    measure(gate, 1, 8, 0.8)
+    assert kept(gate, [1] * 100) == 80
+    assert kept(gate, [1] * 100, groups=2) == 0
+    assert kept(gate, [1] * 80, groups=2) == 80
+    gate.sent(2, 1, 30)
+    assert kept(gate, [1] * 100) == 50
+    assert kept(gate, [2] * 40 + [1] * 100) == 90, "each tier has the time to itself"
+
+
+# -- against a tier of its own ----------------------------------------------------------------
+
+BIG_CHUNK = 2 << 20
+BATCH = 256
+TIMEOUT_S = 10.0
+
+
+class SlowTier:
+    """A tier that does one job after the other, each until its deadline, and what judges it.
+
+    Args:
+        s_per_byte: What it takes.
+        recompute_s_per_byte: What computing takes instead.
+    """
+
+    def __init__(self, s_per_byte: float, recompute_s_per_byte: float) -> None:
+        self._chunk_s = BIG_CHUNK * s_per_byte
+        self.now = 0.0
+        self._jobs = 0
+        self.gate = LoadWorth(
+            tiers=2,
+            chunk_nbytes=BIG_CHUNK,
+            chunk_tokens=TOKENS,
+            recompute_s_per_token=recompute_s_per_byte * BIG_CHUNK / TOKENS,
+        )
+
+    def load(self, chunks: int) -> tuple[int, int, float]:
+        """Load what is worth it; return the chunks kept, those that came and the wait."""
+        wanted = kept(self.gate, [1] * chunks, now=self.now)
+        jobs = [min(BATCH, wanted - at) for at in range(0, wanted, BATCH)]
+        for job, size in enumerate(jobs, start=self._jobs):
+            self.gate.sent(job, 1, size)
+        free_s, arrived = 0.0, 0
+        for job, size in enumerate(jobs, start=self._jobs):
+            began_s, free_s = free_s, free_s + size * self._chunk_s
+            if free_s <= TIMEOUT_S:
+                result = TransferResult(
+                    job,
+                    [Outcome.DONE] * size,
+                    queued_s=began_s,
+                    seconds=size * self._chunk_s,
+                )
+                self.gate.returned(result, timeout_s=TIMEOUT_S, now=self.now + free_s)
+                arrived += size
+            else:
+                ran = began_s < TIMEOUT_S
+                expire(self.gate, job, size, ran=ran, now=self.now + TIMEOUT_S)
+        self._jobs += len(jobs)
+        waited_s = min(free_s, TIMEOUT_S)
+        self.now += max(free_s, TIMEOUT_S)
+        return wanted, arrived, waited_s
+
+    def ns_per_byte(self) -> float:
+        price = self.gate.figures().prices[1]
+        assert price is not None
+        return price.seconds(10**9)
+
+
+def test_a_tier_slower_than_computing_is_found_out_although_most_jobs_expire() -> None:
+    tier = SlowTier(10e-9, 6.1e-9)
+    assert tier.load(2048) == (2048, 256, TIMEOUT_S)
+    assert tier.ns_per_byte() == pytest.approx(10.0)
+    for _ in range(6):
+        wanted, arrived, waited_s = tier.load(2048)
+        assert wanted == arrived <= 8, "it is tried at most"
+        assert waited_s < 0.2
+    assert tier.ns_per_byte() == pytest.approx(10.0)
+
+
+def test_what_is_kept_of_a_long_prefix_on_a_slow_tier_arrives() -> None:
+    tier = SlowTier(10e-9, 20e-9)
+    tier.load(2048)
+    for _ in range(6):
+        wanted, arrived, waited_s = tier.load(2048)
+        assert 256 < wanted == arrived
+        assert waited_s < TIMEOUT_S
+    assert tier.ns_per_byte() == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("ns_per_byte", [20, 50, 100, 400])
+def test_a_tier_that_never_finished_a_job_is_given_a_small_one_first(
+    ns_per_byte: int,
+) -> None:
+    tier = SlowTier(ns_per_byte * 1e-9, 4 * ns_per_byte * 1e-9)
+    assert tier.load(2048) == (2048, 0, TIMEOUT_S)
+    assert tier.load(2048)[:2] == (8, 8)
+    for _ in range(10):
+        wanted, arrived, _ = tier.load(2048)
+        assert wanted == arrived > 0
+    assert tier.ns_per_byte() == pytest.approx(ns_per_byte, rel=0.01)
 
 
 # -- properties -----------------------------------------------------------------------------
