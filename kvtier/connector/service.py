@@ -71,11 +71,10 @@ def _no_chunks() -> StorePlan | None:
     return StorePlan([], [], 0, [])
 
 
-def _natures(storage: Storage) -> list[TierNature]:
-    """Return what requests may call the tiers."""
-    names = [tier.name for tier in storage.manager.snapshot().tiers]
+def _natures(ram: str, storage: Storage) -> list[TierNature]:
+    """Return what requests may call the tiers, of which the first is called ``ram``."""
     return [
-        TierNature(names[0], "CPU", "LOCAL"),
+        TierNature(ram, "CPU", "LOCAL"),
         *(
             TierNature(tier.name, "STORAGE", "LOCAL" if tier.is_local else "REMOTE")
             for tier in storage.tiers
@@ -111,7 +110,8 @@ class CacheService:
         self._tokens_per_chunk = tokens_per_chunk
         self._retain_s = retain_s
         self._close_timeout_s = close_timeout_s
-        self._reader = HintReader(_natures(storage))
+        names = [tier.name for tier in storage.manager.snapshot().tiers]
+        self._reader = HintReader(_natures(names[0], storage))
         self._hints: dict[str, RequestHints] = {}
         # A request's last stores and loads may end after it: its hints outlive it until then.
         self._ended: set[str] = set()
@@ -121,11 +121,8 @@ class CacheService:
         self._internal_errors = 0
         self._transfers = ConnectorStats()
         self._ways: dict[JobId, tuple[str, str]] = {}
-        self._pressure = PressureLog(
-            [tier.name for tier in storage.manager.snapshot().tiers],
-            storage.region.geometry.slot_nbytes,
-        )
-        self._worth = WorthLog([tier.name for tier in storage.manager.snapshot().tiers])
+        self._pressure = PressureLog(names, storage.region.geometry.slot_nbytes)
+        self._worth = WorthLog(names)
         self._clock = StepClock()
         self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
         self._out_of_service: frozenset[int] = frozenset()

@@ -115,16 +115,11 @@ def shared_memory_nbytes(machine: Machine) -> int:
 
 def huge_page_pool(machine: Machine) -> HugePagePool:
     """Return the kernel's pool of huge pages of the usual size."""
-    lines = words_of(machine.proc / "meminfo").splitlines()
-    figures = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-
-    def figure(name: str) -> int:
-        return int(figures.get(name, ["0"])[0])
-
+    figures = _meminfo(machine)
     return HugePagePool(
-        page_bytes=figure("Hugepagesize") * 1024,
-        total=figure("HugePages_Total"),
-        free=figure("HugePages_Free") - figure("HugePages_Rsvd"),
+        page_bytes=figures.get("Hugepagesize", 0) * 1024,
+        total=figures.get("HugePages_Total", 0),
+        free=figures.get("HugePages_Free", 0) - figures.get("HugePages_Rsvd", 0),
     )
 
 
@@ -230,9 +225,16 @@ def check_shared_memory(size_bytes: int) -> Finding:
 
 
 def _available(machine: Machine) -> Iterator[MemoryLimit]:
-    for line in words_of(machine.proc / "meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            yield MemoryLimit("available memory", int(line.split()[1]) * 1024)
+    available_kib = _meminfo(machine).get("MemAvailable")
+    if available_kib is not None:
+        yield MemoryLimit("available memory", available_kib * 1024)
+
+
+def _meminfo(machine: Machine) -> dict[str, int]:
+    """Return the figures of /proc/meminfo as they stand there, most of them in KiB."""
+    lines = words_of(machine.proc / "meminfo").splitlines()
+    parts = (line.partition(":") for line in lines)
+    return {name: int(rest.split()[0]) for name, _, rest in parts}
 
 
 def _group_limits(machine: Machine) -> Iterator[MemoryLimit]:

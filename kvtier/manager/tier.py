@@ -265,18 +265,11 @@ class TierState:
             else:
                 self.unpin(copy)
 
-    def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
+    def owe_many(self, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`pin` and :meth:`mark_dirty` for resident ``copies``."""
-        held = dirtied = 0
+        self.mark_dirty_many(copies)
         for copy in copies:
-            if not copy.dirty:
-                dirtied += 1
-                if not copy.pins:
-                    held += 1
-            copy.pins += 1
-            copy.dirty += 1
-        self.idle -= held
-        self.dirty += dirtied
+            copy.pins += 1  # what is dirty is not idle already
 
     def mark_dirty(self, copy: ChunkCopy) -> None:
         """Note that ``copy`` must still reach one more slower tier."""

@@ -30,8 +30,13 @@ from kvtier.memory.paged import PagedMemory
 from kvtier.memory.slot_layout import shard_of
 from kvtier.replay._batching import Batcher, BatchLimits
 from kvtier.replay._engine import Connector, ReplayCounts, ReplayEngine
-from kvtier.replay._requests import ReplayRequest, first_requests, make_requests
-from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder
+from kvtier.replay._requests import (
+    ReplayRequest,
+    make_requests,
+    pick_requests,
+    with_chains,
+)
+from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder, wait_quantiles
 from kvtier.sim.timing import TierSpeed, TimeModel
 from kvtier.sim.traces import Trace
 from kvtier.types import LayoutFingerprint
@@ -178,7 +183,7 @@ def replay_trace(
         served, seconds = bench.serve(progress)
         kept = [int(request.request_id) for request in served]
         predicted = simulate_ladder(
-            _only(trace, kept), own, chunk_bytes=options.chunk_bytes, model=model
+            pick_requests(trace, kept), own, chunk_bytes=options.chunk_bytes, model=model
         )
         waits = [request.first_token_s - request.arrival_s for request in served]
         figures, moved = bench.figures(), bench.moved()
@@ -198,7 +203,7 @@ def replay_trace(
                 )
             ),
             hit_ratio=sum(tier.hit_chunks for tier in figures) / max(refs, 1),
-            ttft_s=_quantiles(waits),
+            ttft_s=wait_quantiles(np.array(waits)),
             predicted=predicted,
         )
 
@@ -229,8 +234,7 @@ class _Bench:
         )
         name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
         timeout_s = config.transfer.close_timeout_s
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as stack:
             region = HostRegion.create(
                 name,
                 geometry,
@@ -238,7 +242,7 @@ class _Bench:
                 timeout_s=_MEET_TIMEOUT_S,
                 huge_pages=config.ram.huge_pages,
             )
-            undo.callback(region.close)
+            stack.callback(region.close)
             groups = (tuple(memory.tensors),)
             self.copy_speed = _measure_copies(memory, geometry, groups, limits, per_chunk)
             worker = ConnectorWorker(
@@ -251,7 +255,7 @@ class _Bench:
                     close_timeout_s=timeout_s,
                 ),
             )
-            undo.callback(worker.shutdown)
+            stack.callback(worker.shutdown)
             worker.register_kv_caches(memory.tensors)
             storage = open_storage(
                 config,
@@ -260,7 +264,7 @@ class _Bench:
                 tokens_per_chunk=trace.chunk_tokens,
                 record_events=False,
             )
-            undo.callback(storage.close, timeout_s=timeout_s)
+            stack.callback(storage.close, timeout_s=timeout_s)
             self._service = CacheService(
                 storage,
                 tokens_per_chunk=trace.chunk_tokens,
@@ -276,9 +280,8 @@ class _Bench:
                     shares_blocks=False,
                 ),
             )
-            undo.pop_all()
-        self._stack.callback(worker.shutdown)
-        self._stack.callback(self._scheduler.shutdown)
+            stack.callback(self._scheduler.shutdown)
+            self._stack = stack.pop_all()
         self._batcher = Batcher(self._scheduler, limits)
         self._requests = make_requests(
             trace, blocks_per_chunk=per_chunk, most_output_tokens=options.output_tokens
@@ -336,36 +339,13 @@ class _Bench:
 def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
     """Return the part of ``trace`` to replay, prompts in whole chunks, times compressed."""
     if options.requests is not None:
-        trace = first_requests(trace, options.requests)
-    trace = _without_repeats(trace)
+        trace = pick_requests(trace, range(min(options.requests, trace.requests)))
+    trace = with_chains(trace, [list(dict.fromkeys(chain)) for chain in trace.chains()])
     lengths = np.diff(trace.offsets)
     return replace(
         trace,
         input_tokens=lengths * trace.chunk_tokens,
         timestamps_s=trace.timestamps_s / options.speedup,
-    )
-
-
-def _without_repeats(trace: Trace) -> Trace:
-    """Return ``trace`` with every chunk at most once in a prompt."""
-    chains = [list(dict.fromkeys(chain)) for chain in trace.chains()]
-    offsets = np.cumsum([0, *map(len, chains)])
-    return replace(trace, ids=np.array([*itertools.chain(*chains)], np.int64), offsets=offsets)
-
-
-def _only(trace: Trace, kept: list[int]) -> Trace:
-    """Return ``trace`` with the requests ``kept`` alone."""
-    if len(kept) == trace.requests:
-        return trace
-    chains = trace.chains()
-    picked = [chains[number] for number in kept]
-    return replace(
-        trace,
-        ids=np.array([*itertools.chain(*picked)], np.int64),
-        offsets=np.cumsum([0, *map(len, picked)]),
-        timestamps_s=trace.timestamps_s[kept],
-        input_tokens=trace.input_tokens[kept],
-        output_tokens=trace.output_tokens[kept],
     )
 
 
@@ -460,8 +440,3 @@ def _traffic(
 def _rate(moved: Mapping[str, float], transfer_type: str) -> float:
     seconds = moved.get(f"{transfer_type}_total_time", 0.0)
     return moved[f"{transfer_type}_total_bytes"] / seconds if seconds else 0.0
-
-
-def _quantiles(waits: list[float]) -> dict[str, float]:
-    levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    return {name: float(np.quantile(waits, level)) for name, level in levels.items()}

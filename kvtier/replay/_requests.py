@@ -6,14 +6,14 @@ import enum
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from kvtier.sim.traces import Trace
 
-__all__ = ["Phase", "ReplayRequest", "first_requests", "make_requests"]
+__all__ = ["Phase", "ReplayRequest", "make_requests", "pick_requests", "with_chains"]
 
 _SEED_MASK = (1 << 62) - 1
 
@@ -84,18 +84,26 @@ class ReplayRequest:
         return hash((self.request_id, block)) & _SEED_MASK
 
 
-def first_requests(trace: Trace, count: int) -> Trace:
-    """Return the first ``count`` requests of ``trace``."""
-    offsets = trace.offsets[: count + 1]
-    ids = trace.ids[: offsets[-1]]
+def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
+    """Return ``trace`` with the requests at ``numbers`` alone, in that order."""
+    chains = trace.chains()
+    picked = with_chains(trace, [chains[number] for number in numbers])
+    index = list(numbers)
+    return replace(
+        picked,
+        timestamps_s=trace.timestamps_s[index],
+        input_tokens=trace.input_tokens[index],
+        output_tokens=trace.output_tokens[index],
+        distinct=int(picked.ids.max()) + 1 if picked.refs else 0,
+    )
+
+
+def with_chains(trace: Trace, chains: Sequence[Sequence[int]]) -> Trace:
+    """Return ``trace`` with other chunks, one chain for each request of the result."""
     return replace(
         trace,
-        ids=ids,
-        offsets=offsets,
-        timestamps_s=trace.timestamps_s[:count],
-        input_tokens=trace.input_tokens[:count],
-        output_tokens=trace.output_tokens[:count],
-        distinct=int(ids.max()) + 1 if len(ids) else 0,
+        ids=np.array([*chain.from_iterable(chains)], np.int64),
+        offsets=np.cumsum([0, *map(len, chains)]),
     )
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "default_time_model",
     "replay_references",
     "simulate_ladder",
+    "wait_quantiles",
 ]
 
 _DAY_S = 86_400.0
@@ -226,8 +227,8 @@ def simulate_ladder(
         prefix_hit_ratio=saved / max(int(trace.input_tokens.sum()), 1),
         writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
         promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
-        ttft_s=_quantiles(waits),
-        ttft_no_cache_s=_quantiles(_waits_without_cache(trace, model)),
+        ttft_s=wait_quantiles(waits),
+        ttft_no_cache_s=wait_quantiles(_waits_without_cache(trace, model)),
         time_model=model,
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
@@ -329,6 +330,7 @@ def _tier_results(
     return results
 
 
-def _quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
+def wait_quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
+    """Return the ``p50``, ``p90`` and ``p99`` of times to the first token, in seconds."""
     levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     return {name: float(np.quantile(waits, share)) for name, share in levels.items()}

@@ -45,7 +45,7 @@ _KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
 
 
 class KVTierManager(OffloadingManager):
-    """Answers vLLM's scheduler; nothing it calls but ``prepare_load`` raises.
+    """Answers vLLM's scheduler; nothing it calls raises.
 
     Args:
         service: The cache; shut down with the manager.
@@ -95,11 +95,7 @@ class KVTierManager(OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
-        """Pin chunks that were hits in this step and say where they are.
-
-        Raises:
-            KeyError: One was not; there is no answer but a wrong token.
-        """
+        """Pin chunks that were hits in this step and say where they are, or will be."""
         plan = self._service.prepare_load(list(keys), req_context.req_id)
         return SlotLoadStoreSpec(plan.slots, plan.generations, plan.wait_s)
 

@@ -21,7 +21,7 @@ from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
 from kvtier.replay._batching import Batcher, BatchLimits
 from kvtier.replay._engine import WrongBytesError
-from kvtier.replay._requests import Phase, ReplayRequest, first_requests, make_requests
+from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_requests
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
 
@@ -174,8 +174,8 @@ class TestRequests:
         assert first.output_tokens == 2
         assert second.arrival_s > first.arrival_s
 
-    def test_the_first_requests_are_a_trace(self) -> None:
-        trace = first_requests(make_trace([[0, 1], [0, 2], [5]]), 2)
+    def test_some_of_the_requests_are_a_trace(self) -> None:
+        trace = pick_requests(make_trace([[0, 1], [0, 2], [5]]), range(2))
         assert trace.chains() == [[0, 1], [0, 2]]
         assert (trace.requests, trace.refs, trace.distinct) == (2, 4, 3)
 

@@ -38,11 +38,3 @@ class Ghosts:
             del self._keys[key]
             return True
         return False
-
-    def drop_oldest(self) -> None:
-        """Let the oldest key go.
-
-        Raises:
-            KeyError: There is none.
-        """
-        self._keys.popitem(last=False)

@@ -10,6 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
+from kvtier.doctor._machine import Machine
+from kvtier.doctor._memory import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 
 __all__ = ["describe", "drop_page_cache", "require_disk"]
@@ -65,20 +67,13 @@ def describe(directory: Path) -> dict[str, str]:
         "cpu": f"{os.cpu_count()} x {_cpu_model()}",
         "kernel": platform.release(),
         "file system": f"{kind} on {source}",
-        "huge pages": f"{_huge_pages()} reserved",
+        "huge pages": f"{huge_page_pool(Machine()).total} reserved",
         "page cache": "dropped before each pass"
         if drop_page_cache()
         else "not dropped, that takes root; all peers use O_DIRECT",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": f"Python {platform.python_version()}, {_versions()}",
     }
-
-
-def _huge_pages() -> str:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("HugePages_Total:"):
-            return line.split()[1]
-    return "0"
 
 
 def _cpu_model() -> str:
