@@ -2,7 +2,7 @@
 
 One table feeds vLLM's ``/metrics``, kvtier's own exporter and the manual, so that none of them
 knows a name the others do not. A new number of a tier is a field of
-:class:`~kvtier.connector.statistics.TierFigures` and a row of ``_TIER`` here.
+:class:`~kvtier.connector.report.statistics.TierFigures` and a row of ``_TIER`` here.
 
 Values are read in a fixed order of series, because the tiers of an engine do not change while
 it lives. What a tier reported last is one tuple, so that a tier where nothing happened costs
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from kvtier.connector.statistics import EngineStatistics
+from kvtier.connector.report.statistics import EngineStatistics
 
 __all__ = [
     "METRICS",

@@ -18,16 +18,16 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from kvtier.connector.blocks import BlockTables
-from kvtier.connector.groups import SchedulerOptions, build_layouts
-from kvtier.connector.jobs import JobState, JobTable
-from kvtier.connector.loads import plan_load
-from kvtier.connector.lookup import Matcher
 from kvtier.connector.metadata import ConnectorMetadata, SlotSpec, TransferJob, WorkerOutput
 from kvtier.connector.protocols import AllocatedBlocks, Cache, EngineRequest, StepOutput
+from kvtier.connector.schedule.blocks import BlockTables
+from kvtier.connector.schedule.groups import SchedulerOptions, build_layouts
+from kvtier.connector.schedule.jobs import JobState, JobTable
+from kvtier.connector.schedule.loads import plan_load
+from kvtier.connector.schedule.lookup import Matcher
+from kvtier.connector.schedule.stores import computed_tokens, make_offer
+from kvtier.connector.schedule.tracking import TrackedRequest
 from kvtier.connector.stats import ConnectorStats
-from kvtier.connector.stores import computed_tokens, make_offer
-from kvtier.connector.tracking import TrackedRequest
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
 from kvtier.manager import ResidencyEvent

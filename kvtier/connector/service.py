@@ -19,11 +19,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 from kvtier.connector.context import RequestContext
 from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNature
 from kvtier.connector.pace import StepClock
-from kvtier.connector.pressure import PressureLog
-from kvtier.connector.statistics import EngineStatistics, engine_statistics
+from kvtier.connector.report.pressure import PressureLog
+from kvtier.connector.report.statistics import EngineStatistics, engine_statistics
+from kvtier.connector.report.worth_log import WorthLog
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
-from kvtier.connector.worth_log import WorthLog
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT

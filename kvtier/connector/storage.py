@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.config import KvtierConfig
-from kvtier.connector.observer import Observer, Positions, build_observer
+from kvtier.connector.report.observer import Observer, Positions, build_observer
 from kvtier.errors import ConfigError
 from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool

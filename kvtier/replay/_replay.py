@@ -16,10 +16,10 @@ import numpy as np
 
 from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.connector.device import DeviceEngine
-from kvtier.connector.groups import CacheGroup, SchedulerOptions
+from kvtier.connector.report.statistics import TierFigures
+from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
-from kvtier.connector.statistics import TierFigures
 from kvtier.connector.stats import transfer_type_of
 from kvtier.connector.storage import open_storage
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions

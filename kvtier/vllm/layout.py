@@ -8,7 +8,7 @@ import operator
 from pathlib import Path
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
-from kvtier.connector.observer import Positions
+from kvtier.connector.report.observer import Positions
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint

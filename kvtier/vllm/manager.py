@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from typing_extensions import override
 
+from kvtier.connector.report.statistics import EngineStatistics
 from kvtier.connector.service import CacheService
-from kvtier.connector.statistics import EngineStatistics
 from kvtier.manager import Lookup
 from kvtier.vllm.contract import (
     CHUNK_LEVEL,

@@ -18,7 +18,7 @@ from kvtier.connector.metrics import (
     Kind,
     Metric,
 )
-from kvtier.connector.reporter import Reporter, StatisticsSource
+from kvtier.connector.report.reporter import Reporter, StatisticsSource
 from kvtier.connector.stats import ConnectorStats
 from kvtier.vllm.contract import (
     OffloadingConnectorStats,

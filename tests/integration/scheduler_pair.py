@@ -33,8 +33,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connector.context import RequestContext
-from kvtier.connector.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, WorkerOutput
+from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey, group_of

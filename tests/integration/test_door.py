@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connector import service as service_module
-from kvtier.connector.statistics import TierFigures
+from kvtier.connector.report.statistics import TierFigures
 from kvtier.errors import (
     CapacityError,
     ConfigError,

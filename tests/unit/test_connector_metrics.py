@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvtier.connector.metrics import METRICS, Changes, Kind, SeriesReader
-from kvtier.connector.reporter import Reporter
-from kvtier.connector.statistics import EngineStatistics, ShadowFigures, TierFigures
+from kvtier.connector.report.reporter import Reporter
+from kvtier.connector.report.statistics import EngineStatistics, ShadowFigures, TierFigures
 from kvtier.connector.stats import ConnectorStats
 
 ZEROS = dict.fromkeys(TierFigures._fields[1:], 0)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import BlockSpec, WorkerOutput
+from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions, build_layouts
+from kvtier.connector.schedule.tracking import TrackedRequest, chunk_positions
 from kvtier.connector.stats import ConnectorStats
-from kvtier.connector.tracking import TrackedRequest, chunk_positions
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.testing.stepped import SteppedEngine

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.connector.exporter import MetricsExporter
 from kvtier.connector.metrics import METRICS, Kind
-from kvtier.connector.statistics import EngineStatistics, TierFigures
+from kvtier.connector.report.exporter import MetricsExporter
+from kvtier.connector.report.statistics import EngineStatistics, TierFigures
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import ConfigError
 from tests.unit.test_connector_metrics import engine, tier

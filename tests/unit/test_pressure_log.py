@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connector.pressure import PressureLog
+from kvtier.connector.report.pressure import PressureLog
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvtier.connector.worth_log import WorthLog
+from kvtier.connector.report.worth_log import WorthLog
 from kvtier.manager import LoadWorth
 from kvtier.types import Outcome, TransferResult
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvtier.connector.metadata import BlockSpec
 from kvtier.connector.protocols import EngineRequest
-from kvtier.connector.tracking import GroupTrack, TrackedRequest
+from kvtier.connector.schedule.tracking import GroupTrack, TrackedRequest
 from kvtier.keys import ChunkKey
 
 __all__ = ["Offer", "StoreSource", "computed_tokens", "make_offer"]

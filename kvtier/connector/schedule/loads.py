@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.connector.groups import ceil_div
 from kvtier.connector.metadata import BlockSpec
 from kvtier.connector.protocols import AllocatedBlocks, Block
-from kvtier.connector.tracking import GroupTrack, TrackedRequest
+from kvtier.connector.schedule.groups import ceil_div
+from kvtier.connector.schedule.tracking import GroupTrack, TrackedRequest
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier.connector.protocols import NULL_BLOCK, StepOutput
-from kvtier.connector.tracking import GroupTrack, TrackedRequest
+from kvtier.connector.schedule.tracking import GroupTrack, TrackedRequest
 
 __all__ = ["BlockTables"]
 

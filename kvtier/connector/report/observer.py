@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.config import KvtierConfig
 from kvtier.connector.context import RequestContext
-from kvtier.connector.statistics import ShadowFigures
+from kvtier.connector.report.statistics import ShadowFigures
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, is_of_first_group
 from kvtier.policies.shadow import ShadowTier

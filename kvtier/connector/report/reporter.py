@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvtier.connector.statistics import EngineStatistics
+from kvtier.connector.report.statistics import EngineStatistics
 from kvtier.connector.stats import ConnectorStats
 
 __all__ = ["Report", "Reporter", "StatisticsSource"]

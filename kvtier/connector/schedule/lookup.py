@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from kvtier.connector.groups import ceil_div
-from kvtier.connector.tracking import GroupTrack, TrackedRequest
+from kvtier.connector.schedule.groups import ceil_div
+from kvtier.connector.schedule.tracking import GroupTrack, TrackedRequest
 from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup
 

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from kvtier.connector.context import RequestContext
-from kvtier.connector.groups import GroupLayout, ceil_div
 from kvtier.connector.protocols import NULL_BLOCK, EngineRequest
+from kvtier.connector.schedule.groups import GroupLayout, ceil_div
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, make_key
 from kvtier.types import JobId

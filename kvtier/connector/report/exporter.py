@@ -37,7 +37,7 @@ from kvtier.connector.metrics import (
     Series,
     SeriesReader,
 )
-from kvtier.connector.reporter import Report, Reporter, StatisticsSource
+from kvtier.connector.report.reporter import Report, Reporter, StatisticsSource
 from kvtier.errors import ConfigError
 
 __all__ = ["MetricsExporter"]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from kvtier.connector.tracking import TrackedRequest
+from kvtier.connector.schedule.tracking import TrackedRequest
 from kvtier.keys import ChunkKey
 from kvtier.types import JobId
 

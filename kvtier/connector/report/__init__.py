@@ -1,0 +1,1 @@
+"""What operators get to see: figures, metrics over HTTP, warnings, recordings."""
