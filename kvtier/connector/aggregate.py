@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.connector.metadata import FailedLoad, WorkerOutput
 from kvtier.connector.stats import OperationMetrics
@@ -16,6 +17,10 @@ from kvtier.errors import KvtierError
 from kvtier.types import JobId
 
 __all__ = ["OutputAggregator"]
+
+_MOST_LATE: Final = 4096
+"""Jobs that are over and whose late words are told from those about new ones. Far more than are
+ever in flight: a rank that lives acknowledges each."""
 
 
 @dataclass(slots=True)
@@ -66,6 +71,7 @@ class OutputAggregator:
     def begin(self, job_ids: Iterable[JobId]) -> None:
         """Note jobs that begin now; others count from their first acknowledgement."""
         for job_id in job_ids:
+            self._late.pop(job_id, None)
             self._job(job_id)
 
     def expect(self, ranks: int) -> WorkerOutput:
@@ -103,14 +109,29 @@ class OutputAggregator:
         return self._finish(together.stats, together.expected_ranks)
 
     def forget(self, job_ids: Iterable[JobId]) -> None:
-        """Stop waiting for ranks to acknowledge these jobs; unknown ones are no error."""
+        """Stop waiting for ranks to acknowledge these jobs, and listening when they do.
+
+        Unknown ones are no error: ranks may have been given them and not have said so yet.
+        """
         for job_id in job_ids:
-            self._pending.pop(job_id, None)
+            job = self._pending.pop(job_id, None)
+            if job is not None:
+                self._ignore(job_id, job.awaited | job.left)
+            elif job_id not in self._late:
+                self._ignore(job_id, set(range(self._ranks)))
 
     def _job(self, job_id: JobId) -> _Pending:
         if job_id not in self._pending:
             self._pending[job_id] = _Pending(set(range(self._ranks)), set())
         return self._pending[job_id]
+
+    def _ignore(self, job_id: JobId, ranks: set[int]) -> None:
+        """Take no notice of what ``ranks`` will still say about a job that is over."""
+        if not ranks:
+            return
+        self._late[job_id] = ranks
+        if len(self._late) > _MOST_LATE:
+            del self._late[next(iter(self._late))]  # of a rank that is gone and says nothing
 
     def _change_ranks(self, ranks: int) -> None:
         self._ranks = ranks
@@ -139,8 +160,9 @@ class OutputAggregator:
         self, stats: Mapping[str, Sequence[OperationMetrics]], expected_ranks: int
     ) -> WorkerOutput:
         finished = {id_: job for id_, job in self._pending.items() if not job.awaited}
-        self.forget(finished)
-        self._late |= {id_: job.left for id_, job in finished.items() if job.left}
+        for job_id, job in finished.items():
+            del self._pending[job_id]
+            self._ignore(job_id, job.left)
         return WorkerOutput(
             completed_jobs=dict.fromkeys(finished, self._most_ranks),
             failed_loads={id_: job.failed for id_, job in finished.items() if job.failed},

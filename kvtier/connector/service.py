@@ -71,6 +71,10 @@ def _no_chunks() -> StorePlan | None:
     return StorePlan([], [], 0, [])
 
 
+def _no_events() -> list[ResidencyEvent]:
+    return []
+
+
 def _natures(ram: str, storage: Storage) -> list[TierNature]:
     """Return what requests may call the tiers, of which the first is called ``ram``."""
     return [
@@ -279,13 +283,15 @@ class CacheService:
         listening = self._steps_untaken < _MOST_STEPS_AHEAD
         return self._manager.has_work() or (listening and self._manager.has_events)
 
+    @answered_with(_no_events)
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency changes, removals before the stores that use their room.
 
         To be called after each step: until all are taken, there is work.
         """
-        self._steps_untaken = 0
-        return self._manager.take_events()
+        events = self._manager.take_events()
+        self._steps_untaken = 0  # after that, or an error at each step would never let it rest
+        return events
 
     def take_reuse_gaps(self) -> list[list[float]]:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""

@@ -100,3 +100,22 @@ def test_after_a_reset_that_failed_nothing_is_believed(
         assert plan is not None
         assert not plan.keys
         cache.service.end_step(started=(), preempted=())
+
+
+def test_events_that_cannot_be_taken_neither_end_the_engine_nor_keep_it_stepping(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache()
+    store(cache, Context("a"), 2, ends_first=False)
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cache.bench.manager, "take_events", fail)
+    for _ in range(16):
+        step(cache)
+        assert cache.service.take_events() == []
+    assert "ZeroDivisionError: a bug" in caplog.text
+    assert cache.service.statistics().internal_errors == 16
+    assert cache.bench.manager.has_events
+    assert not cache.service.has_pending_work()

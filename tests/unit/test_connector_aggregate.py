@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connector.aggregate import OutputAggregator
+from kvtier.connector.aggregate import _MOST_LATE, OutputAggregator
 from kvtier.connector.metadata import FailedLoad, WorkerOutput
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError
@@ -90,6 +90,37 @@ def test_a_forgotten_job_is_not_waited_for() -> None:
     aggregator = OutputAggregator(2)
     assert aggregator.aggregate([done(1), None]).is_empty
     aggregator.forget([1, 99])
+    assert aggregator.pending == {}
+
+
+def test_what_ranks_say_of_a_forgotten_job_opens_no_other() -> None:
+    aggregator = OutputAggregator(2)
+    aggregator.begin([1, 2])
+    assert aggregator.aggregate([done(1), None]).is_empty
+    aggregator.forget([1, 2, 3])
+    assert aggregator.aggregate([None, failed(1, 5)]).is_empty
+    for job in (2, 3):
+        assert aggregator.aggregate([done(job), None]).is_empty
+        assert aggregator.aggregate([None, done(job)]).is_empty
+    assert aggregator.pending == {}
+    assert not aggregator._late
+
+
+def test_a_job_that_begins_counts_although_one_of_its_number_was_forgotten() -> None:
+    aggregator = OutputAggregator(2)
+    aggregator.forget([1])
+    aggregator.begin([1])
+    assert aggregator.aggregate([done(1), done(1)]).completed_jobs == {1: 2}
+
+
+def test_ranks_that_never_say_what_they_owe_cost_a_bounded_amount_of_memory() -> None:
+    aggregator = OutputAggregator(2)
+    for job in range(2 * _MOST_LATE):
+        aggregator.begin([job])
+        aggregator.forget([job])
+    assert len(aggregator._late) == _MOST_LATE
+    job = 2 * _MOST_LATE - 1
+    assert aggregator.aggregate([done(job), done(job)]).is_empty
     assert aggregator.pending == {}
 
 
