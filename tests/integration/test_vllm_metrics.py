@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connector.metrics import METRICS, Kind
+from kvtier.vllm.demo.engine import growth
 from kvtier.vllm.metrics import StatsReporter, add_device_transfers, metric_definitions
 from tests.unit.test_connector_metrics import Source, engine, tier
 
@@ -67,4 +68,16 @@ def test_what_workers_copied_is_reported_by_transfer_type_too() -> None:
         "kvtier_kv_offload_size:('ram_to_gpu',)_count": 2,
         "kvtier_kv_offload_size:('ram_to_gpu',)_sum": 30,
         "kvtier_kv_offload_total_bytes:('gpu_to_ram',)": 7,
+    }
+
+
+def test_a_wave_reports_what_counters_grew_by_and_what_gauges_are() -> None:
+    names = {
+        f"{name}{{tier=ram}}": metric.kind
+        for name, metric in METRICS.items()
+        if metric.kind is not Kind.HISTOGRAM
+    }
+    wave = growth(dict.fromkeys(names, 7.0), dict.fromkeys(names, 5.0))
+    assert wave == {
+        series: 5.0 if kind is Kind.GAUGE else -2.0 for series, kind in names.items()
     }

@@ -21,22 +21,17 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 
 from kvtier.config import load_config, vllm_transfer_config
+from kvtier.connector.metrics import METRICS, Kind
 from kvtier.vllm.demo.model import BLOCK_TOKENS
 from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
 
-__all__ = ["main"]
+__all__ = ["growth", "main"]
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001
 DRAIN_S = 30.0
-GAUGES = (
-    "kvtier_used_chunks",
-    "kvtier_capacity_chunks",
-    "kvtier_shadow_hit_ratio",
-    "kvtier_load_seconds_per_gb",
-    "kvtier_recompute_seconds_per_token",
-)
+GAUGES = tuple(f"{name}{{" for name, metric in METRICS.items() if metric.kind is Kind.GAUGE)
 WATCHED = ("kvtier_", "vllm:num_preemptions")
 IRRELEVANT_LABELS = {"engine", "model_name"}
 
@@ -199,10 +194,15 @@ class Driver:
 
     def _growth(self) -> dict[str, float]:
         before, self._counters = self._counters, dict(read_counters())
-        return {
-            series: value if series.startswith(GAUGES) else value - before.get(series, 0)
-            for series, value in self._counters.items()
-        }
+        return growth(before, self._counters)
+
+
+def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return what every counter grew by, and what every gauge is, series by series."""
+    return {
+        series: value if series.startswith(GAUGES) else value - before.get(series, 0)
+        for series, value in after.items()
+    }
 
 
 def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:  # noqa: ANN401 - vLLM's
