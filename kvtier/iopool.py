@@ -92,13 +92,21 @@ class IoPool:
     Args:
         threads: How many calls may be in progress at once.
         name: Prefix of the threads' names.
+        prepare: What each thread does first; with it the constructor waits until all have.
+
+    Raises:
+        BrokenBarrierError: ``prepare`` raised, in its thread.
 
     Attributes:
         threads: How many calls may be in progress at once.
     """
 
-    def __init__(self, threads: int, *, name: str) -> None:
+    def __init__(
+        self, threads: int, *, name: str, prepare: Callable[[], None] | None = None
+    ) -> None:
         self.threads = threads
+        self._prepare = prepare
+        self._prepared = threading.Barrier(threads + 1)
         self._heap: list[_Call] = []
         self._sequence = itertools.count()
         self._wakeup = threading.Condition()
@@ -109,6 +117,8 @@ class IoPool:
         ]
         for thread in self._threads:
             thread.start()
+        if prepare is not None:
+            self._prepared.wait()
 
     async def run(self, call: Callable[[], T], *, priority: int) -> T:
         """Run ``call`` on a thread of the pool; a smaller ``priority`` goes first.
@@ -144,6 +154,8 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
+        if self._prepare is not None:
+            self._get_ready(self._prepare)
         while True:
             with self._wakeup:
                 while not self._heap and not self._closed:
@@ -154,3 +166,11 @@ class IoPool:
             job.execute()
             # Without this the thread keeps the last call, and the buffers it captured, alive.
             del job
+
+    def _get_ready(self, prepare: Callable[[], None]) -> None:
+        try:
+            prepare()
+        except BaseException:
+            self._prepared.abort()  # the pool's owner learns that it has no such thread
+            raise
+        self._prepared.wait()

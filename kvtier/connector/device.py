@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
+from kvtier.memory.threads import compute_alone
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
 from kvtier.types import Job, JobId, Outcome, Why
@@ -91,7 +92,7 @@ class DeviceEngine:
         self._close_timeout_s = close_timeout_s
         self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         # One thread: copies share a link, and a block stored and loaded again keeps its order.
-        self._pool = IoPool(1, name=f"kvtier-copy-{rank}")
+        self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=compute_alone)
         control = region.control
         self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
         self._engine = TransferEngine(

@@ -90,3 +90,11 @@ async def test_closing_a_pool_with_a_stuck_call_gives_up_and_says_so() -> None:
     assert not await close(pool, timeout_s=0.01)
     gate.set()
     await task
+
+
+def test_every_thread_is_prepared_before_the_pool_is_there() -> None:
+    prepared: set[int] = set()
+    pool = IoPool(3, name="kvtier-test", prepare=lambda: prepared.add(threading.get_ident()))
+    assert len(prepared) == 3
+    assert asyncio.run(pool.run(threading.get_ident, priority=0)) in prepared
+    assert pool.close(timeout_s=5)

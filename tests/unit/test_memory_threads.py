@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from kvtier.memory.threads import compute_alone
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let torch spread its operations over two threads, whatever this machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_a_thread(*calls: Callable[[], T]) -> T:
+    """Run ``calls`` in one new thread; return what the last returned."""
+    with ThreadPoolExecutor(1) as thread:
+        return [thread.submit(call).result() for call in calls][-1]
+
+
+def threads_started_by_a_large_operation() -> int:
+    before = len(list(Path("/proc/self/task").iterdir()))
+    torch.ones(1 << 20).add_(1)
+    return len(list(Path("/proc/self/task").iterdir())) - before
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_that_computes_alone_starts_no_team() -> None:
+    assert in_a_thread(threads_started_by_a_large_operation) == 1
+    assert in_a_thread(compute_alone, threads_started_by_a_large_operation) == 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_other_threads_keep_theirs() -> None:
+    assert in_a_thread(compute_alone, torch.get_num_threads) == 1
+    assert torch.get_num_threads() == 2
+    assert in_a_thread(torch.get_num_threads) == 2
