@@ -190,6 +190,8 @@ class TransferConfig(_Section):
     """Longest a request waits for a promotion; then it recomputes."""
     load_path: Literal["auto", "direct", "staged"] = "auto"
     """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
+    load_mode: Literal["ahead", "layerwise"] = "ahead"
+    """Load what is in RAM before a request's first step, or within it layer by layer."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
     )

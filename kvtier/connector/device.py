@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtier.connector.step_loads import StepLoad, StepLoader
+from kvtier.errors import UnsupportedError
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
@@ -95,13 +97,14 @@ class DeviceEngine:
         self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=compute_alone)
         control = region.control
         self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
+        self._chunk_nbytes = region.geometry.stripe_nbytes * len(share.stripes)
         self._engine = TransferEngine(
             f"device-{rank}",
             {
                 ("gpu", "ram"): self._store,
                 ("ram", "gpu"): DeviceLoad(self._copier, control, rank=rank, pool=self._pool),
             },
-            chunk_nbytes=region.geometry.stripe_nbytes * len(share.stripes),
+            chunk_nbytes=self._chunk_nbytes,
             limits=EngineLimits(
                 queued_bytes=_UNBOUNDED,
                 running_bytes=_UNBOUNDED,
@@ -111,7 +114,8 @@ class DeviceEngine:
         self._rank = rank
         self._control = control
         self._reasons: dict[JobId, Why] = {}
-        self._failed: list[DeviceResult] = []
+        self._ended: list[DeviceResult] = []
+        self._steps: StepLoader | None = None
 
     def plan(
         self,
@@ -163,6 +167,83 @@ class DeviceEngine:
         """
         self._submit(job_id, Why.LOAD, plan, generations, wait_s=wait_s)
 
+    # -- loads within a forward pass -----------------------------------------------------------
+
+    def open_steps(self, layers: Sequence[str], *, timeout_s: float) -> bool:
+        """Prepare for loads within the forward pass; once, with one KV cache group.
+
+        Args:
+            layers: The layers as the model names them, in the order of the KV memory's pages.
+            timeout_s: Longest the model waits for one of them.
+
+        Returns:
+            Whether copies can overlap the pass. Else the engine keeps all layers of a block
+            together, and a step's loads are copied before it begins.
+        """
+        pages = self._copier.page_nbytes(0)
+        apart = len(pages) == len(layers)
+        self._steps = StepLoader(
+            self._copier.beside(),
+            self._control,
+            rank=self._rank,
+            layers=layers if apart else (),
+            page_nbytes=pages,
+            timeout_s=timeout_s,
+        )
+        return apart
+
+    def load_in_step(
+        self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]
+    ) -> None:
+        """Add a load to the step that :meth:`start_step` begins.
+
+        Args:
+            job_id: Unique among the jobs of this rank.
+            plan: What to copy where.
+            generations: The stamp that each slot must bear.
+        """
+        if self._steps is None:
+            raise UnsupportedError("this worker does not load within the forward pass")
+        self._steps.add(StepLoad(job_id, plan, generations, self._copier.mark()))
+
+    def start_step(self) -> None:
+        """Start the step's loads; the forward pass follows."""
+        if self._steps is not None:
+            self._steps.start()
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Block until the model may read ``layer``, or waited for it in vain."""
+        if self._steps is not None:
+            self._steps.wait_for(layer)
+
+    def end_step(self) -> list[JobId]:
+        """Settle the step's loads, for :meth:`poll` to return, after the forward pass.
+
+        Returns:
+            Those that failed: what the pass computed for their requests is worth nothing.
+
+        Raises:
+            KvtierError: A copy does not end, so its blocks must not be used again.
+        """
+        loads = [] if self._steps is None else self._steps.end()
+        for load in loads:
+            outcome = Outcome.FAILED if load.error else Outcome.DONE
+            slots = load.plan.slots
+            self._settle(Why.LOAD, slots, load.generations, failed=bool(load.error))
+            self._ended.append(
+                DeviceResult(
+                    job_id=load.job_id,
+                    why=Why.LOAD,
+                    outcomes=[outcome] * len(slots),
+                    nbytes=0 if load.error else len(slots) * self._chunk_nbytes,
+                    seconds=load.seconds,
+                    error=load.error,
+                )
+            )
+        return [load.job_id for load in loads if load.error]
+
+    # -- results -------------------------------------------------------------------------------
+
     def fail(
         self,
         job_id: JobId,
@@ -181,23 +262,20 @@ class DeviceEngine:
             error: What kept it from being started.
         """
         self._reasons.pop(job_id, None)
-        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
-        if why is Why.LOAD:
-            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
-        self._control.acknowledge(self._rank, held)
+        self._settle(why, slots, generations, failed=True)
         outcomes = [Outcome.FAILED] * len(slots)
         text = f"{type(error).__name__}: {error}"
-        self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
+        self._ended.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
 
     @property
     def idle(self) -> bool:
         """Whether every job ended."""
-        return self._engine.idle and not self._failed
+        return self._engine.idle and not self._ended
 
     def poll(self) -> list[DeviceResult]:
         """Return the jobs that ended since the last call, in the order they did."""
-        failed, self._failed = self._failed, []
-        return failed + [
+        ended, self._ended = self._ended, []
+        return ended + [
             DeviceResult(
                 job_id=result.job_id,
                 why=self._reasons.pop(result.job_id),
@@ -228,14 +306,25 @@ class DeviceEngine:
         Returns:
             False when ``timeout_s`` passed first.
         """
-        return bool(self._failed) or self._engine.wait_any(timeout_s=timeout_s)
+        return bool(self._ended) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
+        if self._steps is not None:
+            self._steps.close(timeout_s=self._close_timeout_s)
         self._engine.close(timeout_s=self._close_timeout_s)
         self._pool.close(timeout_s=self._close_timeout_s)
         self._copier.close()
         self._region.close()
+
+    def _settle(
+        self, why: Why, slots: Sequence[int], generations: Sequence[int], *, failed: bool
+    ) -> None:
+        """Write down that a job let go of its slots, and what it could not load."""
+        held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
+        if failed and why is Why.LOAD:
+            self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
+        self._control.acknowledge(self._rank, held)
 
     def _submit(
         self,

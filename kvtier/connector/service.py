@@ -199,6 +199,11 @@ class CacheService:
             self._hit_tokens[origin] += chunks * self._tokens_per_chunk
         return plan
 
+    @answered_with(lambda: False)
+    def in_ram(self, keys: Sequence[ChunkKey]) -> bool:
+        """Say whether all ``keys`` are whole in RAM."""
+        return self._manager.in_ram(keys)
+
     @answered_with(lambda: 0)
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier a hit's bytes came from."""

@@ -175,6 +175,11 @@ class TieredOffloadingManager:
         if request is not None:
             self._promoter.give_up(request)
 
+    def in_ram(self, keys: Iterable[ChunkKey]) -> bool:
+        """Return whether all ``keys`` are whole in RAM, and not merely promised."""
+        copies = map(self._resident.get, keys)
+        return all(copy is not None and copy.state == _RESIDENT for copy in copies)
+
     def load_source(self, key: ChunkKey) -> int:
         """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
         copy = self._ram.copies.get(key)

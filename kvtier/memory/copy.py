@@ -12,6 +12,7 @@ and rows of it go to consecutive slots in one copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,11 +25,13 @@ from kvtier.memory.host_region import HostRegion
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence, open_stream
 
-__all__ = ["BlockCopier", "BlockCopyPlan", "GroupCopy", "KVBlocks", "plan_copy"]
+__all__ = ["ALL_PAGES", "BlockCopier", "BlockCopyPlan", "GroupCopy", "KVBlocks", "plan_copy"]
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+ALL_PAGES = slice(None)
+"""Every page of a block: all of its layers."""
 _STAGING_NBYTES = 64 << 20
 """Most device memory a copy borrows: the engine leaves little, a long prefix is gigabytes."""
 
@@ -93,6 +96,18 @@ class BlockCopyPlan:
                 )
         return BlockCopyPlan(parts, slots)
 
+    def joined_with(self, others: Sequence[BlockCopyPlan]) -> BlockCopyPlan:
+        """Return one plan that does what this one and ``others`` do."""
+        if not others:
+            return self
+        plans = (self, *others)
+        copies: dict[int, list[GroupCopy]] = {}
+        for plan in plans:
+            for copy in plan.groups:
+                copies.setdefault(copy.group, []).append(copy)
+        groups = [_join(group, parts) for group, parts in copies.items()]
+        return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
+
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
         """Return the slots all of whose blocks are among those to copy."""
         if blocks_per_chunk == 1 or not self.groups:
@@ -150,6 +165,15 @@ def plan_copy(
     return BlockCopyPlan(groups, [int(slot) for slot in places])
 
 
+def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
+    """Return ``copies`` of one group as one, in its order."""
+    blocks = np.concatenate([copy.blocks for copy in copies])
+    slots = np.concatenate([copy.slots for copy in copies])
+    subs = np.concatenate([copy.subs for copy in copies])
+    order = np.lexsort((slots, subs))
+    return GroupCopy(group, blocks[order], slots[order], subs[order])
+
+
 class BlockCopier:
     """Copies blocks between one rank's KV memory and its stripes of RAM slots.
 
@@ -204,14 +228,36 @@ class BlockCopier:
                 for part, place in self._places(copy, staged):
                     place.copy_(part, non_blocking=True)
 
-    def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy slots to blocks; returns when the bytes are there."""
+    def load(
+        self, plan: BlockCopyPlan, *, after: Fence | None, pages: slice = ALL_PAGES
+    ) -> None:
+        """Copy slots to blocks; returns when the bytes are there.
+
+        Args:
+            plan: What to copy where.
+            after: What the copy must come after.
+            pages: Which of each block's pages to copy, in the order of ``kv.groups``; the
+                others are left as they are.
+        """
         with self._stream.after(after):
             for copy in self._pieces(plan, None):
-                staged = self._staging(copy)
-                for part, place in self._places(copy, staged):
+                staged = self._staging(copy, pages)
+                for part, place in self._places(copy, staged, pages):
                     part.copy_(place, non_blocking=True)
-                self._scatter(copy, staged)
+                self._scatter(copy, staged, pages)
+
+    def page_nbytes(self, group: int) -> list[int]:
+        """Return the bytes of each page of a block of ``group``."""
+        return [page * self._word.itemsize for _, page in self._pages[group]]
+
+    def beside(self) -> BlockCopier:
+        """Return a copier of the same memory for another thread, whose copies need not wait.
+
+        To be closed before this one is.
+        """
+        other = shallow_copy(self)
+        other._stream = self._stream.beside()  # noqa: SLF001 - one of its own kind
+        return other
 
     def close(self) -> None:
         """Unpin the slots and let go of them. Idempotent; no copy may be running."""
@@ -238,44 +284,46 @@ class BlockCopier:
                 yield whole.part(slice(at, at + step))
 
     def _places(
-        self, copy: GroupCopy, staged: torch.Tensor
+        self, copy: GroupCopy, staged: torch.Tensor, pages: slice = ALL_PAGES
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parts of the staging tensor and where in the slots each belongs."""
-        width = staged.shape[2]
+        first = self._width(copy, slice(pages.start)) if pages.start else 0
+        at = first // len(self._share.stripes)
+        words = slice(at, at + staged.shape[2])
         for rows, slots, sub in _runs(copy):
             for parts, stripes in self._share.runs():
-                yield staged[rows, parts], self._host[slots, stripes, sub, :width]
+                yield staged[rows, parts], self._host[slots, stripes, sub, words]
 
-    def _width(self, copy: GroupCopy) -> int:
-        """Return the words of a block."""
-        return sum(page for _, page in self._pages[copy.group])
+    def _width(self, copy: GroupCopy, pages: slice = ALL_PAGES) -> int:
+        """Return the words of a block's ``pages``."""
+        return sum(page for _, page in self._pages[copy.group][pages])
 
-    def _staging(self, copy: GroupCopy) -> torch.Tensor:
+    def _staging(self, copy: GroupCopy, pages: slice = ALL_PAGES) -> torch.Tensor:
         parts = len(self._share.stripes)
-        shape = (len(copy.blocks), parts, self._width(copy) // parts)
+        shape = (len(copy.blocks), parts, self._width(copy, pages) // parts)
         return torch.empty(shape, dtype=self._word, device=self._device)
 
     def _gather(self, copy: GroupCopy) -> torch.Tensor:
         staged = self._staging(copy)
         blocks = torch.from_numpy(copy.blocks).to(self._device)
-        for pages, part in self._layers(copy, staged):
-            torch.index_select(pages, 0, blocks, out=part)
+        for rows, part in self._layers(copy, staged):
+            torch.index_select(rows, 0, blocks, out=part)
         return staged
 
-    def _scatter(self, copy: GroupCopy, staged: torch.Tensor) -> None:
+    def _scatter(self, copy: GroupCopy, staged: torch.Tensor, pages: slice) -> None:
         blocks = torch.from_numpy(copy.blocks).to(self._device)
-        for pages, part in self._layers(copy, staged):
-            pages.index_copy_(0, blocks, part)
+        for rows, part in self._layers(copy, staged, pages):
+            rows.index_copy_(0, blocks, part)
 
     def _layers(
-        self, copy: GroupCopy, staged: torch.Tensor
+        self, copy: GroupCopy, staged: torch.Tensor, pages: slice = ALL_PAGES
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each layer's pages, cut in parts, and their place in the staging tensor."""
         at, parts = 0, len(self._share.stripes)
-        for tensor, page in self._pages[copy.group]:
+        for tensor, page in self._pages[copy.group][pages]:
             width = page // parts
-            pages = _in_parts(self._tensors[tensor][:, :page], parts)
-            yield pages, staged[:, :, at : at + width]
+            rows = _in_parts(self._tensors[tensor][:, :page], parts)
+            yield rows, staged[:, :, at : at + width]
             at += width
 
 

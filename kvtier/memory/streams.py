@@ -43,6 +43,10 @@ class CopyStream(ABC):
         """Run the copies in the body after ``fence``; leaving it waits until they are done."""
 
     @abstractmethod
+    def beside(self) -> CopyStream:
+        """Return a stream whose copies run at the same time as this one's, in other threads."""
+
+    @abstractmethod
     def close(self) -> None:
         """Unpin what was pinned. Idempotent."""
 
@@ -59,6 +63,10 @@ class HostStream(CopyStream):
         return contextlib.nullcontext()
 
     @override
+    def beside(self) -> HostStream:
+        return HostStream()
+
+    @override
     def close(self) -> None:
         return
 
@@ -68,15 +76,15 @@ class CudaStream(CopyStream):
 
     Args:
         device: The CUDA device.
-        host: The host memory, page-locked here.
+        host: The host memory, page-locked here; None if somebody else does that.
 
     Raises:
         UnsupportedError: The driver refuses to page-lock it.
     """
 
-    def __init__(self, device: torch.device, host: torch.Tensor) -> None:
+    def __init__(self, device: torch.device, host: torch.Tensor | None) -> None:
         self._device = device
-        self._pinned_at = _pin(host)
+        self._pinned_at = 0 if host is None else _pin(host)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @override
@@ -96,6 +104,10 @@ class CudaStream(CopyStream):
         finally:
             # Also when the body raised: what it queued may still touch the caller's buffers.
             self._stream.synchronize()
+
+    @override
+    def beside(self) -> CudaStream:
+        return CudaStream(self._device, None)
 
     @override
     def close(self) -> None:

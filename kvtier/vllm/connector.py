@@ -8,6 +8,11 @@ blocks, so what came before the first bad one is kept. With several a block's nu
 say whose it is; there the request is named, which vLLM knows since 0.30, and computed from its
 start.
 
+With ``transfer.load_mode: layerwise`` requests whose chunks are whole in RAM are loaded within
+the forward pass of their first step (:mod:`kvtier.vllm.in_step`). When that fails, the pass has
+computed from KV that was not there: what it would have stored is not, and vLLM computes the
+request again from the first bad block.
+
 That the chunks must not be tried again for this request goes another way, through the control
 block: the worker has written there which stamps it could not load, and vLLM calls
 ``complete_load`` when every rank is done, before it asks for the request again.
@@ -17,6 +22,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
@@ -25,15 +32,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
 
+from kvtier.config import KvtierConfig, load_config
 from kvtier.connector.pace import prompt_tokens
 from kvtier.errors import UnsupportedError
 from kvtier.vllm.contract import OffloadingConnectorStats
+from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
@@ -46,9 +56,12 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 __all__ = ["KVTierConnector"]
 
@@ -56,6 +69,15 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 
 _TAKES_NAMES: Final = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM takes the names of requests whose load failed; before, only blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load that a worker was told to do: whose, into what, and when."""
+
+    req_id: str
+    blocks: frozenset[int]
+    in_step: bool
 
 
 class KVTierConnector(OffloadingConnector):
@@ -82,17 +104,63 @@ class KVTierConnector(OffloadingConnector):
                 "before vLLM 0.30 a load that fails can be reported only for models with one "
                 "KV cache group: use what `kvtier vllm-args --door spec` prints"
             )
-        self._loading: dict[int, tuple[str, frozenset[int]]] = {}
+        transfer = vllm_config.kv_transfer_config
+        settings = _settings(transfer.kv_connector_extra_config)
+        self._wants_layers = settings.transfer.load_mode == "layerwise"
+        self._timeout_s = settings.transfer.load_timeout_s
+        self._recomputes = transfer.kv_load_failure_policy != "fail"
+        self._loading: dict[int, _Load] = {}
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
-        transfer = vllm_config.kv_transfer_config
-        if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy == "fail":
+        self._spoiled: set[str] = set()
+        self._in_step: InStepLoads | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._open_scheduler(vllm_config, kv_cache_config)
+
+    def _open_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        if not self._recomputes:
             logger.warning(
                 "kv_load_failure_policy is fail, vLLM's default: a request whose chunks cannot "
                 "be loaded ends with an error; with recompute it is computed instead"
             )
+        manager = self.connector_scheduler.manager
+        if not (self._wants_layers and isinstance(manager, KVTierManager)):
+            return
+        reason = why_not_in_step(vllm_config, kv_cache_config)
+        if reason:
+            logger.warning(
+                "transfer.load_mode: layerwise is not possible, so ahead: %s", reason
+            )
+        else:
+            self._in_step = InStepLoads(self.connector_scheduler, manager)
 
     # -- scheduler half ------------------------------------------------------------------------
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how much can be loaded, and whether that is done before the request runs."""
+        loads = self._in_step
+        if loads is not None and loads.fills_blocks_of(request, num_computed_tokens):
+            return None, False
+        tokens: int | None
+        tokens, ahead = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if loads is not None and tokens:
+            now = loads.offer(request, num_computed_tokens, tokens)
+            tokens, ahead = (now, False) if now else (tokens, ahead)
+        return tokens, ahead
+
+    @override
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Plan the load into the blocks that a request got."""
+        loads = self._in_step
+        unhashed = loads.take(request, blocks) if loads and num_external_tokens else None
+        super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
+        if loads is not None and unhashed is not None:
+            loads.planned(request)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -100,7 +168,21 @@ class KVTierConnector(OffloadingConnector):
         manager = self.connector_scheduler.manager
         if isinstance(manager, KVTierManager):
             manager.computing(prompt_tokens(scheduler_output.num_scheduled_tokens.values()))
-        return super().build_connector_meta(scheduler_output)
+        if self._in_step is None:
+            return super().build_connector_meta(scheduler_output)
+        self._in_step.hide()
+        metadata = super().build_connector_meta(scheduler_output)
+        self._in_step.show()
+        return metadata
+
+    @override
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take what the workers did into account."""
+        if self._in_step is not None and connector_output.invalid_block_ids:
+            self._in_step.unhash(connector_output.invalid_block_ids, self._kv_cache_manager)
+        super().update_connector_output(connector_output)
+        if self._in_step is not None:
+            self._in_step.forget_ended()
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -113,20 +195,56 @@ class KVTierConnector(OffloadingConnector):
     # -- worker half ---------------------------------------------------------------------------
 
     @override
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's KV memory."""
+        super().register_kv_caches(kv_caches)
+        worker = self._worker
+        if worker is not None and self._wants_layers and self._one_group:
+            (group,) = self._kv_cache_config.kv_cache_groups
+            worker.open_steps(group.layer_names, timeout_s=self._timeout_s)
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Start the stores of the step before, and wait for those that must end now."""
+        self._spoil(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    @override
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start this step's loads, and remember whose they are."""
         for job_id, job in self._connector_metadata.load_jobs.items():
             blocks: GPULoadStoreSpec = job.dst_spec
-            self._loading[job_id] = (job.req_id, frozenset(map(int, blocks.block_ids)))
+            self._loading[job_id] = _Load(
+                job.req_id, frozenset(map(int, blocks.block_ids)), job.src_spec.in_step
+            )
         super().start_load_kv(forward_context, **kwargs)
+        if self._worker is not None:
+            self._worker.start_step()
+
+    @override
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Block until the model may read a layer, or waited for it in vain."""
+        if self._wants_layers and self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    @override
+    def wait_for_save(self) -> None:
+        """End the loads within the step, and keep what it computed until the next one."""
+        if self._worker is not None:
+            failed = self._worker.end_step()
+            self._spoiled.update(self._loading[job_id].req_id for job_id in failed)
+        self._spoil(self._connector_metadata)
+        super().wait_for_save()
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return requests whose transfers are over, well or not."""
         sent, received = super().get_finished(finished_req_ids)
-        worker = self.connector_worker.worker
-        if isinstance(worker, KVTierWorker):
-            self._note_failures(worker)
+        if self._worker is not None:
+            # Nobody waits for a load within the step: its request is in the batch already.
+            received -= self._note_ended(self._worker)
+        # Computed again from the next step on; or else it ends, and is offered once more.
+        self._spoiled -= self._spoiled if self._recomputes else finished_req_ids
         return sent, received
 
     @override
@@ -143,18 +261,41 @@ class KVTierConnector(OffloadingConnector):
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
-    def _note_failures(self, worker: KVTierWorker) -> None:
-        for job_id, load in worker.take_ended_loads().items():
-            req_id, blocks = self._loading.pop(job_id)
-            if load.is_whole:
+    @property
+    def _worker(self) -> KVTierWorker | None:
+        worker = self.connector_worker.worker
+        return worker if isinstance(worker, KVTierWorker) else None
+
+    def _spoil(self, metadata: KVConnectorMetadata) -> None:
+        """Keep what was computed from KV that did not arrive from being stored."""
+        if self._spoiled and self._worker is not None:
+            jobs = metadata.store_jobs.items()
+            self._worker.spoil(job_id for job_id, job in jobs if job.req_id in self._spoiled)
+
+    def _note_ended(self, worker: KVTierWorker) -> set[str]:
+        """Note which loads failed; return the requests of those within the step."""
+        in_step: set[str] = set()
+        for job_id, ended in worker.take_ended_loads().items():
+            load = self._loading.pop(job_id)
+            if load.in_step:
+                in_step.add(load.req_id)
+            if ended.is_whole:
                 continue
-            logger.warning("the load of request %s failed: %s", req_id, load.error)
+            logger.warning("the load of request %s failed: %s", load.req_id, ended.error)
             if not self._one_group:
-                self._failed_requests.add(req_id)
+                self._failed_requests.add(load.req_id)
             else:
-                self._failed_blocks |= blocks if load.lost_blocks is None else load.lost_blocks
+                lost = load.blocks if ended.lost_blocks is None else ended.lost_blocks
+                self._failed_blocks |= lost
+        return in_step
 
     # -- front end -----------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether the model must stop before each layer, also in CUDA graphs."""
+        return _settings(extra_config).transfer.load_mode == "layerwise"
 
     @classmethod
     @override
@@ -169,6 +310,11 @@ class KVTierConnector(OffloadingConnector):
         return super().build_prom_metrics(
             _with_spec(vllm_config), metric_types, labelnames, per_engine_labelvalues
         )
+
+
+def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
+    """Return kvtier's own file; the spec has said what is wrong if it cannot be read."""
+    return load_config(extra_config["kvtier_config"])
 
 
 def _with_spec(vllm_config: VllmConfig) -> VllmConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 from typing_extensions import override
@@ -60,6 +60,7 @@ class KVTierManager(OffloadingManager):
         self._lookup = service.lookup
         self._warn_of_random_hashes = persistent
         self._reporter = StatsReporter(service) if report_metrics else None
+        self._in_step: set[str] = set()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -96,8 +97,19 @@ class KVTierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
         """Pin chunks that were hits in this step and say where they are, or will be."""
-        plan = self._service.prepare_load(list(keys), req_context.req_id)
-        return SlotLoadStoreSpec(plan.slots, plan.generations, plan.wait_s)
+        req_id = req_context.req_id
+        plan = self._service.prepare_load(list(keys), req_id)
+        in_step = req_id in self._in_step
+        self._in_step.discard(req_id)
+        return SlotLoadStoreSpec(plan.slots, plan.generations, plan.wait_s, in_step=in_step)
+
+    def in_ram(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether hits of this step are all whole in RAM, and not on their way there."""
+        return self._service.in_ram(keys)
+
+    def load_in_step(self, req_id: str) -> None:
+        """Note that the request's next load happens within the forward pass."""
+        self._in_step.add(req_id)
 
     def get_load_source(
         self,

@@ -81,11 +81,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
             ConfigError: The file asks for one that this door cannot take.
         """
         wanted = settings.transfer.load_path
-        if wanted == "direct" and not self._reports_failed_loads:
-            problem = "this door cannot report a load that fails on its way"
-            remedy = "use --door connector of `kvtier vllm-args`, or load_path: staged"
-            text = settings.origin.complain("transfer.load_path", problem, remedy, value=wanted)
-            raise ConfigError(text)
+        for key, value, other in (
+            ("load_path", "direct", "staged"),
+            ("load_mode", "layerwise", "ahead"),
+        ):
+            if getattr(settings.transfer, key) == value and not self._reports_failed_loads:
+                problem = "this door cannot report a load that fails on its way"
+                remedy = f"use --door connector of `kvtier vllm-args`, or {key}: {other}"
+                at = f"transfer.{key}"
+                raise ConfigError(settings.origin.complain(at, problem, remedy, value=value))
         if wanted == "auto":
             wanted = "direct" if self._reports_failed_loads else "staged"
         transfer = settings.transfer.model_copy(update={"load_path": wanted})

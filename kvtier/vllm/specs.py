@@ -16,14 +16,21 @@ class SlotLoadStoreSpec(LoadStoreSpec):
         slots: One per chunk, in the job's order.
         generations: Stamp per slot: what a store leaves, what a load insists on.
         wait_s: How long the slots of a load may take to bear their stamps.
+        in_step: Whether a load happens within the forward pass of its step.
     """
 
     def __init__(
-        self, slots: Sequence[int], generations: Sequence[int], wait_s: float = 0.0
+        self,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        wait_s: float = 0.0,
+        *,
+        in_step: bool = False,
     ) -> None:
         self.slots = list(slots)
         self.generations = list(generations)
         self.wait_s = wait_s
+        self.in_step = in_step
 
     @staticmethod
     def medium() -> str:

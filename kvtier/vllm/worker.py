@@ -11,14 +11,14 @@ later message could undo it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
-from kvtier.errors import UnsupportedError
+from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Why
@@ -89,6 +89,7 @@ class KVTierWorker(OffloadingWorker):
         self._reports_failed_loads = reports_failed_loads
         self._plans: dict[int, BlockCopyPlan] = {}
         self._ended_loads: dict[int, EndedLoad] = {}
+        self._spoiled: set[int] = set()
 
     @override
     def submit_store(
@@ -96,11 +97,16 @@ class KVTierWorker(OffloadingWorker):
     ) -> bool:
         """Start copying blocks to RAM slots."""
         chunks = _slots(dst_spec)
+        if job_id in self._spoiled:
+            self._spoiled.discard(job_id)
+            error = KvtierError("its KV was computed from KV that did not arrive")
+            self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, error)
+            return True
         try:
             self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
-        except Exception as error:
+        except Exception as failure:
             logger.exception("store %d was not started", job_id)
-            self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, error)
+            self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, failure)
         return True
 
     @override
@@ -116,11 +122,42 @@ class KVTierWorker(OffloadingWorker):
         try:
             plan = self._plan(dst_spec, chunks)
             self._plans[job_id] = plan
-            self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
+            if chunks.in_step:
+                self._device.load_in_step(job_id, plan, chunks.generations)
+            else:
+                self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
         except Exception as error:
             logger.exception("load %d was not started", job_id)
             self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
         return True
+
+    # -- loads within a forward pass -----------------------------------------------------------
+
+    def open_steps(self, layers: Sequence[str], *, timeout_s: float) -> None:
+        """Prepare for loads within the forward pass; see :meth:`DeviceEngine.open_steps`."""
+        if not self._device.open_steps(layers, timeout_s=timeout_s):
+            logger.warning(
+                "load_mode: layerwise copies all layers before the forward pass here, for this "
+                "engine keeps them together"
+            )
+
+    def start_step(self) -> None:
+        """Start the step's loads; the forward pass follows."""
+        self._device.start_step()
+
+    def wait_for_layer(self, layer: str) -> None:
+        """Block until the model may read ``layer``, or waited for it in vain."""
+        self._device.wait_for_layer(layer)
+
+    def end_step(self) -> list[int]:
+        """Settle the step's loads after the forward pass; returns those that failed."""
+        return self._device.end_step()
+
+    def spoil(self, job_ids: Iterable[int]) -> None:
+        """Make stores fail that are not submitted yet: what they would copy is wrong."""
+        self._spoiled.update(job_ids)
+
+    # -- results -------------------------------------------------------------------------------
 
     @override
     def get_finished(self) -> list[TransferResult]:

@@ -43,6 +43,7 @@ RECOVERED = 3
 READ_ONLY = {
     "dropped",
     "has_work",
+    "in_ram",
     "load_source",
     "snapshot",
     "take_cancels",
