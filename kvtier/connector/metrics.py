@@ -96,7 +96,10 @@ def _rows(
 
 
 _TIER_COUNTERS: Final = {
-    "hit_chunks": "Chunks loaded into the GPU, by the tier their bytes came from.",
+    "hit_chunks": (
+        "Chunks loaded into the GPU, by the tier their bytes came from; of a load that failed "
+        "those before its failure."
+    ),
     "hit_tokens": "Prompt tokens not computed, by the tier their KV came from.",
     "miss_chunks": (
         "Chunks asked for and not in the tier: those found in a slower one, and one per "
@@ -105,7 +108,9 @@ _TIER_COUNTERS: Final = {
     "stranded_chunks": (
         "Chunks in the tier that were computed all the same, behind one that no tier had."
     ),
-    "skipped_load_chunks": "Chunks not loaded because computing them was to be faster.",
+    "skipped_load_chunks": (
+        "Chunks not loaded because computing them was to be faster, or they were to be late."
+    ),
     "skipped_load_tokens": "Prompt tokens they stand for.",
     "stored_chunks": "Chunks that became resident in the tier.",
     "evicted_chunks": "Chunks that left the tier to make room.",

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier.connector.context import RequestContext
@@ -24,7 +23,7 @@ from kvtier.connector.report.statistics import EngineStatistics, engine_statisti
 from kvtier.connector.report.worth_log import WorthLog
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
-from kvtier.keys import ChunkKey, is_of_first_group
+from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.types import JobId, TransferResult
@@ -121,7 +120,6 @@ class CacheService:
         self._ended: set[str] = set()
         self._jobs: Counter[str] = Counter()
         self._loading: dict[str, deque[Sequence[ChunkKey]]] = {}
-        self._hit_tokens = [0] * (len(storage.tiers) + 1)
         self._internal_errors = 0
         self._transfers = ConnectorStats()
         self._ways: dict[JobId, tuple[str, str]] = {}
@@ -194,9 +192,6 @@ class CacheService:
         if self._retain_seconds(req_id):
             self._loading.setdefault(req_id, deque()).append(keys)
             self._jobs[req_id] += 1
-        first_group = compress(plan.origins, map(is_of_first_group, keys))
-        for origin, chunks in Counter(first_group).items():
-            self._hit_tokens[origin] += chunks * self._tokens_per_chunk
         return plan
 
     @answered_with(lambda: False)
@@ -317,7 +312,7 @@ class CacheService:
         return engine_statistics(
             self._manager.snapshot(),
             self._engine.statistics(),
-            hit_tokens=self._hit_tokens,
+            tokens_per_chunk=self._tokens_per_chunk,
             internal_errors=self._internal_errors,
             shadows=() if self._observer is None else self._observer.figures(),
             recorder=None if recorder is None else recorder.statistics(),

@@ -14,7 +14,7 @@ from kvtier.manager.plans import (
 from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, WorthFigures
+from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, SkipCause, WorthFigures
 
 __all__ = [
     "NO_TERMS",
@@ -27,6 +27,7 @@ __all__ = [
     "ManagerSnapshot",
     "RequestTerms",
     "ResidencyEvent",
+    "SkipCause",
     "SlotTruth",
     "StorePlan",
     "TierCounters",

@@ -15,8 +15,13 @@ A promise is a number, not a slot: nothing is evicted for a request that may not
 What a request was told is a hit in this step, in RAM or below, is counted against what could be
 evicted, and promises and streams in flight against ``pin_budget``; so its load finds room, and
 one that would not waits its turn with the :class:`~kvtier.manager.promoter.Promoter`. An engine
-that looks up many requests before it loads for the first can still break that. Then a chunk has
-no slot, which the plan says, and its load fails by itself.
+that looks up many requests before it loads for the first, or stores what it was told is a hit,
+can still break that. Then a chunk has no slot, which the plan says, and its load fails by
+itself.
+
+**What counts as a hit.** Only when a load ends is it known what of it came, so hits are counted
+then: the chunks before the first one that did not come, for the engine computes from there on.
+Where the chunks are of several KV cache groups it computes everything.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
@@ -42,9 +48,20 @@ _RESIDENT = CopyState.RESIDENT
 
 @dataclass(slots=True)
 class _Load:
-    """A load in flight: the copies it pins, and how many slots it made others give up."""
+    """A load in flight.
 
+    Attributes:
+        keys: What was asked for.
+        copies: What it pins: the copies of ``keys``, less those that have none.
+        origins: Index of the tier each copy's bytes come from.
+        lead: Keys before the first that has no copy.
+        streamed: Slots it made others give up.
+    """
+
+    keys: Sequence[ChunkKey]
     copies: Sequence[ChunkCopy]
+    origins: Sequence[int]
+    lead: int
     streamed: int = 0
 
 
@@ -61,7 +78,7 @@ class Loader:
         self._promised_to: RequestState | None = None
         self._left = 0
         self._fits = 0
-        self._doubtful: set[int] = set()
+        self._plain: dict[int, int] = {}
 
     # -- promises ---------------------------------------------------------------------------
 
@@ -75,22 +92,26 @@ class Loader:
         if request is not self._promised_to:
             # An engine asks for one request after the other, so this is not done for every key.
             self._turn_to(request)
-        if self._left <= 0 or len(request.asked) >= self._fits or tier.index in self._doubtful:
+        plain = self._plain[tier.index]
+        if self._left <= 0 or len(request.asked) >= self._fits or plain <= 0:
             return False
         self._left -= 1
+        self._plain[tier.index] = plain - 1
         self._promises[request] += 1
         return True
 
     def _turn_to(self, request: RequestState) -> None:
         """Work out what can be promised to ``request``."""
         ladder, promoter = self._ladder, self._promoter
-        held = promoter.granted + promoter.streaming + self._promises.total()
+        promised = self._promises.total()
+        held = promoter.granted + promoter.streaming + promised
         others = (other for other in promoter.asked_for() if other is not request)
         self._promised_to = request
         self._left = ladder.limits.pin_budget - held
         self._fits = self._ram.room - sum(len(other.asked) for other in others)
-        self._doubtful = {
-            tier.index for tier in ladder.tiers[1:] if not ladder.worth.plainly(tier.index)
+        self._plain = {
+            tier.index: ladder.worth.plain_chunks(tier.index) - promised
+            for tier in ladder.tiers[1:]
         }
 
     def end_step(self) -> None:
@@ -111,8 +132,9 @@ class Loader:
             if copy is None or copy.state != _RESIDENT:
                 return self._stream(keys, req_id, request)
             copies.append(copy)
-        origins = self._use(copies)
-        self._begin(_Load(copies), keys, req_id, request)
+        self._use(copies)
+        origins = [copy.origin for copy in copies]
+        self._begin(_Load(keys, copies, origins, len(keys)), req_id, request)
         slots = [copy.slot for copy in copies]
         self._ladder.truth.issue(slots)
         return LoadPlan(slots, [copy.generation for copy in copies], origins)
@@ -140,6 +162,7 @@ class Loader:
             ram.unpin(copy)
             if copy.transient and not copy.pins and copy.state == _RESIDENT:
                 self._ladder.drop(ram, copy)
+        self._count_hits(load, loaded)
 
     def in_flight(self) -> Iterator[ChunkCopy]:
         """Yield each copy once for each load that a worker may be carrying out."""
@@ -155,31 +178,34 @@ class Loader:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _use(self, copies: Sequence[ChunkCopy]) -> list[int]:
-        """Pin resident ``copies``, count them as used, and return whence their bytes came."""
+    def _use(self, copies: Sequence[ChunkCopy]) -> None:
+        """Pin resident ``copies`` and count them as used."""
         self._ram.pin_many(copies)
         for copy in copies:
             copy.hits += 1
-        origins = [copy.origin for copy in copies]
-        if any(origins):
-            for tier, hits in Counter(origins).items():
-                self._ladder.tiers[tier].counters.hits += hits
-        else:
-            self._ram.counters.hits += len(copies)
         self._ram.touch(copies, self._ladder.ctx)
         self._demoter.used(copies)
-        return origins
 
-    def _begin(
-        self, load: _Load, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
-    ) -> None:
+    def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
+        """Count the chunks of a load that its engine does not compute after all."""
+        hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
+        if hits < len(load.keys) and not of_one_group(load.keys):
+            hits = 0
+        tiers, origins = self._ladder.tiers, load.origins[:hits]
+        for tier, chunks in Counter(origins).items():
+            tiers[tier].counters.hits += chunks
+        of_first = compress(origins, map(is_of_first_group, load.keys))
+        for tier, chunks in Counter(of_first).items():
+            tiers[tier].counters.prompt_hits += chunks
+
+    def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, deque()).append(load)
         self._promised_to = None
         self._promoter.streaming += load.streamed
         if request is not None:
             self._promises.pop(request, None)
             self._promoter.release(request)
-            request.remember(keys)
+            request.remember(load.keys)
 
     def _stream(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
@@ -206,17 +232,26 @@ class Loader:
         ]
         rises = plan_rise(ladder, wanted) if wanted else []
         chunks = [members.get(key) for key in keys]
-        coming = [copy for copy in chunks if copy and copy.state == CopyState.WRITING]
+        # Not those that workers store: if that fails, nobody says so to who waits for them.
+        coming = [
+            copy for copy in chunks if copy and copy.state == CopyState.WRITING and copy.origin
+        ]
         for copy in coming:
             ram.pin(copy)
             copy.hits += 1
-            ladder.tiers[copy.origin].counters.hits += 1
-        load = _Load([*resident, *coming], len(wanted) if rises else 0)
-        self._begin(load, keys, req_id, request)
-        ladder.truth.issue([copy.slot for copy in load.copies])
-        usable = set(load.copies)
+        usable = {*resident, *coming}
         chosen = [copy if copy in usable else None for copy in chunks]
-        if None in chosen and request is not None:
+        copies = [copy for copy in chosen if copy is not None]
+        load = _Load(
+            keys,
+            copies,
+            origins=[copy.origin for copy in copies],
+            lead=chosen.index(None) if None in chosen else len(keys),
+            streamed=len(wanted) if rises else 0,
+        )
+        self._begin(load, req_id, request)
+        ladder.truth.issue([copy.slot for copy in copies])
+        if load.lead < len(keys) and request is not None:
             self._promoter.give_up(request)
         return LoadPlan(
             [copy.slot if copy else NO_SLOT for copy in chosen],

@@ -25,7 +25,9 @@ class TierCounters:
     """What happened in one tier since the manager was made; all in chunks."""
 
     hits: int = 0
-    """Chunks loaded into the GPU whose bytes came from this tier."""
+    """Chunks whose bytes came from this tier and that an engine loaded rather than computed."""
+    prompt_hits: int = 0
+    """Those of the first KV cache group: each stands for prompt tokens of its own."""
     misses: int = 0
     """Chunks asked for and not here: those found in a slower tier, and one per request for
     the first that was nowhere."""

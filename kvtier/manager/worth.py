@@ -48,14 +48,16 @@ wasted.
 
 from __future__ import annotations
 
+import enum
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.types import JobId, Outcome, TransferResult
 
-__all__ = ["LoadChoice", "LoadPrice", "LoadWorth", "WorthFigures"]
+__all__ = ["LoadChoice", "LoadPrice", "LoadWorth", "SkipCause", "WorthFigures"]
 
 _KEEP: Final = 0.8
 """Weight that the samples so far keep when one more arrives."""
@@ -73,6 +75,17 @@ _HALF_LIFE_TOKENS: Final = 32_768
 _FEW_CHUNKS: Final = 8
 _FEWEST_TOKENS: Final = 128
 """Prompt tokens of a step below which its time is not the prompt's: weights, launches."""
+
+
+class SkipCause(enum.Enum):
+    """Why what is there is computed."""
+
+    SLOWER = enum.auto()
+    """Computing was expected to be faster."""
+    LATE = enum.auto()
+    """Loading pays, but would not have ended by the deadline."""
+    UNPROVEN = enum.auto()
+    """A load ran into its deadline, and none has arrived since to say how slow the tier is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,7 @@ class LoadChoice:
     """A load that is not done, or not wholly.
 
     Attributes:
+        cause: Why.
         kept: Leading chunks of the request that are loaded.
         groups: KV cache groups they all belong to.
         skipped: Chunks of each slower tier that are not, by its index.
@@ -109,8 +123,10 @@ class LoadChoice:
         recompute_s: What computing it takes, by the estimate.
         nbytes: Bytes that loading all of it would have moved.
         queued_nbytes: Bytes that were to be moved before them.
+        in_time_s: What a load from one tier may take.
     """
 
+    cause: SkipCause
     kept: int
     groups: int
     skipped: Mapping[int, int]
@@ -119,6 +135,7 @@ class LoadChoice:
     recompute_s: float
     nbytes: int
     queued_nbytes: int
+    in_time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,34 +339,39 @@ class LoadWorth:
         if not prices:
             return None
         chunk_s = self._chunk_tokens * s_per_token * self._waiting(now) / groups
-        kept = self._cut(sources, prices, chunk_s, divisible=groups == 1)
-        kept = self._probed(sources, kept)
+        whole = self._cut(sources, prices, chunk_s, divisible=groups == 1)
+        kept = proven = self._probed(sources, whole)
         if kept < len(sources):
             kept = self._tried(sources, kept, prices, chunk_s, groups=groups, now=now)
         if kept == len(sources):
             return None
-        return self._choice(sources, kept, prices, chunk_s, groups=groups)
+        cause = SkipCause.UNPROVEN
+        if proven == whole:
+            cause = self._cause(sources, whole, prices, chunk_s, divisible=groups == 1)
+        return self._choice(sources, kept, prices, chunk_s, groups=groups, cause=cause)
 
-    def plainly(self, tier: int) -> bool:
-        """Return whether loading from ``tier`` pays for each chunk, however many follow.
+    def plain_chunks(self, tier: int) -> int:
+        """Return how many chunks of ``tier`` are worth loading, whatever else is wanted.
 
-        For an answer before all that is wanted is known: a chunk takes less to load than to
-        compute, and what comes first, start-up and queue, is less than eight of them save.
-        Whatever is less clear is for :meth:`choose`.
+        For an answer before that is known: a chunk takes less to load than to compute, what
+        comes first, start-up and queue, is less than eight of them save, and so many arrive in
+        time. Whatever is less clear is for :meth:`choose`.
         """
         s_per_token = self.recompute_s_per_token
         if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
-            return True
+            return sys.maxsize
         price = self._times[tier].price()
         if price is None:
-            return True
+            return sys.maxsize
         if self._times[tier].bounded:
-            return False
-        saved_s = (
-            self._margin * self._chunk_tokens * s_per_token
-            - price.s_per_byte * self._chunk_nbytes
-        )
-        return price.seconds(self._outstanding_nbytes[tier]) < _FEW_CHUNKS * saved_s
+            return 0
+        more_s = price.s_per_byte * self._chunk_nbytes
+        saved_s = self._margin * self._chunk_tokens * s_per_token - more_s
+        ahead_s = price.seconds(self._outstanding_nbytes[tier])
+        left_s = self._in_time_s - ahead_s
+        if ahead_s >= _FEW_CHUNKS * saved_s or left_s < more_s:
+            return 0
+        return int(min(left_s / more_s, sys.maxsize)) if more_s else sys.maxsize
 
     def skip(self, choice: LoadChoice | None) -> None:
         """Count what is certain now not to be loaded; nothing for None."""
@@ -389,8 +411,10 @@ class LoadWorth:
         chunk_s: float,
         *,
         divisible: bool,
+        in_time_s: float | None = None,
     ) -> int:
         """Return the length of the head whose loading gains most and is done in time."""
+        in_time_s = self._in_time_s if in_time_s is None else in_time_s
         gain_s = self._margin * chunk_s
         load_s = 0.0
         best, best_s = 0, 0.0
@@ -402,13 +426,26 @@ class LoadWorth:
                 if tier not in taken_s:
                     more_s += price.seconds(self._outstanding_nbytes[tier])
                 taken_s[tier] = taken_s.get(tier, 0.0) + more_s
-                if taken_s[tier] > self._in_time_s:
+                if taken_s[tier] > in_time_s:
                     break
                 load_s += more_s
             net_s = load_s - length * gain_s
             if net_s < best_s and (divisible or length == len(sources)):
                 best, best_s = length, net_s
         return best
+
+    def _cause(
+        self,
+        sources: Sequence[int],
+        kept: int,
+        prices: Mapping[int, LoadPrice],
+        chunk_s: float,
+        *,
+        divisible: bool,
+    ) -> SkipCause:
+        """Say whether a head of ``kept`` would be longer if nothing had to be in time."""
+        longer = self._cut(sources, prices, chunk_s, divisible=divisible, in_time_s=math.inf)
+        return SkipCause.LATE if longer > kept else SkipCause.SLOWER
 
     def _probed(self, sources: Sequence[int], kept: int) -> int:
         """Return how much of a head of ``kept`` to load where a price is only a bound."""
@@ -458,11 +495,13 @@ class LoadWorth:
         chunk_s: float,
         *,
         groups: int,
+        cause: SkipCause,
     ) -> LoadChoice:
         wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
         tail = sources[kept:]
         queued = {tier: self._outstanding_nbytes[tier] for tier in wanted}
         return LoadChoice(
+            cause=cause,
             kept=kept,
             groups=groups,
             skipped={tier: chunks for tier in wanted if (chunks := tail.count(tier))},
@@ -474,6 +513,7 @@ class LoadWorth:
             recompute_s=len(sources) * chunk_s,
             nbytes=sum(wanted.values()) * self._chunk_nbytes,
             queued_nbytes=sum(queued.values()),
+            in_time_s=self._in_time_s,
         )
 
 

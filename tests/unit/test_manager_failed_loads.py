@@ -118,3 +118,44 @@ def test_after_a_reset_a_failed_load_of_before_it_is_nobodys() -> None:
     assert bench.ram.counters.load_failed == 0
     bench.step()
     assert bench.ram.slots.free == 4
+
+
+def hits(bench: Workbench) -> list[tuple[int, int]]:
+    """Return each tier's hits, all and those of the first KV cache group."""
+    return [(tier.counters.hits, tier.counters.prompt_hits) for tier in bench.tiers]
+
+
+def test_only_what_came_before_the_failure_was_a_hit() -> None:
+    bench = Workbench(4, 0)
+    loading(bench)
+    assert hits(bench) == [(0, 0), (0, 0)], "what is on its way may fail"
+    bench.manager.complete_load("reader")
+    assert hits(bench) == [(1, 1), (0, 0)]
+    bench.truth.not_loaded = set()
+    bench.load(prefix(1), "other")
+    assert hits(bench) == [(2, 2), (0, 0)]
+
+
+def test_with_several_groups_a_load_that_fails_hits_nothing() -> None:
+    bench = Workbench(8, 0)
+    keys = [*prefix(2), *prefix(2, group=1)]
+    bench.store(keys)
+    bench.load(keys, "lucky")
+    assert hits(bench) == [(4, 2), (0, 0)]
+    plan = bench.manager.prepare_load(keys, "reader")
+    bench.truth.not_loaded = {plan.slots[3]}
+    bench.manager.complete_load("reader")
+    assert hits(bench) == [(4, 2), (0, 0)]
+
+
+def test_a_load_counts_for_the_tiers_it_was_planned_from() -> None:
+    bench = Workbench(8, 8)
+    bench.manager.recover(1, zip(prefix(2), range(2), strict=True))
+    bench.look(prefix(2), "first")
+    bench.settle()
+    bench.store(prefix(3), "writer")
+    bench.manager.prepare_load(prefix(3), "first")
+    bench.manager.prepare_load(prefix(3), "second")
+    bench.manager.complete_load("second")
+    bench.manager.complete_load("first")
+    assert hits(bench) == [(2, 2), (4, 4)]

@@ -172,6 +172,7 @@ def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request
     bench.truth.refuse([bad[0]], [bad[1]])
     bench.manager.complete_load("reader")
     bench.check()
+    assert [tier.counters.hits for tier in bench.tiers] == [0, 1]
     assert bench.ram.room == 4
     assert bench.look(prefix(3)) == [MISS]
     found = bench.look(prefix(3), "other")
@@ -193,6 +194,21 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     assert bench.look(prefix(2)) == [MISS]
 
 
+def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
+    bench = streaming(4, below=2)
+    assert bench.look(prefix(2)) == [HIT, HIT]
+    store = bench.manager.prepare_store(prefix(1), "writer")
+    assert store is not None
+    plan, _ = begin(bench, 2)
+    assert plan.generations[0] == NO_GENERATION, "if the store fails nobody says so"
+    assert plan.slots[0] == NO_SLOT
+    bench.truth.not_stored = set(store.slots)
+    bench.manager.complete_store(store.keys)
+    bench.manager.complete_load("reader")
+    bench.check()
+    assert bench.look(prefix(2)) == [MISS]
+
+
 def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -> None:
     bench = streaming(2, below=2)
     bench.look(prefix(2))
@@ -204,7 +220,21 @@ def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -
     assert jobs == []
     bench.manager.complete_load("reader")
     bench.check()
+    assert [tier.counters.hits for tier in bench.tiers] == [0, 0]
     assert bench.look(prefix(2)) == [MISS]
+
+
+def test_no_more_is_promised_than_arrives_in_time() -> None:
+    worth = LoadWorth(tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1.0)
+    bench = streaming(32, below=24, worth=worth)
+    worth.sent(77, 1, 2)
+    worth.returned(TransferResult(77, [Outcome.DONE] * 2, seconds=2.0), timeout_s=10.0, now=0.0)
+    assert bench.look(prefix(5), "a") == [HIT] * 5
+    assert bench.look(prefix(24), "b") == [HIT] * 3 + [RETRY] * 21
+    _, jobs = begin(bench, 5, "a")
+    assert bench.look(prefix(5), "b") == [RETRY] * 5
+    assert sum(len(job.keys) for job in bench.step()) == 3
+    assert sum(len(job.keys) for job in jobs) == 5
 
 
 def test_a_request_that_ends_while_it_streams_leaves_nothing_behind() -> None:

@@ -40,11 +40,12 @@ def test_the_latest_decision_is_explained_with_its_numbers(
     skipped(worth, 10)
     log.note(worth, 1.0)
     (record,) = caplog.records
-    assert "10 chunks were not loaded" in record.getMessage()
-    assert (
-        "loading 10.0 MB from nvme behind 5.0 MB would have taken 3 s, computing takes 0.1 s; "
-        "1000 tokens are computed"
-    ) in record.getMessage()
+    assert record.getMessage() == (
+        "10 chunks were computed although they are stored since the last such message. The "
+        "latest, because computing is faster than loading: loading 10.0 MB from nvme behind "
+        "5.0 MB would have taken 3 s and may take 8 s, computing takes 0.1 s; 1000 tokens are "
+        "computed"
+    )
 
 
 def test_later_ones_are_added_up_and_told_once_a_minute(
@@ -55,7 +56,31 @@ def test_later_ones_are_added_up_and_told_once_a_minute(
         skipped(worth, 2)
         log.note(worth, float(second))
         log.note(worth, float(second))
-    assert [record.getMessage().split(":")[1].split()[0] for record in caplog.records] == [
-        "2",
-        "120",
-    ]
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["2", "120"]
+
+
+def patient_engine() -> LoadWorth:
+    """Return the gate of an engine that computes so slowly that every load pays."""
+    return LoadWorth(
+        tiers=2, chunk_nbytes=1_000_000, chunk_tokens=100, recompute_s_per_token=1.0
+    )
+
+
+def told(worth: LoadWorth, chunks: int, caplog: pytest.LogCaptureFixture) -> str:
+    """Return why, as it is told, the last of ``chunks`` chunks are not loaded."""
+    skipped(worth, chunks)
+    WorthLog(["ram", "nvme"]).note(worth, 0.0)
+    return caplog.records[-1].getMessage().partition("because ")[2].partition(":")[0]
+
+
+def test_each_cause_is_told_as_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    assert told(slow_disk(), 10, caplog) == "computing is faster than loading"
+    worth = patient_engine()
+    worth.sent(1, 1, 10)
+    worth.returned(TransferResult(1, [Outcome.DONE] * 10, seconds=5.0), timeout_s=10.0, now=0.0)
+    assert told(worth, 100, caplog) == "loading would not end in time"
+    worth = patient_engine()
+    worth.sent(1, 1, 100)
+    expired = TransferResult(1, [Outcome.EXPIRED] * 100, settled=False)
+    worth.returned(expired, timeout_s=10.0, now=0.0)
+    assert told(worth, 100, caplog) == "a load ran into its deadline and none has arrived since"

@@ -18,13 +18,15 @@ class TierFigures(NamedTuple):
 
     Attributes:
         name: The tier's name.
-        hit_chunks: Chunks loaded into the GPU whose bytes came from here.
+        hit_chunks: Chunks that loads brought to the GPU and whose bytes came from here; of a
+            load that failed only those before its failure.
         hit_tokens: Prompt tokens they stand for.
         miss_chunks: Chunks asked for and not here: those found in a slower tier, and one per
             request for the first that was nowhere.
         stranded_chunks: Chunks that were here and were computed all the same, because one that
             comes before them was in no tier.
-        skipped_load_chunks: Chunks not loaded because computing them was expected to be faster.
+        skipped_load_chunks: Chunks not loaded because computing them was expected to be faster,
+            or because they were not expected in time.
         skipped_load_tokens: Prompt tokens they stand for.
         stored_chunks: Chunks that became resident.
         evicted_chunks: Chunks that left to make room.
@@ -144,7 +146,7 @@ def engine_statistics(
     manager: ManagerSnapshot,
     channels: Mapping[tuple[str, str], ChannelStatistics],
     *,
-    hit_tokens: Sequence[int],
+    tokens_per_chunk: int,
     internal_errors: int,
     shadows: Sequence[ShadowFigures],
     recorder: RecorderStatistics | None,
@@ -154,7 +156,7 @@ def engine_statistics(
     Args:
         manager: The manager's snapshot.
         channels: The storage engine's, by (source, destination).
-        hit_tokens: Prompt tokens loaded, per tier.
+        tokens_per_chunk: Tokens of a chunk of the first KV cache group.
         internal_errors: Unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recording's, if there is one.
@@ -164,10 +166,14 @@ def engine_statistics(
     loads = zip(worth.skipped_chunks, worth.skipped_tokens, per_gb, strict=True)
     return EngineStatistics(
         tiers=[
-            _tier_figures(tier, channels, tokens, load, fastest=not number)
-            for number, (tier, tokens, load) in enumerate(
-                zip(manager.tiers, hit_tokens, loads, strict=True)
+            _tier_figures(
+                tier,
+                channels,
+                tier.counters.prompt_hits * tokens_per_chunk,
+                load,
+                fastest=not number,
             )
+            for number, (tier, load) in enumerate(zip(manager.tiers, loads, strict=True))
         ],
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,

@@ -6,13 +6,18 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier.manager import LoadChoice, LoadWorth
+from kvtier.manager import LoadChoice, LoadWorth, SkipCause
 
 __all__ = ["WorthLog"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _QUIET_S: Final = 60.0
+_WHY: Final = {
+    SkipCause.SLOWER: "computing is faster than loading",
+    SkipCause.LATE: "loading would not end in time",
+    SkipCause.UNPROVEN: "a load ran into its deadline and none has arrived since",
+}
 
 
 class WorthLog:
@@ -37,9 +42,10 @@ class WorthLog:
         new, self._reported = total - self._reported, total
         self._due_s = now + _QUIET_S
         logger.info(
-            "computing is faster than loading: %d chunks were not loaded since the last such "
-            "message. The latest: %s",
+            "%d chunks were computed although they are stored since the last such message. "
+            "The latest, because %s: %s",
             new,
+            _WHY[last.cause],
             self._explain(last),
         )
 
@@ -47,6 +53,7 @@ class WorthLog:
         tiers = " and ".join(self._tiers[index] for index in sorted(choice.skipped))
         return (
             f"loading {choice.nbytes / 1e6:.1f} MB from {tiers} behind "
-            f"{choice.queued_nbytes / 1e6:.1f} MB would have taken {choice.load_s:.3g} s, "
-            f"computing takes {choice.recompute_s:.3g} s; {choice.tokens} tokens are computed"
+            f"{choice.queued_nbytes / 1e6:.1f} MB would have taken {choice.load_s:.3g} s and "
+            f"may take {choice.in_time_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
+            f"{choice.tokens} tokens are computed"
         )
