@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.step_loads import StepLoad, StepLoader
-from kvtier.errors import UnsupportedError
+from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
@@ -64,6 +64,10 @@ class DeviceResult:
 class DeviceEngine:
     """Stores and loads of one rank, carried out in the order they were asked for.
 
+    Stores are held until the engine asks what ended, which it does when the model has computed,
+    and begin together: on a CPU the model wants all processors before that and one after, and
+    a handful of copies begun as one disturb it once.
+
     All methods are called from one thread, the engine's. None of them waits but :meth:`wait`
     and :meth:`close`.
 
@@ -114,6 +118,7 @@ class DeviceEngine:
         self._rank = rank
         self._control = control
         self._reasons: dict[JobId, Why] = {}
+        self._held: list[Job] = []
         self._ended: list[DeviceResult] = []
         self._steps: StepLoader | None = None
 
@@ -140,14 +145,16 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Start copying blocks to slots, after what the engine's stream holds now.
+        """Copy blocks to slots, after what the engine's stream holds now.
+
+        It begins with the next call of :meth:`load`, :meth:`poll` or one that waits.
 
         Args:
             job_id: Unique among the jobs of this rank.
             plan: What to copy where.
             generations: The stamp that the store leaves on each slot.
         """
-        self._submit(job_id, Why.STORE, plan, generations)
+        self._held.append(self._job(job_id, Why.STORE, plan, generations))
 
     def load(
         self,
@@ -165,7 +172,8 @@ class DeviceEngine:
             generations: The stamp that each slot must bear.
             wait_s: How long a slot may take to bear it.
         """
-        self._submit(job_id, Why.LOAD, plan, generations, wait_s=wait_s)
+        self._held.append(self._job(job_id, Why.LOAD, plan, generations, wait_s=wait_s))
+        self._begin()
 
     # -- loads within a forward pass -----------------------------------------------------------
 
@@ -270,10 +278,11 @@ class DeviceEngine:
     @property
     def idle(self) -> bool:
         """Whether every job ended."""
-        return self._engine.idle and not self._ended
+        return self._engine.idle and not self._held and not self._ended
 
     def poll(self) -> list[DeviceResult]:
         """Return the jobs that ended since the last call, in the order they did."""
+        self._begin()
         ended, self._ended = self._ended, []
         return ended + [
             DeviceResult(
@@ -294,6 +303,7 @@ class DeviceEngine:
         Ids that are unknown or ended before are no error. A store that does not end in time is
         revoked: it is acknowledged some day and never counts as whole.
         """
+        self._begin()
         if self._engine.wait(job_ids, timeout_s=_COPY_TIMEOUT_S):
             return
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
@@ -306,10 +316,12 @@ class DeviceEngine:
         Returns:
             False when ``timeout_s`` passed first.
         """
+        self._begin()
         return bool(self._ended) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
+        self._begin()
         if self._steps is not None:
             self._steps.close(timeout_s=self._close_timeout_s)
         self._engine.close(timeout_s=self._close_timeout_s)
@@ -326,7 +338,18 @@ class DeviceEngine:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
         self._control.acknowledge(self._rank, held)
 
-    def _submit(
+    def _begin(self) -> None:
+        """Submit what is held."""
+        if self._held:
+            jobs, self._held = self._held, []
+            try:
+                self._engine.submit(*jobs)
+            except ClosedError as error:
+                for job in jobs:
+                    stamps = job.payload.generations
+                    self.fail(job.job_id, job.why, job.source_slots, stamps, error)
+
+    def _job(
         self,
         job_id: JobId,
         why: Why,
@@ -334,21 +357,19 @@ class DeviceEngine:
         generations: Sequence[int],
         *,
         wait_s: float = 0.0,
-    ) -> None:
+    ) -> Job:
         source, destination = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
         self._reasons[job_id] = why
-        self._engine.submit(
-            Job(
-                job_id=job_id,
-                why=why,
-                source=source,
-                destination=destination,
-                keys=(),
-                source_slots=plan.slots,
-                destination_slots=plan.slots,
-                timeout_s=_COPY_TIMEOUT_S + wait_s,
-                payload=DevicePayload(plan, self._copier.mark(), generations, wait_s),
-            )
+        return Job(
+            job_id=job_id,
+            why=why,
+            source=source,
+            destination=destination,
+            keys=(),
+            source_slots=plan.slots,
+            destination_slots=plan.slots,
+            timeout_s=_COPY_TIMEOUT_S + wait_s,
+            payload=DevicePayload(plan, self._copier.mark(), generations, wait_s),
         )
 
 

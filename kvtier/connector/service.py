@@ -439,7 +439,8 @@ class CacheService:
         jobs = self._manager.take_jobs()
         for job in jobs:
             self._ways[job.job_id] = job.source, job.destination
-            self._engine.submit(job)
+        if jobs:
+            self._engine.submit(*jobs)
         for job_id in self._manager.take_cancels():
             self._engine.cancel(job_id)
         return [job.job_id for job in jobs]

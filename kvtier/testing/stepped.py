@@ -56,12 +56,13 @@ class SteppedEngine:
         """Return nothing: a copy may fail, but no breaker opens."""
         return []
 
-    def submit(self, job: Job) -> None:
-        """Begin a job."""
-        fate = random.Random(f"{self._seed}.{job.job_id}")
-        ends = self._step + fate.randint(0, self._slowest_steps)
-        outcome = Outcome.FAILED if fate.random() < self._failing else Outcome.DONE
-        self._running.append((ends, TransferResult(job.job_id, [outcome] * len(job.keys))))
+    def submit(self, *jobs: Job) -> None:
+        """Begin jobs."""
+        for job in jobs:
+            fate = random.Random(f"{self._seed}.{job.job_id}")
+            ends = self._step + fate.randint(0, self._slowest_steps)
+            outcome = Outcome.FAILED if fate.random() < self._failing else Outcome.DONE
+            self._running.append((ends, TransferResult(job.job_id, [outcome] * len(job.keys))))
 
     def cancel(self, job_id: JobId) -> None:
         """Do nothing: a job that began runs to its end."""

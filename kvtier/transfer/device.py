@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
-from kvtier.iopool import IoPool
+from kvtier.iopool import IoPool, settled
 from kvtier.memory import ControlBlock
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.routes import Route
@@ -62,8 +62,25 @@ class _DeviceRoute(Route):
         self._pool = pool
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Stores that are copied in one call.
+
+    Attributes:
+        copied: Done when they are copied, or could not be.
+        payloads: The stores.
+    """
+
+    copied: asyncio.Future[None]
+    payloads: list[DevicePayload] = field(default_factory=list)
+
+
 class DeviceStore(_DeviceRoute):
     """KV blocks to RAM slots; leaves the truth in the control block before the job settles.
+
+    Stores that start together, such as those of all prompts of a step, are copied in one call:
+    what a call costs beside its bytes is paid in the interpreter, which the model needs. They
+    fail together, too.
 
     A chunk some of whose blocks are gone is never whole. An engine may offer one where a
     sliding window is shorter than a chunk, and a hit that ends elsewhere would load what was in
@@ -75,6 +92,7 @@ class DeviceStore(_DeviceRoute):
     ) -> None:
         super().__init__(copier, control, rank=rank, pool=pool)
         self._revoked: set[JobId] = set()
+        self._gathering: _Batch | None = None
 
     def revoke(self, job_id: JobId) -> None:
         """Keep a store from counting as whole: its blocks may be overwritten from now on."""
@@ -84,12 +102,8 @@ class DeviceStore(_DeviceRoute):
     async def run(self, job: Job) -> SlotOutcomes:
         payload: DevicePayload = job.payload
         slots = payload.plan.slots
-
-        def copy() -> None:
-            self._copier.store(payload.plan, after=payload.after)
-
         try:
-            await self._pool.run(copy, priority=int(job.why))
+            await self._copy(payload, priority=int(job.why))
             if job.job_id in self._revoked:
                 self._revoked.discard(job.job_id)
                 return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
@@ -104,6 +118,32 @@ class DeviceStore(_DeviceRoute):
             [Outcome.DONE if slot in whole else Outcome.REFUSED for slot in slots],
             "some blocks of a chunk are gone: a window is shorter than a chunk",
         )
+
+    async def _copy(self, payload: DevicePayload, *, priority: int) -> None:
+        """Copy the blocks of a store, together with those that start in the same round."""
+        batch = self._gathering
+        if batch is not None:
+            batch.payloads.append(payload)
+            await settled(batch.copied)
+            return
+        batch = _Batch(asyncio.get_running_loop().create_future(), [payload])
+        self._gathering = batch
+        try:
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._gathering = None
+            await self._pool.run(lambda: self._store(batch.payloads), priority=priority)
+        except BaseException as error:
+            batch.copied.set_exception(error)
+            batch.copied.exception()  # retrieved: there may be no other store to tell
+            raise
+        batch.copied.set_result(None)
+
+    def _store(self, payloads: Sequence[DevicePayload]) -> None:
+        first, *others = (payload.plan for payload in payloads)
+        # Marks are made in the order of the jobs: what comes after the last comes after all.
+        self._copier.store(first.joined_with(others), after=payloads[-1].after)
 
 
 class DeviceLoad(_DeviceRoute):

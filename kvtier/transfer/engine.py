@@ -98,6 +98,7 @@ class TransferEngine:
         self._queued: dict[JobId, _Pending] = {}
         self._running: dict[JobId, _Pending] = {}
         self._pauses = 0
+        self._poked = False
         self._closing = False
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
@@ -113,30 +114,40 @@ class TransferEngine:
         now = time.monotonic()
         return [pair for pair, each in self._channels.items() if each.breaker.is_open(now)]
 
-    def submit(self, job: Job) -> None:
-        """Queue ``job``; its outcome arrives through :meth:`poll`, also when it is refused.
+    def submit(self, *jobs: Job) -> None:
+        """Queue ``jobs``; their outcomes arrive through :meth:`poll`, also when one is refused.
+
+        Jobs that are known together are best submitted together: the engine's thread wakes up
+        once, and a caller that computes gets its interpreter back once.
 
         Raises:
             ClosedError: The engine is closing.
-            KeyError: No route leads from the job's source to its destination.
+            KeyError: No route leads from a job's source to its destination; none is queued.
         """
         if self._closing:
             raise ClosedError(f"transfer engine {self._name} is closed")
-        channel = self._channels[job.source, job.destination]
-        nbytes = len(job.source_slots) * self._chunk_nbytes
-        pending = _Pending(job, channel, nbytes, time.monotonic())
-        pending.order = (int(job.why), next(self._sequence))
+        channels = [self._channels[job.source, job.destination] for job in jobs]
+        now = time.monotonic()
         with self._settled:
-            self._unsettled.add(job.job_id)
-            fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes
-            alone = not channel.queued_bytes
-            channel.queued_bytes += nbytes
-            if fits or alone:
-                self._inbox.append(pending)
-                self._poke()
-                return
-            channel.refused += 1
-            self._finish(pending, Outcome.REFUSED, error="the queue is full")
+            for job, channel in zip(jobs, channels, strict=True):
+                self._enqueue(job, channel, now)
+        if self._inbox:
+            self._poke()
+
+    def _enqueue(self, job: Job, channel: Channel, now: float) -> None:
+        """Put a job where the engine's thread finds it, or refuse it."""
+        nbytes = len(job.source_slots) * self._chunk_nbytes
+        pending = _Pending(job, channel, nbytes, now)
+        pending.order = (int(job.why), next(self._sequence))
+        self._unsettled.add(job.job_id)
+        fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes
+        alone = not channel.queued_bytes
+        channel.queued_bytes += nbytes
+        if fits or alone:
+            self._inbox.append(pending)
+            return
+        channel.refused += 1
+        self._finish(pending, Outcome.REFUSED, error="the queue is full")
 
     def cancel(self, job_id: JobId) -> None:
         """Drop a job that has not started; one that has runs on."""
@@ -231,7 +242,10 @@ class TransferEngine:
         asyncio.run(self._main())
 
     def _poke(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake.set)
+        """Wake the engine's thread, unless it is about to look anyway."""
+        if not self._poked:
+            self._poked = True
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -241,6 +255,8 @@ class TransferEngine:
             while not (self._closing and not self._running):
                 await self._wake.wait()
                 self._wake.clear()
+                # Before the look, so that what comes after it wakes this thread again.
+                self._poked = False
                 self._admit()
                 if self._closing:
                     self._cancel_queued("the engine is closing")

@@ -19,7 +19,8 @@ from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
 from kvtier.memory.slot_layout import shard_of
-from kvtier.memory.streams import open_stream
+from kvtier.memory.streams import Fence, open_stream
+from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
 from kvtier.types import Job, Outcome, Why
 
@@ -348,4 +349,79 @@ def test_a_store_that_fails_is_acknowledged_but_never_whole(
         asyncio.run(store.run(device_job(Why.STORE, plan, [8])))
     assert control.stored([0], [8]) == [False]
     assert control.quiet([0]) == [True]
+    copier.close()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[BlockCopyPlan]:
+    """The plans that a copier is told to store, in order."""
+    seen: list[BlockCopyPlan] = []
+    store = BlockCopier.store
+
+    def spy(copier: BlockCopier, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        seen.append(plan)
+        store(copier, plan, after=after)
+
+    monkeypatch.setattr(BlockCopier, "store", spy)
+    return seen
+
+
+async def run_together(
+    store: DeviceStore, plans: Sequence[BlockCopyPlan]
+) -> list[SlotOutcomes]:
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(store.run(device_job(Why.STORE, plan, [8] * len(plan.slots))))
+            for plan in plans
+        ]
+    return [task.result() for task in running]
+
+
+def test_stores_that_start_together_are_copied_in_one_call(
+    make_region: MakeRegion, pool: IoPool, calls: list[BlockCopyPlan]
+) -> None:
+    region = make_region(blocks_per_chunk=2)
+    control, kv = region.control, make_kv()
+    copier = BlockCopier(kv, region, share=shard_of(0), blocks_per_chunk=2)
+    plans = [
+        plan_copy([3, 4, 5], [2, 1], [0, 0], [4, 1], blocks_per_chunk=2),
+        plan_copy([6, 7], [2, 0], [0, 0], [5], blocks_per_chunk=2),
+        plan_copy([8, 9], [0, 2], [0, 0], [2], blocks_per_chunk=2),
+    ]
+    control.issue([1, 2, 4, 5])
+    store = DeviceStore(copier, control, rank=0, pool=pool)
+
+    first, second, third = asyncio.run(run_together(store, plans))
+    assert len(calls) == 1
+    # The half of a chunk in slot 1 concerns its own job alone.
+    assert list(first.outcomes) == [Outcome.DONE, Outcome.REFUSED]
+    assert list(second.outcomes) == list(third.outcomes) == [Outcome.DONE]
+    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, True]
+    assert control.quiet([1, 2, 4, 5]) == [True] * 4
+    for group, slot, blocks in ((0, 4, (3, 4)), (0, 5, (6, 7)), (1, 2, (8, 9))):
+        for place, block in enumerate(blocks):
+            at, wanted = place * BLOCK_NBYTES, block_bytes(kv, group, block)
+            assert bytes(region.slot(slot)[at : at + len(wanted)]) == wanted
+    copier.close()
+
+
+def test_stores_that_start_together_fail_together_and_the_next_do_not(
+    make_region: MakeRegion, pool: IoPool
+) -> None:
+    region = make_region(blocks_per_chunk=1)
+    control = region.control
+    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=1)
+    good = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
+    bad = plan_copy([BLOCKS + 5], [1, 0], [0, 0], [1], blocks_per_chunk=1)
+    control.issue([0, 1])
+    store = DeviceStore(copier, control, rank=0, pool=pool)
+
+    with pytest.raises(ExceptionGroup) as failures:
+        asyncio.run(run_together(store, [good, bad]))
+    assert failures.value.subgroup((IndexError, RuntimeError)) is not None
+    assert control.stored([0, 1], [8, 8]) == [False, False]
+    assert control.quiet([0, 1]) == [True, True]
+    control.issue([0])
+    again = asyncio.run(store.run(device_job(Why.STORE, good, [9])))
+    assert again.outcomes == [Outcome.DONE]
     copier.close()

@@ -354,3 +354,31 @@ def test_overlapping_exclusive_actions_each_keep_others_out(
     wait_for(engine, later)
     assert seen == ["first", "second"]
     assert engine.idle
+
+
+def test_jobs_that_are_submitted_together_wake_the_engine_once(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(running_bytes=1 << 20)
+    wakes: list[object] = []
+    call = engine._loop.call_soon_threadsafe
+
+    def spy(*what: Any) -> None:
+        wakes.append(what)
+        call(*what)
+
+    monkeypatch.setattr(engine._loop, "call_soon_threadsafe", spy)
+    jobs = [job() for _ in range(5)]
+    engine.submit(*jobs)
+    assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.DONE], True) for each in jobs}
+    assert len(wakes) == 1
+    engine.submit()
+    assert len(wakes) == 1
+
+
+def test_of_jobs_without_a_route_none_is_queued(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stray = Job(next(IDS), Why.LOAD, "nvme", "tape", (), (), (), 1.0)
+    with pytest.raises(KeyError, match="tape"):
+        engine.submit(job(), stray)
+    assert engine.idle

@@ -1,0 +1,120 @@
+"""When a rank's copies begin: stores together, once the model has computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvtier.connector.device import DeviceEngine
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.slot_layout import shard_of
+from kvtier.types import Job, Outcome, Why
+
+BLOCKS, SLOTS, PAGE_NBYTES = 16, 8, 4096
+STAMP = 8
+SOON_S = 10.0
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    geometry = RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1, 1)
+    region = HostRegion.create(f"device-{os.getpid()}", geometry, attachers=0, timeout_s=1)
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def device(region: HostRegion) -> Iterator[DeviceEngine]:
+    pages = torch.arange(BLOCKS, dtype=torch.int8)[:, None].repeat(1, PAGE_NBYTES)
+    kv = KVBlocks([pages], [[(0, PAGE_NBYTES)]])
+    engine = DeviceEngine(
+        kv, region, rank=0, share=shard_of(0), blocks_per_chunk=1, close_timeout_s=SOON_S
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def submitted(device: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ids of the jobs that were submitted together, in order."""
+    seen: list[list[int]] = []
+    submit = device._engine.submit
+
+    def spy(*jobs: Job) -> None:
+        seen.append([job.job_id for job in jobs])
+        submit(*jobs)
+
+    monkeypatch.setattr(device._engine, "submit", spy)
+    return seen
+
+
+def store(device: DeviceEngine, region: HostRegion, number: int) -> None:
+    """Store block ``number + 1`` in slot ``number``, as job ``number``."""
+    region.control.issue([number])
+    device.store(number, device.plan([number + 1], [1], [0], [number]), [STAMP])
+
+
+def test_stores_wait_for_the_end_of_the_step_and_begin_together(
+    device: DeviceEngine, region: HostRegion, submitted: list[list[int]]
+) -> None:
+    for number in range(3):
+        store(device, region, number)
+    assert submitted == []
+    assert not device.idle
+    results = device.poll()
+    assert submitted == [[0, 1, 2]]
+    device.wait({0, 1, 2})
+    results += device.poll()
+    assert [(each.job_id, each.why, each.is_whole) for each in results] == [
+        (number, Why.STORE, True) for number in range(3)
+    ]
+    assert [bytes(region.slot(number))[:1] for number in range(3)] == [b"\1", b"\2", b"\3"]
+    assert device.idle
+
+
+def test_who_waits_for_a_store_does_not_wait_in_vain(
+    device: DeviceEngine, region: HostRegion
+) -> None:
+    store(device, region, 0)
+    device.wait({0})
+    assert region.control.stored([0], [STAMP]) == [True]
+    device.poll()
+    store(device, region, 1)
+    assert device.wait_any(timeout_s=SOON_S)
+    assert [result.job_id for result in device.poll()] == [1]
+
+
+def test_a_load_takes_the_stores_before_it_along(
+    device: DeviceEngine, region: HostRegion, submitted: list[list[int]]
+) -> None:
+    store(device, region, 0)
+    device.load(7, device.plan([9], [1], [0], [0]), [STAMP], wait_s=SOON_S)
+    assert submitted == [[0, 7]]
+    device.wait({0, 7})
+    assert [result.job_id for result in device.poll()] == [0, 7]
+
+
+def test_closing_brings_down_what_is_held(
+    device: DeviceEngine, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[bool] = []
+    monkeypatch.setattr(BlockCopier, "store", lambda *_, **__: copied.append(True))
+    store(device, region, 0)
+    device.close()
+    assert copied == [True]
+
+
+def test_a_store_after_the_end_fails_alone(device: DeviceEngine, region: HostRegion) -> None:
+    control = region.control
+    control.issue([0])
+    plan = device.plan([1], [1], [0], [0])
+    device._engine.close(timeout_s=SOON_S)
+    device.store(0, plan, [STAMP])
+    (result,) = device.poll()
+    assert (result.job_id, list(result.outcomes)) == (0, [Outcome.FAILED])
+    assert control.stored([0], [STAMP]) == [False]
+    assert control.quiet([0]) == [True]
