@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -15,8 +16,9 @@ from kvtier.units import approximate_duration, approximate_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["make_table", "show_plan", "show_tiers"]
+__all__ = ["make_table", "show_plan", "show_table", "show_tiers"]
 
+_WIDEST = 1000
 _UNKNOWN = (
     "Not known here: the engine's real layout (padding, KV cache groups, pipeline "
     "parallelism), how much of a prompt repeats, and how fast the disk is. "
@@ -88,3 +90,12 @@ def make_table(*words: str, numbers: tuple[str, ...]) -> Table:
     for number in numbers:
         table.add_column(number, justify="right", no_wrap=True)
     return table
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print all columns of ``table``: what is narrower breaks the lines and loses nothing."""
+    options = console.options.update(max_width=_WIDEST)
+    narrow, whole = console.width, Measurement.get(console, options, table).maximum
+    console.width = max(narrow, whole)
+    console.print(table)
+    console.width = narrow

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from kvtier.cli._progress import show_progress
-from kvtier.cli._render import make_table
+from kvtier.cli._render import make_table, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, choice, read
 from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
@@ -27,6 +27,8 @@ __all__ = ["replay"]
 
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
+_LATE = 0.1
+"""Share of a replay's time from which its steps are too late for its times to mean anything."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command
@@ -127,7 +129,7 @@ def _show(result: ReplayResult) -> None:
         f"{result.predicted.total_hit_ratio:.1%}".rstrip("%"),
         f"{apart['hit_ratio']:+.0%}",
     )
-    console.print(table)
+    show_table(console, table)
     traffic = make_table("tier", numbers=("hits", "simulated", "read", "written"))
     for tier in result.tiers:
         traffic.add_row(
@@ -137,7 +139,7 @@ def _show(result: ReplayResult) -> None:
             _moved(tier.read_bytes, tier.read_bytes_per_s),
             _moved(tier.written_bytes, tier.write_bytes_per_s),
         )
-    console.print(traffic)
+    show_table(console, traffic)
     for line in _remarks(result):
         console.print(line, soft_wrap=True)
 
@@ -158,3 +160,9 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
     ):
         if count:
             yield f"{count:,} {what}"
+    if counts.late_s > _LATE * result.seconds:
+        yield (
+            f"note: steps took {counts.late_s:.1f} s longer than their model would: this machine "
+            "does not keep up, and the times say so and nothing else; use a smaller --speedup, "
+            "smaller --chunk-bytes, or wait until nothing else runs"
+        )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import typer
 from rich.console import Console
 
-from kvtier.cli._render import make_table
+from kvtier.cli._render import make_table, show_table
 from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
@@ -27,7 +27,7 @@ def show_single(result: SingleResult, *, as_json: bool) -> None:
     table = make_table("", numbers=("",))
     for name, value in result.as_dict().items():
         table.add_row(name.replace("_", " "), _text(value))
-    Console(highlight=False).print(table)
+    show_table(Console(highlight=False), table)
 
 
 def show_sweep(results: Sequence[SweepResult]) -> None:
@@ -43,7 +43,7 @@ def show_sweep(results: Sequence[SweepResult]) -> None:
             table.add_row(
                 policy, *(f"{cells[size].prefix_hit_ratio * 100:.2f}" for size in sizes)
             )
-        console.print(table)
+        show_table(console, table)
 
 
 def show_ladder(result: LadderResult, *, as_json: bool) -> None:
@@ -66,7 +66,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
             f"{tier.evictions:,}",
             "" if tier.dwpd is None else f"{tier.dwpd:.2f}",
         )
-    console.print(table)
+    show_table(console, table)
     console.print()
     for line in _summary(result):
         console.print(line, soft_wrap=True)
@@ -89,7 +89,7 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
             tier.evictions,
         )
         table.add_row(tier.name, tier.eviction, *(f"{count:,}" for count in counts))
-    console.print(table)
+    show_table(console, table)
     console.print()
     replayed = f"{result.calls:,} calls of {result.requests:,} requests replayed"
     console.print(

@@ -43,6 +43,7 @@ class ReplayCounts:
         loaded_tokens: Prompt tokens loaded.
         loaded_blocks: Blocks loaded, every one compared with what was stored.
         failed_loads: Loads that did not bring all bytes; their requests were computed.
+        late_s: Seconds that steps took longer than the missing model would have.
     """
 
     steps: int = 0
@@ -50,6 +51,7 @@ class ReplayCounts:
     loaded_tokens: int = 0
     loaded_blocks: int = 0
     failed_loads: int = 0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,8 @@ class ReplayEngine:
         self.counts.failed_loads += len(output.failed_loads)
         self._batcher.loaded(sorted(loaded), output.failed_requests)
         self._batcher.computed(batch, self._now_s())
+        if tokens:
+            self.counts.late_s += max(time.monotonic() - began_s - seconds, 0.0)
         return bool(tokens or loaded)
 
     def _compute(self, batch: Batch) -> int:

@@ -269,3 +269,7 @@ class TestReplay:
         assert document["requests"] == 4
         assert document["counts"]["loaded_blocks"] == 6
         assert set(document["apart"]) == {"p50", "p90", "p99", "hit_ratio"}
+        hopeless = [*arguments[:-1], "1000000000", "--speedup", "1000"]
+        shown = CliRunner().invoke(app, hopeless)
+        assert shown.exit_code == 0, shown.output
+        assert "this machine does not keep up" in shown.output

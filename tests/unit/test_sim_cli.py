@@ -39,9 +39,10 @@ LADDER_KEYS = {"tiers", "total_hit_ratio", "writes_per_ref", "promotions_per_ref
 LEVELS = {"p50", "p90", "p99"}
 
 
-def kvtier(*arguments: object) -> str:
+def kvtier(*arguments: object, width: int = 100) -> str:
     """Run a command that works; return what it prints."""
-    answer = CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(word) for word in arguments])
+    runner = CliRunner(env={"COLUMNS": str(width)})
+    answer = runner.invoke(app, [str(word) for word in arguments])
     if answer.exception is not None:
         raise answer.exception
     return answer.stdout
@@ -107,6 +108,15 @@ def test_tables_are_for_people(trace: Path, config: Path) -> None:
     table = kvtier("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     assert "time to first token p50" in table
     assert "written per day" in table
+
+
+def test_no_table_loses_a_column_where_there_is_little_room(trace: Path, config: Path) -> None:
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
+    table = kvtier(*run, width=80)
+    head, ram, nvme, *_ = table.splitlines()
+    assert head.split()[:3] == ["tier", "eviction", "chunks"]
+    assert [ram.split()[0], nvme.split()[0]] == ["ram", "nvme"]
+    assert head.split()[-1] == "DWPD"
 
 
 def test_the_time_model_can_be_told(trace: Path, config: Path) -> None:
