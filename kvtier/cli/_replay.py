@@ -162,7 +162,7 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
             yield f"{count:,} {what}"
     if counts.late_s > _LATE * result.seconds:
         yield (
-            f"note: steps took {counts.late_s:.1f} s longer than their model would: this machine "
-            "does not keep up, and the times say so and nothing else; use a smaller --speedup, "
-            "smaller --chunk-bytes, or wait until nothing else runs"
+            f"note: steps took {counts.late_s:.1f} s longer than their model would: this "
+            "machine does not keep up, so the times mean nothing; use a smaller --speedup or "
+            "--chunk-bytes, or wait until nothing else runs"
         )
