@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import KvtierError
+from kvtier.memory.threads import compute_alone
 from kvtier.types import JobId
 
 if TYPE_CHECKING:
@@ -126,7 +127,9 @@ class StepLoader:
         self._thread = threading.Thread(
             target=self._work, name=f"kvtier-layers-{rank}", daemon=True
         )
+        self._ready = threading.Event()
         self._thread.start()
+        self._ready.wait()
 
     def add(self, load: StepLoad) -> None:
         """Note a load of the step that :meth:`start` begins."""
@@ -206,7 +209,7 @@ class StepLoader:
             if not self._changed.wait_for(is_over, self._timeout_s):
                 step.abandoned = True
                 logger.error(
-                    "KV was not copied from RAM in %.0f s: the step goes on without it",
+                    "KV was not copied from RAM in %.1f s: the step goes on without it",
                     self._timeout_s,
                 )
 
@@ -225,6 +228,10 @@ class StepLoader:
     # -- the copying thread --------------------------------------------------------------------
 
     def _work(self) -> None:
+        try:
+            compute_alone()
+        finally:
+            self._ready.set()
         while (step := self._steps.get()) is not None:
             try:
                 self._copy(step)

@@ -15,7 +15,8 @@ release   what came with it, and what kvtier does about its absence
           also where it is the model's
 0.29      ``kv_cache_layout``: before, a worker tells what both follow from; a constant hash
           seed: before, PYTHONHASHSEED must be set
-0.30      ``CHUNK_LEVEL``: it was called ``BLOCK_LEVEL``
+0.30      ``CHUNK_LEVEL``: it was called ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no
+          load happens within the forward pass
 0.32      ``CacheHitSource``: nobody asked for it before
 0.33      ``submit_load(expedited)``: kvtier copies at once either way; ``lock``,
           ``on_reset_flushed`` and ``config_info`` have defaults that suit a manager entered

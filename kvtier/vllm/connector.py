@@ -126,13 +126,14 @@ class KVTierConnector(OffloadingConnector):
         manager = self.connector_scheduler.manager
         if not (self._wants_layers and isinstance(manager, KVTierManager)):
             return
-        reason = why_not_in_step(vllm_config, kv_cache_config)
+        half = self.connector_scheduler
+        reason = why_not_in_step(vllm_config, kv_cache_config, half)
         if reason:
             logger.warning(
                 "transfer.load_mode: layerwise is not possible, so ahead: %s", reason
             )
         else:
-            self._in_step = InStepLoads(self.connector_scheduler, manager)
+            self._in_step = InStepLoads(half, manager)
 
     # -- scheduler half ------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class KVTierConnector(OffloadingConnector):
             return None, False
         tokens: int | None
         tokens, ahead = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if loads is not None and tokens:
+        if loads is not None and tokens and ahead:
             now = loads.offer(request, num_computed_tokens, tokens)
             tokens, ahead = (now, False) if now else (tokens, ahead)
         return tokens, ahead

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -45,12 +46,32 @@ if TYPE_CHECKING:
 __all__ = ["InStepLoads", "why_not_in_step"]
 
 _STEP_FIELDS: Final = {field.name for field in dataclasses.fields(SchedulerOutput)}
+_READ: Final = {
+    "RequestOffloadState": {
+        "group_states",
+        "num_locally_computed_tokens",
+        "partial_tail_boundary",
+        "req",
+        "transfer_jobs",
+    },
+    "RequestGroupState": {"offload_keys"},
+    "SchedulerOffloadConfig": {"kv_group_configs", "tokens_per_hash"},
+    "GroupOffloadConfig": {"tokens_per_block", "tokens_per_chunk"},
+}
+"""What is read of the state of vLLM's half, which is nobody's interface."""
 
 
-def why_not_in_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+def why_not_in_step(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    half: Any,  # noqa: ANN401 - vLLM's
+) -> str:
     """Return why this engine cannot load within the forward pass; empty if it can.
 
-    The scheduler half asks; a worker does as it is told.
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: The engine's KV cache groups.
+        half: vLLM's scheduler half.
     """
     groups = kv_cache_config.kv_cache_groups
     kind = groups[0].kv_cache_spec
@@ -61,6 +82,7 @@ def why_not_in_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     )
     obstacles = (
         (not starts_loads_first, "it needs vLLM 0.30 or later"),
+        (not _is_known(half), "the scheduler half of this vLLM is not one that kvtier knows"),
         (
             len(groups) > 1,
             (
@@ -86,6 +108,20 @@ def why_not_in_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         ),
     )
     return next((reason for stands, reason in obstacles if stands), "")
+
+
+def _is_known(half: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether all that is read of vLLM's half is there."""
+    known = hasattr(half, "_req_status") and hasattr(half, "_jobs")
+    for name, wanted in _READ.items():
+        kind: Any = getattr(scheduler, name, None)
+        fields = (
+            [field.name for field in dataclasses.fields(kind)]
+            if dataclasses.is_dataclass(kind)
+            else getattr(kind, "_fields", ())
+        )
+        known = known and wanted <= set(fields)
+    return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ Real vLLM engines on the CPU with the demo model, each in a process of its own.
 with it, from RAM in the engine that stored it and from NVMe in the next one. A prompt's last
 block is always computed. The page cache is cold as far as direct I/O makes it so.
 
+*Layers*: prompts of 2,048 tokens are asked for again with more behind them, and loaded from RAM
+ahead of the forward pass or within it, in pairs of engines that run one after the other.
+
 *Steps*: waves of requests that hit nothing, with kvtier and without, in pairs of engines that
 run one after the other; a pair's figure is the ratio of the medians of its waves.
 """
@@ -13,9 +16,11 @@ run one after the other; a pair's figure is the ratio of the medians of its wave
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +36,11 @@ from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave, store_yaml
 
 PROMPT_TOKENS = 2048
 WARM_UP = 2
+PROMPTS = 8
 NVME_BAR, RAM_BAR, STEP_BAR = 0.25, 0.20, 1.01
 PATHS = ("staged", "direct")
+MORE_TOKENS = (32, 512)
+"""Tokens that are computed behind those that are loaded; they make the forward pass longer."""
 
 
 class Figure(NamedTuple):
@@ -77,6 +85,50 @@ class Bench:
             times = first_tokens_ms(loaded, len(waves))
             yield figure(f"{path}, NVMe after a restart", times, base, NVME_BAR)
 
+    def layers(self) -> Iterator[Figure]:
+        """Yield the time to first token with hits in RAM: ahead, and layer by layer."""
+        times: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
+        for number in range(self._rounds):
+            for mode in ("ahead", "layerwise"):
+                for more, found in self._follow_ups(mode, f"{mode}-{number}").items():
+                    times[more, mode].append(found)
+        for more in MORE_TOKENS:
+            base = [statistics.median(found) for found in times[more, "ahead"]]
+            for mode in ("ahead", "layerwise"):
+                found = [statistics.median(each) for each in times[more, mode]]
+                ratios = [here / there for here, there in zip(found, base, strict=True)]
+                yield Figure(
+                    f"RAM and {more} more tokens, {mode}, of {len(ratios)} pairs",
+                    statistics.median(found),
+                    min(found),
+                    max(found),
+                    statistics.median(ratios),
+                    None,
+                )
+
+    def _follow_ups(self, mode: str, name: str) -> dict[int, list[float]]:
+        """Return times to first token by the tokens that are computed behind a hit."""
+        prompts = [self._prompt(PROMPT_TOKENS) for _ in range(PROMPTS + WARM_UP)]
+        again = {
+            more: [
+                Prompt(tokens=prompt.tokens + self._prompt(more).tokens) for prompt in prompts
+            ]
+            for more in MORE_TOKENS
+        }
+        waves = tuple(
+            Wave(prompts=(prompt,), max_tokens=1)
+            for prompt in itertools.chain(prompts, *again.values())
+        )
+        report = self._run(waves, name, self._config("direct", load_mode=mode))
+        served = Report(waves=report.waves[len(prompts) :])
+        require_hits(served, "ram")
+        times = [answer.first_token_s * 1e3 for answer in served.answers()]
+        each = len(prompts)
+        return {
+            more: times[at * each + WARM_UP : (at + 1) * each]
+            for at, more in enumerate(MORE_TOKENS)
+        }
+
     def steps(self, path: str) -> Iterator[Figure]:
         """Yield the time of waves that hit nothing, with kvtier against without."""
         ratios = []
@@ -102,10 +154,10 @@ class Bench:
     def _wave(self) -> Wave:
         return Wave(prompts=tuple(self._prompt(200) for _ in range(8)), max_tokens=48)
 
-    def _config(self, path: str) -> Path:
+    def _config(self, path: str, load_mode: str = "ahead") -> Path:
         """Write a configuration whose tiers hold everything, over an empty store."""
         file = self._directory / f"{path}-{self._draw.getrandbits(32):08x}.yaml"
-        blocks = 2 * (self._rounds + WARM_UP) * PROMPT_TOKENS // BLOCK_TOKENS
+        blocks = 2 * (max(self._rounds, PROMPTS) + WARM_UP) * PROMPT_TOKENS // BLOCK_TOKENS
         store_yaml(
             file,
             store=file.with_suffix(""),
@@ -113,7 +165,7 @@ class Bench:
             nvme_nbytes=blocks * KV_NBYTES_PER_BLOCK,
         )
         settings = yaml.safe_load(file.read_text())
-        settings["transfer"] = {"load_path": path}
+        settings["transfer"] = {"load_path": path, "load_mode": load_mode}
         file.write_text(yaml.safe_dump(settings))
         return file
 
@@ -151,7 +203,7 @@ def main() -> None:
     """Run what is asked for and print it against the bars."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- connector", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="prompts, and pairs of engines")
-    parser.add_argument("--only", choices=["first", "steps"], help="one of the two benches")
+    parser.add_argument("--only", choices=["first", "layers", "steps"], help="one bench")
     parser.add_argument("--path", choices=PATHS, help="one of the two load paths")
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     arguments = parser.parse_args()
@@ -160,9 +212,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.dir) as scratch:
         bench = Bench(Path(scratch), arguments.rounds)
         figures: list[Figure] = []
-        if arguments.only != "steps":
+        if arguments.only in (None, "first"):
             figures += bench.first_tokens(paths)
-        if arguments.only != "first":
+        if arguments.only in (None, "layers"):
+            figures += bench.layers()
+        if arguments.only in (None, "steps"):
             figures += bench.steps(paths[-1])
     for each in figures:
         met = "" if each.bar is None else "yes" if each.ratio <= each.bar else "no"
