@@ -7,7 +7,7 @@ arrive and in what may be said when one fails, not in how bytes move.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -18,8 +18,8 @@ from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.threads import compute_alone
 from kvtier.transfer import EngineLimits, TransferEngine
-from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
-from kvtier.types import Job, JobId, Outcome, Why
+from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
+from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
@@ -117,8 +117,9 @@ class DeviceEngine:
         )
         self._rank = rank
         self._control = control
-        self._reasons: dict[JobId, Why] = {}
-        self._held: list[Job] = []
+        self._held: list[StoreRequest] = []
+        self._stores: dict[JobId, list[StoreRequest]] = {}
+        self._carriers: dict[JobId, JobId] = {}
         self._ended: list[DeviceResult] = []
         self._steps: StepLoader | None = None
 
@@ -154,7 +155,7 @@ class DeviceEngine:
             plan: What to copy where.
             generations: The stamp that the store leaves on each slot.
         """
-        self._held.append(self._job(job_id, Why.STORE, plan, generations))
+        self._held.append(StoreRequest(job_id, plan, self._copier.mark(), generations))
 
     def load(
         self,
@@ -172,8 +173,21 @@ class DeviceEngine:
             generations: The stamp that each slot must bear.
             wait_s: How long a slot may take to bear it.
         """
-        self._held.append(self._job(job_id, Why.LOAD, plan, generations, wait_s=wait_s))
         self._begin()
+        request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
+        self._engine.submit(
+            Job(
+                job_id=job_id,
+                why=Why.LOAD,
+                source="ram",
+                destination="gpu",
+                keys=(),
+                source_slots=plan.slots,
+                destination_slots=plan.slots,
+                timeout_s=_COPY_TIMEOUT_S + wait_s,
+                payload=request,
+            )
+        )
 
     # -- loads within a forward pass -----------------------------------------------------------
 
@@ -269,7 +283,6 @@ class DeviceEngine:
             generations: Their stamps.
             error: What kept it from being started.
         """
-        self._reasons.pop(job_id, None)
         self._settle(why, slots, generations, failed=True)
         outcomes = [Outcome.FAILED] * len(slots)
         text = f"{type(error).__name__}: {error}"
@@ -284,18 +297,10 @@ class DeviceEngine:
         """Return the jobs that ended since the last call, in the order they did."""
         self._begin()
         ended, self._ended = self._ended, []
-        return ended + [
-            DeviceResult(
-                job_id=result.job_id,
-                why=self._reasons.pop(result.job_id),
-                outcomes=result.outcomes,
-                nbytes=result.nbytes,
-                seconds=result.seconds,
-                error=result.error,
-            )
-            for result in self._engine.poll()
-            if result.settled
-        ]
+        for result in self._engine.poll():
+            if result.settled:
+                ended += self._results(result)
+        return ended
 
     def wait(self, job_ids: Collection[JobId]) -> None:
         """Block until ``job_ids`` ended: their blocks are about to be overwritten.
@@ -304,7 +309,8 @@ class DeviceEngine:
         revoked: it is acknowledged some day and never counts as whole.
         """
         self._begin()
-        if self._engine.wait(job_ids, timeout_s=_COPY_TIMEOUT_S):
+        carriers = {self._carriers.get(job_id, job_id) for job_id in job_ids}
+        if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
             return
         logger.error("stores %s did not end in %.0f s", sorted(job_ids), _COPY_TIMEOUT_S)
         for job_id in job_ids:
@@ -339,37 +345,55 @@ class DeviceEngine:
         self._control.acknowledge(self._rank, held)
 
     def _begin(self) -> None:
-        """Submit what is held."""
-        if self._held:
-            jobs, self._held = self._held, []
-            try:
-                self._engine.submit(*jobs)
-            except ClosedError as error:
-                for job in jobs:
-                    stamps = job.payload.generations
-                    self.fail(job.job_id, job.why, job.source_slots, stamps, error)
+        """Start the stores that are held, as one job that bears the first one's number."""
+        if not self._held:
+            return
+        stores, self._held = self._held, []
+        slots = [slot for store in stores for slot in store.plan.slots]
+        carrier = Job(
+            job_id=stores[0].job_id,
+            why=Why.STORE,
+            source="gpu",
+            destination="ram",
+            keys=(),
+            source_slots=slots,
+            destination_slots=slots,
+            timeout_s=_COPY_TIMEOUT_S,
+            payload=stores,
+        )
+        try:
+            self._engine.submit(carrier)
+        except ClosedError as error:
+            for store in stores:
+                self.fail(store.job_id, Why.STORE, store.plan.slots, store.generations, error)
+            return
+        self._stores[carrier.job_id] = stores
+        self._carriers.update(dict.fromkeys((s.job_id for s in stores), carrier.job_id))
 
-    def _job(
-        self,
-        job_id: JobId,
-        why: Why,
-        plan: BlockCopyPlan,
-        generations: Sequence[int],
-        *,
-        wait_s: float = 0.0,
-    ) -> Job:
-        source, destination = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
-        self._reasons[job_id] = why
-        return Job(
+    def _results(self, result: TransferResult) -> Iterator[DeviceResult]:
+        """Yield what a job of the transfer engine means for the jobs that it carried."""
+        stores = self._stores.pop(result.job_id, None)
+        if stores is None:
+            yield self._result(result, result.job_id, Why.LOAD, result.outcomes)
+            return
+        at = 0
+        for store in stores:
+            del self._carriers[store.job_id]
+            outcomes = result.outcomes[at : at + len(store.plan.slots)]
+            at += len(outcomes)
+            yield self._result(result, store.job_id, Why.STORE, outcomes)
+
+    def _result(
+        self, result: TransferResult, job_id: JobId, why: Why, outcomes: Sequence[Outcome]
+    ) -> DeviceResult:
+        done = sum(outcome is Outcome.DONE for outcome in outcomes)
+        return DeviceResult(
             job_id=job_id,
             why=why,
-            source=source,
-            destination=destination,
-            keys=(),
-            source_slots=plan.slots,
-            destination_slots=plan.slots,
-            timeout_s=_COPY_TIMEOUT_S + wait_s,
-            payload=DevicePayload(plan, self._copier.mark(), generations, wait_s),
+            outcomes=outcomes,
+            nbytes=done * self._chunk_nbytes,
+            seconds=result.seconds * len(outcomes) / max(len(result.outcomes), 1),
+            error="" if done == len(outcomes) else result.error,
         )
 
 

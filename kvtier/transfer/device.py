@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
-from kvtier.iopool import IoPool, settled
+from kvtier.iopool import IoPool
 from kvtier.memory import ControlBlock
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.routes import Route
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.memory.copy import BlockCopier, BlockCopyPlan
     from kvtier.memory.streams import Fence
 
-__all__ = ["DeviceLoad", "DevicePayload", "DeviceStore"]
+__all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
 
 _FIRST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
@@ -33,15 +33,15 @@ _OVERWRITTEN: Final = "a slot was given away while it was read"
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePayload:
-    """What a device job needs besides slots.
+class LoadRequest:
+    """What a load needs besides slots.
 
     Attributes:
         plan: The copies.
         after: Point in the compute stream that they must come after; None on a CPU.
-        generations: Stamp per slot: what a store leaves, what a load insists on; 0 for a chunk
-            that has no slot, whose load fails.
-        wait_s: How long a load's slots may take to bear their stamps.
+        generations: Stamp per slot that it insists on; 0 for a chunk that has no slot, whose
+            load fails.
+        wait_s: How long the slots may take to bear their stamps.
     """
 
     plan: BlockCopyPlan
@@ -62,25 +62,29 @@ class _DeviceRoute(Route):
         self._pool = pool
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Stores that are copied in one call.
+@dataclass(frozen=True, slots=True)
+class StoreRequest:
+    """One of the stores that a job carries out.
 
     Attributes:
-        copied: Done when they are copied, or could not be.
-        payloads: The stores.
+        job_id: What its submitter calls it.
+        plan: The copies.
+        after: Point in the compute stream that they must come after; None on a CPU.
+        generations: The stamp that it leaves on each slot; the same on all.
     """
 
-    copied: asyncio.Future[None]
-    payloads: list[DevicePayload] = field(default_factory=list)
+    job_id: JobId
+    plan: BlockCopyPlan
+    after: Fence | None
+    generations: Sequence[int]
 
 
 class DeviceStore(_DeviceRoute):
     """KV blocks to RAM slots; leaves the truth in the control block before the job settles.
 
-    Stores that start together, such as those of all prompts of a step, are copied in one call:
-    what a call costs beside its bytes is paid in the interpreter, which the model needs. They
-    fail together, too.
+    A job's payload is a sequence of :class:`StoreRequest`, such as those of all prompts of a
+    step. They are copied in one call, since what a call costs beside its bytes is paid in the
+    interpreter, which the model needs; and they fail together.
 
     A chunk some of whose blocks are gone is never whole. An engine may offer one where a
     sliding window is shorter than a chunk, and a hit that ends elsewhere would load what was in
@@ -92,7 +96,6 @@ class DeviceStore(_DeviceRoute):
     ) -> None:
         super().__init__(copier, control, rank=rank, pool=pool)
         self._revoked: set[JobId] = set()
-        self._gathering: _Batch | None = None
 
     def revoke(self, job_id: JobId) -> None:
         """Keep a store from counting as whole: its blocks may be overwritten from now on."""
@@ -100,17 +103,29 @@ class DeviceStore(_DeviceRoute):
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        payload: DevicePayload = job.payload
-        slots = payload.plan.slots
+        stores: Sequence[StoreRequest] = job.payload
+
+        def copy() -> None:
+            first, *others = (store.plan for store in stores)
+            # Marks are made in the stores' order: what comes after the last comes after all.
+            self._copier.store(first.joined_with(others), after=stores[-1].after)
+
         try:
-            await self._copy(payload, priority=int(job.why))
-            if job.job_id in self._revoked:
-                self._revoked.discard(job.job_id)
-                return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
-            filled = payload.plan.slots_filled(self._copier.blocks_per_chunk)
-            self._control.stamp(self._rank, filled, payload.generations[0] if slots else 0)
+            await self._pool.run(copy, priority=int(job.why))
+            ended = [self._finish(store) for store in stores]
         finally:
-            self._control.acknowledge(self._rank, slots)
+            self._control.acknowledge(self._rank, job.source_slots)
+        outcomes = [outcome for each in ended for outcome in each.outcomes]
+        return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
+
+    def _finish(self, store: StoreRequest) -> SlotOutcomes:
+        """Leave the stamps of a store whose bytes are there."""
+        slots = store.plan.slots
+        if store.job_id in self._revoked:
+            self._revoked.discard(store.job_id)
+            return SlotOutcomes([Outcome.EXPIRED] * len(slots), "revoked")
+        filled = store.plan.slots_filled(self._copier.blocks_per_chunk)
+        self._control.stamp(self._rank, filled, store.generations[0] if slots else 0)
         if filled is slots:
             return SlotOutcomes([Outcome.DONE] * len(slots))
         whole = set(filled)
@@ -118,32 +133,6 @@ class DeviceStore(_DeviceRoute):
             [Outcome.DONE if slot in whole else Outcome.REFUSED for slot in slots],
             "some blocks of a chunk are gone: a window is shorter than a chunk",
         )
-
-    async def _copy(self, payload: DevicePayload, *, priority: int) -> None:
-        """Copy the blocks of a store, together with those that start in the same round."""
-        batch = self._gathering
-        if batch is not None:
-            batch.payloads.append(payload)
-            await settled(batch.copied)
-            return
-        batch = _Batch(asyncio.get_running_loop().create_future(), [payload])
-        self._gathering = batch
-        try:
-            try:
-                await asyncio.sleep(0)
-            finally:
-                self._gathering = None
-            await self._pool.run(lambda: self._store(batch.payloads), priority=priority)
-        except BaseException as error:
-            batch.copied.set_exception(error)
-            batch.copied.exception()  # retrieved: there may be no other store to tell
-            raise
-        batch.copied.set_result(None)
-
-    def _store(self, payloads: Sequence[DevicePayload]) -> None:
-        first, *others = (payload.plan for payload in payloads)
-        # Marks are made in the order of the jobs: what comes after the last comes after all.
-        self._copier.store(first.joined_with(others), after=payloads[-1].after)
 
 
 class DeviceLoad(_DeviceRoute):
@@ -159,7 +148,7 @@ class DeviceLoad(_DeviceRoute):
 
     @override
     async def run(self, job: Job) -> SlotOutcomes:
-        payload: DevicePayload = job.payload
+        payload: LoadRequest = job.payload
         slots = payload.plan.slots
         outcomes = [Outcome.CANCELLED] * len(slots)
         try:
@@ -169,7 +158,7 @@ class DeviceLoad(_DeviceRoute):
         return SlotOutcomes(outcomes, error)
 
     async def _load(
-        self, payload: DevicePayload, outcomes: list[Outcome], *, priority: int
+        self, payload: LoadRequest, outcomes: list[Outcome], *, priority: int
     ) -> str:
         """Copy chunk by chunk as they arrive; return what went wrong, if anything did."""
         deadline = time.monotonic() + payload.wait_s
@@ -197,7 +186,7 @@ class DeviceLoad(_DeviceRoute):
         return error
 
     def _look(
-        self, payload: DevicePayload, waiting: Sequence[int]
+        self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
         """Return which of the chunks at ``waiting`` are there, and which will not come."""
         # Chunks arrive about in order, and looking at thousands takes the engine's time.
@@ -216,7 +205,7 @@ class DeviceLoad(_DeviceRoute):
 
     async def _copy(
         self,
-        payload: DevicePayload,
+        payload: LoadRequest,
         ready: Sequence[int],
         outcomes: list[Outcome],
         *,
@@ -237,7 +226,7 @@ class DeviceLoad(_DeviceRoute):
         _mark(outcomes, ready, Outcome.DONE if whole else Outcome.CORRUPT)
         return whole
 
-    def _record(self, payload: DevicePayload, outcomes: Sequence[Outcome]) -> None:
+    def _record(self, payload: LoadRequest, outcomes: Sequence[Outcome]) -> None:
         """Write down which stamps could not be loaded, and that the slots are let go."""
         slots, stamps = payload.plan.slots, payload.generations
         held = [bool(stamp) for stamp in stamps]
@@ -256,7 +245,7 @@ def _mark(outcomes: list[Outcome], places: Sequence[int], outcome: Outcome) -> N
         outcomes[at] = outcome
 
 
-def _reason(payload: DevicePayload, lost: int) -> str:
+def _reason(payload: LoadRequest, lost: int) -> str:
     if not payload.generations[lost]:
         return "there was no RAM slot for a chunk after all"
     if not payload.wait_s:

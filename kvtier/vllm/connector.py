@@ -229,6 +229,14 @@ class KVTierConnector(OffloadingConnector):
             self._worker.wait_for_layer(layer_name)
 
     @override
+    def has_connector_metadata(self) -> bool:
+        """Say whether the model is to stop before and after each layer.
+
+        vLLM asks for nothing else, once a layer, and its two calls would find nothing to do.
+        """
+        return self._wants_layers and super().has_connector_metadata()
+
+    @override
     def wait_for_save(self) -> None:
         """End the loads within the step, and keep what it computed until the next one."""
         if self._worker is not None:

@@ -20,8 +20,7 @@ from kvtier.memory import copy as copy_module
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
 from kvtier.memory.slot_layout import shard_of
 from kvtier.memory.streams import Fence, open_stream
-from kvtier.tiers.base import SlotOutcomes
-from kvtier.transfer.device import DeviceLoad, DevicePayload, DeviceStore
+from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
 from kvtier.types import Job, Outcome, Why
 
 PAGES = ((0, 96), (1, 160))
@@ -259,10 +258,18 @@ def test_a_device_nobody_can_copy_to_is_refused() -> None:
         open_stream(torch.device("meta"), torch.zeros(1))
 
 
-def device_job(why: Why, plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
-    ends = ("gpu", "ram") if why is Why.STORE else ("ram", "gpu")
-    payload = DevicePayload(plan, None, generations)
-    return Job(1, why, *ends, (), plan.slots, plan.slots, 1.0, payload)
+def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
+    request = LoadRequest(plan, None, generations)
+    return Job(1, Why.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, request)
+
+
+def store_job(*plans: BlockCopyPlan, stamp: int = 8) -> Job:
+    slots = [slot for plan in plans for slot in plan.slots]
+    requests = [
+        StoreRequest(number, plan, None, [stamp] * len(plan.slots))
+        for number, plan in enumerate(plans, start=1)
+    ]
+    return Job(1, Why.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
 
 
 @pytest.fixture
@@ -281,14 +288,14 @@ def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(
     plan = plan_copy([3, 4], [2, 0], [0, 0], [0, 1], blocks_per_chunk=1)
     control.issue([0, 1])
     store = DeviceStore(copier, control, rank=0, pool=pool)
-    moved = asyncio.run(store.run(device_job(Why.STORE, plan, [8, 8])))
+    moved = asyncio.run(store.run(store_job(plan)))
     assert list(moved.outcomes) == [Outcome.DONE] * 2
     assert control.stored([0, 1], [8, 8]) == [True, True]
     assert control.quiet([0, 1]) == [True, True]
     load = DeviceLoad(copier, control, rank=0, pool=pool)
-    loaded = asyncio.run(load.run(device_job(Why.LOAD, plan, [8, 8])))
+    loaded = asyncio.run(load.run(load_job(plan, [8, 8])))
     assert list(loaded.outcomes) == [Outcome.DONE] * 2
-    refused = asyncio.run(load.run(device_job(Why.LOAD, plan, [8, 9])))
+    refused = asyncio.run(load.run(load_job(plan, [8, 9])))
     assert list(refused.outcomes) == [Outcome.DONE, Outcome.FAILED]
     assert control.loaded([0, 1], [8, 9]) == [True, False]
     copier.close()
@@ -311,7 +318,7 @@ def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
     plan = plan_copy(blocks, [len(blocks), 0], [first, 0], [0, 1], blocks_per_chunk=2)
     control.issue([0, 1])
     store = DeviceStore(copier, control, rank=0, pool=pool)
-    moved = asyncio.run(store.run(device_job(Why.STORE, plan, [8, 8])))
+    moved = asyncio.run(store.run(store_job(plan)))
     assert [outcome is Outcome.DONE for outcome in moved.outcomes] == whole
     assert bool(moved.error) is not all(whole)
     assert control.stored([0, 1], [8, 8]) == whole
@@ -328,7 +335,7 @@ def test_a_revoked_store_is_acknowledged_but_never_whole(
     plan = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
     control.issue([0])
     store = DeviceStore(copier, control, rank=0, pool=pool)
-    job = device_job(Why.STORE, plan, [8])
+    job = store_job(plan)
     store.revoke(job.job_id)
     assert asyncio.run(store.run(job)).outcomes == [Outcome.EXPIRED]
     assert control.stored([0], [8]) == [False]
@@ -346,7 +353,7 @@ def test_a_store_that_fails_is_acknowledged_but_never_whole(
     control.issue([0])
     store = DeviceStore(copier, control, rank=0, pool=pool)
     with pytest.raises((IndexError, RuntimeError)):
-        asyncio.run(store.run(device_job(Why.STORE, plan, [8])))
+        asyncio.run(store.run(store_job(plan)))
     assert control.stored([0], [8]) == [False]
     assert control.quiet([0]) == [True]
     copier.close()
@@ -366,18 +373,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[BlockCopyPlan]:
     return seen
 
 
-async def run_together(
-    store: DeviceStore, plans: Sequence[BlockCopyPlan]
-) -> list[SlotOutcomes]:
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(store.run(device_job(Why.STORE, plan, [8] * len(plan.slots))))
-            for plan in plans
-        ]
-    return [task.result() for task in running]
-
-
-def test_stores_that_start_together_are_copied_in_one_call(
+def test_the_stores_of_a_job_are_copied_in_one_call(
     make_region: MakeRegion, pool: IoPool, calls: list[BlockCopyPlan]
 ) -> None:
     region = make_region(blocks_per_chunk=2)
@@ -391,12 +387,13 @@ def test_stores_that_start_together_are_copied_in_one_call(
     control.issue([1, 2, 4, 5])
     store = DeviceStore(copier, control, rank=0, pool=pool)
 
-    first, second, third = asyncio.run(run_together(store, plans))
+    store.revoke(3)
+    moved = asyncio.run(store.run(store_job(*plans)))
     assert len(calls) == 1
-    # The half of a chunk in slot 1 concerns its own job alone.
-    assert list(first.outcomes) == [Outcome.DONE, Outcome.REFUSED]
-    assert list(second.outcomes) == list(third.outcomes) == [Outcome.DONE]
-    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, True]
+    # The half of a chunk in slot 1, and what was revoked, concern themselves alone.
+    done, refused = Outcome.DONE, Outcome.REFUSED
+    assert list(moved.outcomes) == [done, refused, done, Outcome.EXPIRED]
+    assert control.stored([4, 1, 5, 2], [8] * 4) == [True, False, True, False]
     assert control.quiet([1, 2, 4, 5]) == [True] * 4
     for group, slot, blocks in ((0, 4, (3, 4)), (0, 5, (6, 7)), (1, 2, (8, 9))):
         for place, block in enumerate(blocks):
@@ -405,7 +402,7 @@ def test_stores_that_start_together_are_copied_in_one_call(
     copier.close()
 
 
-def test_stores_that_start_together_fail_together_and_the_next_do_not(
+def test_the_stores_of_a_job_fail_together_and_the_next_do_not(
     make_region: MakeRegion, pool: IoPool
 ) -> None:
     region = make_region(blocks_per_chunk=1)
@@ -416,12 +413,11 @@ def test_stores_that_start_together_fail_together_and_the_next_do_not(
     control.issue([0, 1])
     store = DeviceStore(copier, control, rank=0, pool=pool)
 
-    with pytest.raises(ExceptionGroup) as failures:
-        asyncio.run(run_together(store, [good, bad]))
-    assert failures.value.subgroup((IndexError, RuntimeError)) is not None
+    with pytest.raises((IndexError, RuntimeError)):
+        asyncio.run(store.run(store_job(good, bad)))
     assert control.stored([0, 1], [8, 8]) == [False, False]
     assert control.quiet([0, 1]) == [True, True]
     control.issue([0])
-    again = asyncio.run(store.run(device_job(Why.STORE, good, [9])))
+    again = asyncio.run(store.run(store_job(good, stamp=9)))
     assert again.outcomes == [Outcome.DONE]
     copier.close()

@@ -157,8 +157,8 @@ def test_a_busy_engine_is_read_often_enough_and_no_more(step_s: float) -> None:
         clock.now_s = step * step_s
         if reporter.take() is not None:
             last_s = clock.now_s
-        assert clock.now_s - last_s < 0.1
-    assert source.reads <= 2 / 0.05
+        assert clock.now_s - last_s < 0.3
+    assert source.reads <= 2 / 0.25
 
 
 def test_an_engine_that_may_not_step_again_is_read_at_once() -> None:

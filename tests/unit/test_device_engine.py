@@ -39,13 +39,13 @@ def device(region: HostRegion) -> Iterator[DeviceEngine]:
 
 
 @pytest.fixture
-def submitted(device: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The ids of the jobs that were submitted together, in order."""
-    seen: list[list[int]] = []
+def submitted(device: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the jobs that the transfer engine got, in order."""
+    seen: list[int] = []
     submit = device._engine.submit
 
     def spy(*jobs: Job) -> None:
-        seen.append([job.job_id for job in jobs])
+        seen.extend(job.job_id for job in jobs)
         submit(*jobs)
 
     monkeypatch.setattr(device._engine, "submit", spy)
@@ -59,19 +59,20 @@ def store(device: DeviceEngine, region: HostRegion, number: int) -> None:
 
 
 def test_stores_wait_for_the_end_of_the_step_and_begin_together(
-    device: DeviceEngine, region: HostRegion, submitted: list[list[int]]
+    device: DeviceEngine, region: HostRegion, submitted: list[int]
 ) -> None:
     for number in range(3):
         store(device, region, number)
     assert submitted == []
     assert not device.idle
     results = device.poll()
-    assert submitted == [[0, 1, 2]]
+    assert submitted == [0]
     device.wait({0, 1, 2})
     results += device.poll()
     assert [(each.job_id, each.why, each.is_whole) for each in results] == [
         (number, Why.STORE, True) for number in range(3)
     ]
+    assert {each.nbytes for each in results} == {PAGE_NBYTES}
     assert [bytes(region.slot(number))[:1] for number in range(3)] == [b"\1", b"\2", b"\3"]
     assert device.idle
 
@@ -88,12 +89,22 @@ def test_who_waits_for_a_store_does_not_wait_in_vain(
     assert [result.job_id for result in device.poll()] == [1]
 
 
+def test_who_waits_for_one_of_the_stores_that_began_together_waits(
+    device: DeviceEngine, region: HostRegion
+) -> None:
+    for number in range(3):
+        store(device, region, number)
+    device.wait({2})
+    assert region.control.stored([2], [STAMP]) == [True]
+    assert [result.job_id for result in device.poll()] == [0, 1, 2]
+
+
 def test_a_load_takes_the_stores_before_it_along(
-    device: DeviceEngine, region: HostRegion, submitted: list[list[int]]
+    device: DeviceEngine, region: HostRegion, submitted: list[int]
 ) -> None:
     store(device, region, 0)
     device.load(7, device.plan([9], [1], [0], [0]), [STAMP], wait_s=SOON_S)
-    assert submitted == [[0, 7]]
+    assert submitted == [0, 7]
     device.wait({0, 7})
     assert [result.job_id for result in device.poll()] == [0, 7]
 

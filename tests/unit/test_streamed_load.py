@@ -18,7 +18,7 @@ from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
-from kvtier.transfer.device import DeviceLoad, DevicePayload
+from kvtier.transfer.device import DeviceLoad, LoadRequest
 from kvtier.types import Job, Outcome, Why
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
@@ -109,7 +109,7 @@ def load(pool: IoPool, copier: Copier) -> Load:
         count = len(slots)
         plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
         route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
-        payload = DevicePayload(plan, None, stamps, wait_s)
+        payload = LoadRequest(plan, None, stamps, wait_s)
         job = Job(1, Why.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
         return asyncio.run(route.run(job))
 

@@ -189,7 +189,7 @@ class MetricsExporter:
         """Read the source if it is time to; cheap otherwise.
 
         To be called at every step, by the thread that drives the source. What a scrape sees is
-        as old as the last call, and 50 ms at most before that.
+        as old as the last call, and 250 ms at most before that.
         """
         report = self._reporter.take()
         if report is not None:

@@ -19,7 +19,7 @@ from kvtier.connector.stats import ConnectorStats
 
 __all__ = ["Report", "Reporter", "StatisticsSource"]
 
-_EVERY_S: Final = 0.05
+_EVERY_S: Final = 0.25
 
 
 class StatisticsSource(Protocol):
