@@ -126,7 +126,7 @@ def open_storage(
             # The manager keeps to the configured limits itself; this is only a backstop, and
             # it must let through the promotion of as much as RAM can hold.
             queued_bytes=max(transfer.queue_limit_bytes, region.geometry.payload_nbytes),
-            running_bytes=4 * transfer.io_threads * transfer.piece_bytes,
+            running_bytes=8 * transfer.io_threads * transfer.piece_bytes,
             breaker_failures=transfer.breaker_failures,
             breaker_backoff_s=transfer.breaker_backoff_s,
         ),

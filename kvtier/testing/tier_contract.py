@@ -267,6 +267,34 @@ class StorageTierContract(ABC):
             assert await shelf.get(keys, slots) == [DONE] * 12
             assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
 
+    async def test_what_was_begun_early_is_what_was_asked_for(self, shelf: AnyShelf) -> None:
+        keys, slots = make_keys(range(12)), range(12)
+        writing = shelf.tier.begin_write(keys, slots, shelf.sources(keys), why=Why.STORE)
+        assert list((await writing).outcomes) == [DONE] * 12
+        assert await shelf.get(keys, slots) == [DONE] * 12
+        buffers = shelf.buffers(12)
+        reading = shelf.tier.begin_read(keys, slots, buffers, why=Why.LOAD)
+        assert list((await reading).outcomes) == [DONE] * 12
+        assert buffers == shelf.sources(keys)
+
+    async def test_what_was_begun_early_and_cancelled_leaves_the_buffers_alone(
+        self, shelf: AnyShelf
+    ) -> None:
+        keys, slots = make_keys(range(12)), range(12)
+        await shelf.put(keys, slots)
+        for turns in range(1, 4):
+            buffers = shelf.buffers(12)
+            begun = shelf.tier.begin_read(keys, slots, buffers, why=Why.LOAD)
+            reading = asyncio.ensure_future(begun)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+            for buffer in buffers:
+                buffer[:] = bytes(self.slot_nbytes)
+            assert await shelf.get(keys, slots) == [DONE] * 12
+            assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
+
     async def test_many_batches_at_once_do_not_mix(self, shelf: AnyShelf) -> None:
         async def use(number: int) -> None:
             slots = range(number, self.capacity_slots, 4)

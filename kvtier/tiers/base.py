@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from kvtier.config import TierConfig
 from kvtier.errors import CapacityError
@@ -194,6 +194,36 @@ class StorageTier(ABC):
         Cancellation:
             Deferred until no thread writes into ``into``.
         """
+
+    def begin_write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> Coroutine[Any, Any, SlotOutcomes]:
+        """Do :meth:`write`, and before this returns what of it needs no waiting.
+
+        For a caller that surely awaits the result: if the task that is to do so is cancelled
+        before its first step, nobody waits until the memory is free again. A tier whose work is
+        done elsewhere, as in another process, gives it away here, a turn of the loop earlier.
+        """
+        return self.write(keys, slots, sources, why=why)
+
+    def begin_read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> Coroutine[Any, Any, SlotOutcomes]:
+        """Do :meth:`read`, and before this returns what of it needs no waiting.
+
+        See :meth:`begin_write`.
+        """
+        return self.read(keys, slots, into, why=why)
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:

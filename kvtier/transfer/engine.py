@@ -24,10 +24,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from kvtier.errors import ClosedError
+from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits
 from kvtier.transfer.routes import Route
@@ -48,6 +50,7 @@ class _Pending:
     channel: Channel
     nbytes: int
     submitted_s: float
+    began_s: float = 0.0
     alarm: asyncio.TimerHandle | None = None
     late: bool = False
     done: bool = False
@@ -102,7 +105,8 @@ class TransferEngine:
         self._closing = False
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
-        self._wake: asyncio.Event
+        self._changed: asyncio.Event
+        self._tasks: asyncio.TaskGroup
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -245,23 +249,31 @@ class TransferEngine:
         """Wake the engine's thread, unless it is about to look anyway."""
         if not self._poked:
             self._poked = True
-            self._loop.call_soon_threadsafe(self._wake.set)
+            self._loop.call_soon_threadsafe(self._turn)
+
+    def _turn(self) -> None:
+        """Take what was submitted and start what may start.
+
+        Not a task: each hand-over between tasks is a turn of the loop, and beside a thread that
+        computes in Python a turn waits 5 ms for the interpreter.
+        """
+        self._poked = False  # before the look: what comes after it wakes this thread again
+        self._admit()
+        if self._closing:
+            self._cancel_queued("the engine is closing")
+        elif not self._pauses:
+            self._start()
+        if self._closing or self._pauses:
+            self._changed.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
-        self._started.set()
-        async with asyncio.TaskGroup() as tasks:
+        self._changed = asyncio.Event()
+        async with asyncio.TaskGroup() as self._tasks:
+            self._started.set()
             while not (self._closing and not self._running):
-                await self._wake.wait()
-                self._wake.clear()
-                # Before the look, so that what comes after it wakes this thread again.
-                self._poked = False
-                self._admit()
-                if self._closing:
-                    self._cancel_queued("the engine is closing")
-                if not self._pauses:
-                    self._start(tasks)
+                await self._changed.wait()
+                self._changed.clear()
         for closer in self._closers:
             try:
                 await closer()
@@ -282,7 +294,7 @@ class TransferEngine:
             if cancelled is not None:
                 self._finish(cancelled, Outcome.CANCELLED, error="nobody needs it any more")
 
-    def _start(self, tasks: asyncio.TaskGroup) -> None:
+    def _start(self) -> None:
         """Start queued jobs, most urgent first, while their channels have room."""
         blocked: list[_Pending] = []
         while self._heap:
@@ -303,7 +315,8 @@ class TransferEngine:
             del self._queued[pending.job.job_id]
             self._running[pending.job.job_id] = pending
             channel.running_bytes += pending.nbytes
-            tasks.create_task(self._execute(pending))
+            pending.began_s = time.monotonic()
+            self._tasks.create_task(self._execute(pending, self._begin(pending)))
         for pending in blocked:
             heapq.heappush(self._heap, pending)
 
@@ -311,12 +324,22 @@ class TransferEngine:
         pending.channel.refused += 1
         self._finish(pending, Outcome.REFUSED, error="the tier is out of service")
 
-    async def _execute(self, pending: _Pending) -> None:
-        """Run one job to its settled result; the top of its task, so nothing escapes."""
-        job, channel = pending.job, pending.channel
-        began_s = time.monotonic()
+    def _begin(self, pending: _Pending) -> Coroutine[Any, Any, SlotOutcomes]:
+        """Begin to move a job's chunks at once; never raises."""
         try:
-            moved = await channel.route.run(job)
+            return pending.channel.route.run(pending.job)
+        except Exception as raised:  # noqa: BLE001 - raised again where the job ends
+            pending.channel.route.abandon(pending.job)
+            return _raise(raised)
+
+    async def _execute(
+        self, pending: _Pending, moving: Coroutine[Any, Any, SlotOutcomes]
+    ) -> None:
+        """See one job to its settled result; the top of its task, so nothing escapes."""
+        job, channel = pending.job, pending.channel
+        began_s = pending.began_s
+        try:
+            moved = await moving
             outcomes, error = moved.outcomes, moved.error
         except Exception as raised:
             logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
@@ -348,7 +371,7 @@ class TransferEngine:
                 error=error,
             ),
         )
-        self._wake.set()
+        self._turn()
 
     def _expire(self, pending: _Pending) -> None:
         """Answer whoever waits for a job whose deadline passed."""
@@ -404,12 +427,12 @@ class TransferEngine:
             for pending in self._running.values():
                 pending.channel.route.abandon(pending.job)
             while self._running:
-                await self._wake.wait()
-                self._wake.clear()
+                self._changed.clear()
+                await self._changed.wait()
             await action()
         finally:
             self._pauses -= 1
-            self._wake.set()
+            self._turn()
 
     def _finish(self, pending: _Pending, outcome: Outcome, *, error: str) -> None:
         """Settle a job that never ran."""
@@ -431,3 +454,7 @@ class TransferEngine:
             self._results.append(result)
             self._unsettled.discard(pending.job.job_id)
             self._settled.notify_all()
+
+
+async def _raise(error: Exception) -> NoReturn:
+    raise error

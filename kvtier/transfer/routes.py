@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -25,8 +25,11 @@ class Route(ABC):
     """Moves the chunks of one job; one object per (source, destination) pair."""
 
     @abstractmethod
-    async def run(self, job: Job) -> SlotOutcomes:
+    def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
         """Move every chunk of ``job`` and say what became of each.
+
+        A coroutine function, or a function that begins at once and returns the rest as a
+        coroutine, which the engine awaits in a task that nobody cancels.
 
         Cancellation:
             Deferred until no thread touches the job's slots.
@@ -59,8 +62,8 @@ class ToTier(Route):
         self._tier = tier
 
     @override
-    async def run(self, job: Job) -> SlotOutcomes:
-        return await self._tier.write(
+    def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        return self._tier.begin_write(
             job.keys,
             job.destination_slots,
             _views(self._memory, job.source_slots),
@@ -81,14 +84,22 @@ class FromTier(Route):
         self._stamps = stamps
 
     @override
-    async def run(self, job: Job) -> SlotOutcomes:
-        try:
-            moved = await self._tier.read(
+    def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        return self._finish(
+            job,
+            self._tier.begin_read(
                 job.keys,
                 job.source_slots,
                 _views(self._memory, job.destination_slots),
                 why=job.why,
-            )
+            ),
+        )
+
+    async def _finish(
+        self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
+    ) -> SlotOutcomes:
+        try:
+            moved = await reading
         except BaseException:
             self.abandon(job)
             raise

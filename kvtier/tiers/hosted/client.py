@@ -6,9 +6,9 @@ import asyncio
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import astuple
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,7 @@ class HostedTier(StorageTier):
         *,
         why: Why,
     ) -> SlotOutcomes:
-        return await self._move("write", self._batch(keys, slots, sources), why)
+        return await self.begin_write(keys, slots, sources, why=why)
 
     @override
     async def read(
@@ -124,7 +124,29 @@ class HostedTier(StorageTier):
         *,
         why: Why,
     ) -> SlotOutcomes:
-        return await self._move("read", self._batch(keys, slots, into), why)
+        return await self.begin_read(keys, slots, into, why=why)
+
+    @override
+    def begin_write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> Coroutine[Any, Any, SlotOutcomes]:
+        return self._move("write", self._batch(keys, slots, sources), why)
+
+    @override
+    def begin_read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> Coroutine[Any, Any, SlotOutcomes]:
+        return self._move("read", self._batch(keys, slots, into), why)
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
@@ -175,13 +197,31 @@ class HostedTier(StorageTier):
             return self._counted_before
         return _sum(self._counted_before, self._connection.statistics)
 
-    async def _move(self, op: str, batch: Batch, why: Why) -> SlotOutcomes:
+    def _move(self, op: str, batch: Batch, why: Why) -> Coroutine[Any, Any, SlotOutcomes]:
+        """Send ``batch`` now if there is a host, and return what waits for the outcomes."""
+        if self._connection is None or not self._connection.usable:
+            return self._move_later(op, batch, why)
+        return self._outcomes(self._send(self._connection, op, batch, why), batch)
+
+    async def _move_later(self, op: str, batch: Batch, why: Why) -> SlotOutcomes:
         try:
             connection = await self._connect()
-            self._send_notes()
-            answer = await connection.call(
-                op, lambda header: batch.frame({**header, "why": int(why)})
-            )
+            answer = self._send(connection, op, batch, why)
+        except TierUnavailableError as error:
+            return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
+        return await self._outcomes(answer, batch)
+
+    def _send(
+        self, connection: Connection, op: str, batch: Batch, why: Why
+    ) -> Coroutine[Any, Any, Frame]:
+        self._send_notes()
+        return connection.call(op, lambda header: batch.frame({**header, "why": int(why)}))
+
+    async def _outcomes(
+        self, answering: Coroutine[Any, Any, Frame], batch: Batch
+    ) -> SlotOutcomes:
+        try:
+            answer = await answering
         except TierUnavailableError as error:
             return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
         outcomes = decode_outcomes(answer.header["outcomes"], answer.arrays, len(batch.keys))

@@ -1,17 +1,25 @@
-"""Calls to a host and their answers, on the loop that uses the tier."""
+"""Calls to a host and their answers, on the loop that uses the tier.
+
+Turns of that loop are what a call costs in an engine that is busy with Python of its own:
+whenever the loop waits or makes a system call, it gives up the interpreter lock and gets it
+back 5 ms later. So a call is sent at once when it is made and not when it is first awaited, and
+an answer is taken where its bytes arrive.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from typing_extensions import override
+
 from kvtier.errors import ClosedError, TierUnavailableError
-from kvtier.iopool import IoPool, settled
+from kvtier.iopool import IoPool, Kept, settled
 from kvtier.tiers.base import TierStatistics
-from kvtier.tiers.hosted.frames import Frame, decode_error, read_frame
+from kvtier.tiers.hosted.frames import Frame, FrameParser, decode_error
 from kvtier.tiers.hosted.process import HostProcess, end, relog
 from kvtier.types import Why
 
@@ -20,7 +28,7 @@ __all__ = ["Connection"]
 logger = logging.getLogger(__name__)
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """An open connection to a running host.
 
     Attributes:
@@ -32,8 +40,10 @@ class Connection:
         self._tier = tier
         self._host = host
         self._pool = pool
-        self._writer: asyncio.StreamWriter
-        self._listening: asyncio.Task[None]
+        self._transport: asyncio.WriteTransport
+        self._parser = FrameParser()
+        self._burial: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
         self._calls = itertools.count()
         self._gone = False
@@ -45,16 +55,20 @@ class Connection:
 
     async def open(self) -> None:
         """Begin to listen for answers on the running loop."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._host.connection)
-        self._listening = asyncio.create_task(self._listen(reader))
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(
+            lambda: self, sock=self._host.connection
+        )
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``, to which there is no answer."""
         if not self._gone:
-            self._writer.write(frame.encode())
+            self._transport.write(frame.encode())
 
-    async def call(self, op: str, make: Callable[[dict[str, Any]], Frame] = Frame) -> Frame:
-        """Send a frame and wait for its answer.
+    def call(
+        self, op: str, make: Callable[[dict[str, Any]], Frame] = Frame
+    ) -> Coroutine[Any, Any, Frame]:
+        """Send a frame now, and return what waits for its answer.
 
         Args:
             op: The operation.
@@ -69,10 +83,10 @@ class Connection:
         if self._gone:
             raise TierUnavailableError(self._tier, "its I/O process is gone")
         number = next(self._calls)
-        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        answer: Kept[Frame] = Kept(loop=asyncio.get_running_loop())
         self._waiting[number] = answer
         self.send(make({"op": op, "call": number}))
-        return await settled(answer)
+        return settled(answer)
 
     async def close_tier(self) -> None:
         """Close the tier in the host, which then ends.
@@ -92,21 +106,29 @@ class Connection:
 
     async def aclose(self) -> None:
         """Close the socket and wait until the host has ended, one way or the other."""
-        if not self._gone:
-            self._writer.close()
-        await self._listening
+        self._transport.close()
+        await self._lost.wait()
+        if self._burial is not None:
+            await self._burial
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Take answers until the host is gone, then fail the calls that wait for one."""
+    @override
+    def data_received(self, data: bytes) -> None:
+        """Take the answers that are whole."""
         try:
-            while True:
-                self._take(await read_frame(reader))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # it ended, or was ended
+            for frame in self._parser.feed(data):
+                self._take(frame)
         except Exception:
             logger.exception("tier %s: its I/O process sent something strange", self._tier)
+            self._transport.abort()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the calls that wait, once the host has ended."""
         self._gone = True
-        self._writer.close()
+        self._burial = asyncio.get_running_loop().create_task(self._end())
+        self._lost.set()
+
+    async def _end(self) -> None:
         await self._bury()
         process = self._host.process
         error = f"its I/O process ended with exit code {process.returncode}"

@@ -12,7 +12,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from kvtier.types import Outcome
 __all__ = [
     "Batch",
     "Frame",
+    "FrameParser",
     "decode_error",
     "decode_outcomes",
     "encode_error",
@@ -59,6 +60,26 @@ class Frame:
         """Return the bytes to send."""
         text = json.dumps(self.header, separators=(",", ":")).encode()
         return b"".join((_LENGTHS.pack(len(text), len(self.arrays)), text, self.arrays))
+
+
+class FrameParser:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames that are whole with ``data``."""
+        self._data += data
+        while len(self._data) >= _LENGTHS.size:
+            text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._data)
+            arrays_at = _LENGTHS.size + text_nbytes
+            end = arrays_at + arrays_nbytes
+            if len(self._data) < end:
+                return
+            text, arrays = self._data[_LENGTHS.size : arrays_at], self._data[arrays_at:end]
+            del self._data[:end]
+            yield Frame(json.loads(text), bytes(arrays))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
