@@ -40,6 +40,7 @@ from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder,
 from kvtier.sim.timing import TierSpeed, TimeModel
 from kvtier.sim.traces import Trace
 from kvtier.types import LayoutFingerprint
+from kvtier.units import approximate_size
 
 __all__ = ["ReplayOptions", "ReplayResult", "ReplayedTraffic", "replay_trace"]
 
@@ -286,7 +287,7 @@ class _Bench:
         self._requests = make_requests(
             trace, blocks_per_chunk=per_chunk, most_output_tokens=options.output_tokens
         )
-        self._total = trace.requests
+        self._token_nbytes = options.chunk_bytes // trace.chunk_tokens
         self._engine = ReplayEngine(
             Connector(self._service, self._scheduler, worker),
             self._batcher,
@@ -313,14 +314,22 @@ class _Bench:
 
     def serve(self, progress: Callable[[float], None]) -> tuple[list[ReplayRequest], float]:
         """Serve the requests that fit the memory; return them and the seconds it took."""
+        requests = list(self._requests)
         fitting = [
             request
-            for request in self._requests
+            for request in requests
             if request.num_prompt_tokens + request.output_tokens
             <= self._batcher.longest_prompt_tokens
         ]
         if not fitting:
-            raise ConfigError("no prompt fits the KV memory: raise --gpu-memory")
+            tokens = min(
+                request.num_prompt_tokens + request.output_tokens for request in requests
+            )
+            raise ConfigError(
+                "no prompt fits the KV memory, and the shortest takes "
+                f"{approximate_size(tokens * self._token_nbytes)}: raise --gpu-memory or lower "
+                "--chunk-bytes"
+            )
         seconds = self._engine.serve(
             fitting, progress=lambda arrived: progress(arrived / len(fitting))
         )

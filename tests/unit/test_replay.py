@@ -237,6 +237,14 @@ class TestReplay:
         assert (result.requests, result.skipped_requests) == (2, 1)
         assert result.refs == 4
 
+    def test_a_memory_too_small_for_every_prompt_says_what_it_should_be(
+        self, tmp_path: Path
+    ) -> None:
+        trace = make_trace([list(range(60)), list(range(40))])
+        with pytest.raises(ConfigError, match=r"the shortest takes .*: raise --gpu-memory"):
+            run(trace, ladder(tmp_path, ram=8, nvme=16))
+        assert not list(tmp_path.iterdir())
+
     def test_chunks_that_cannot_be_cut_into_blocks_are_an_error(self, tmp_path: Path) -> None:
         config = ladder(tmp_path, ram=8, nvme=16, extra="engine:\n  blocks_per_chunk: 3\n")
         with pytest.raises(ConfigError, match="blocks_per_chunk = 3"):
