@@ -1,10 +1,11 @@
-"""vLLM's own scheduler, set up without a model, with the tee as its connector."""
+"""vLLM's own scheduler, set up without a model, with a connector of a test's."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import (
@@ -48,6 +49,8 @@ class Setup:
         slots: Chunks of each tier.
         failing: Share of copies that fail, of workers and between tiers.
         slowest_steps: Most steps a copy takes.
+        long_prefill_tokens: Most tokens of a prompt in a step with others; 0 for no limit.
+        load_failures: What becomes of a request whose load failed, as vLLM calls it.
     """
 
     groups: tuple[tuple[int, int | None], ...] = ((16, None),)
@@ -60,6 +63,8 @@ class Setup:
     slots: tuple[int, ...] = (48, 256)
     failing: float = 0.0
     slowest_steps: int = 3
+    long_prefill_tokens: int = 0
+    load_failures: str = "recompute"
 
     @property
     def tokens_per_hash(self) -> int:
@@ -68,6 +73,15 @@ class Setup:
 
 def build_scheduler(setup: Setup, model: Path, pair: Pair) -> Scheduler:
     """Build vLLM's scheduler over groups of ``setup``, with the tee as its connector."""
+    module = "tests.integration.scheduler_pair"
+    extra = {"spec_name": "PairSpec", "spec_module_path": module, "pair": pair}
+    return scheduler_with("TeeConnector", module, extra, setup, model)
+
+
+def scheduler_with(
+    connector: str, module: str, extra: dict[str, Any], setup: Setup, model: Path
+) -> Scheduler:
+    """Build vLLM's scheduler over groups of ``setup``, with a connector of ``module``."""
     init_none_hash(sha256)
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(architecture()))
@@ -91,26 +105,26 @@ def build_scheduler(setup: Setup, model: Path, pair: Pair) -> Scheduler:
             enable_chunked_prefill=True,
             async_scheduling=setup.asynchronous,
             disable_hybrid_kv_cache_manager=False,
+            long_prefill_token_threshold=setup.long_prefill_tokens,
             watermark=0.0,
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="TeeConnector",
-            kv_connector_module_path="tests.integration.scheduler_pair",
+            kv_connector=connector,
+            kv_connector_module_path=module,
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=setup.load_failures,
             kv_connector_extra_config={
-                "spec_name": "PairSpec",
-                "spec_module_path": "tests.integration.scheduler_pair",
                 "blocks_per_chunk": setup.blocks_per_chunk,
                 "offload_prompt_only": not setup.store_decode,
-                "pair": pair,
+                **extra,
             },
         ),
     )
     config.parallel_config.world_size = setup.ranks
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.cache_config.num_gpu_blocks = setup.engine_blocks
+    config.cache_config.kv_cache_layout = "LBHNC"
     groups = []
     for number, (tokens, window) in enumerate(setup.groups):
         common = {

@@ -1,0 +1,349 @@
+"""An engine without a model that loads within its forward passes, some of which fail.
+
+vLLM's own scheduler and block pool drive both roles of :class:`KVTierConnector` over a cache
+whose copies are notes. A block holds a note of what was written to it: the hash of its tokens,
+or nothing right. So whatever reads a block whose load failed, shares it, or stores what was
+computed from it, is noticed at once.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvtier.config import parse_config
+from kvtier.connector.service import CacheService
+from kvtier.testing.stepped import SteppedCache
+from kvtier.vllm import connector as door
+from kvtier.vllm.connector import KVTierConnector
+from kvtier.vllm.contract import GPULoadStoreSpec, TransferResult
+from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.specs import SlotLoadStoreSpec
+from kvtier.vllm.worker import EndedLoad, KVTierWorker
+from tests.integration.scheduler_pair import SpiedService
+from tests.integration.scheduler_setup import Setup, scheduler_with
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+WRONG: Final = b"nothing right"
+SETTINGS: Final = parse_config(
+    "tiers:\n- {kind: ram, capacity: 1GiB}\ntransfer: {load_mode: layerwise}\n", source="test"
+)
+
+
+class Notes(KVTierWorker):
+    """One rank whose blocks and slots hold notes.
+
+    Args:
+        world: Whose.
+    """
+
+    def __init__(self, world: LayerwiseWorld) -> None:
+        self._world = world
+        self._finished: list[int] = []
+        self._ended: dict[int, EndedLoad] = {}
+        self._step: list[tuple[int, SlotLoadStoreSpec, GPULoadStoreSpec]] = []
+        self._bad_stores: set[int] = set()
+        self.lost: set[int] = set()
+        """Blocks that this step's failed loads left as they were."""
+
+    @override
+    def open_steps(self, layers: Sequence[str], *, timeout_s: float) -> None:
+        raise NotImplementedError
+
+    @override
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        stored = dst_spec.generations[0]
+        if job_id in self._bad_stores:
+            self._world.seen["stores spoiled"] += 1
+            stored = None
+        else:
+            self._world.check_store(src_spec, dst_spec)
+        self._world.cache.finish(dst_spec.slots, stored=stored)
+        self._finished.append(job_id)
+        return True
+
+    @override
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        self._step.append((job_id, src_spec, dst_spec))
+        if not src_spec.in_step:
+            self._world.seen["loads ahead"] += 1
+            self._settle(*self._step.pop())
+        return True
+
+    @override
+    def start_step(self) -> None:
+        self.lost.clear()
+        for job in self._step:
+            self._world.seen["loads in step"] += 1
+            self._settle(*job)
+
+    @override
+    def end_step(self) -> list[int]:
+        jobs, self._step = self._step, []
+        return [job_id for job_id, *_ in jobs if not self._ended[job_id].is_whole]
+
+    @override
+    def spoil(self, job_ids: Iterable[int]) -> None:
+        self._bad_stores.update(job_ids)
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return [TransferResult(job_id, True) for job_id in finished]
+
+    @override
+    def take_ended_loads(self) -> dict[int, EndedLoad]:
+        ended, self._ended = self._ended, {}
+        return ended
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        return
+
+    def _settle(self, job_id: int, slots: SlotLoadStoreSpec, blocks: GPULoadStoreSpec) -> None:
+        world = self._world
+        works = world.draw.random() >= world.setup.failing
+        for block, note in world.pairs_of(blocks, slots):
+            world.contents[block] = note if works else WRONG
+            if slots.in_step and not works:
+                self.lost.add(block)
+        world.seen["loads that failed"] += not works
+        if not works:
+            world.cache.truth.refuse(slots.slots, slots.generations)
+        world.cache.finish(slots.slots)
+        self._finished.append(job_id)
+        self._ended[job_id] = EndedLoad(works, None, "" if works else "drawn")
+
+
+class NotesSpec(OffloadingSpec):
+    """Builds the halves of a :class:`LayerwiseWorld`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._world: LayerwiseWorld = config.extra_config["world"]
+
+    @override
+    def get_manager(self) -> KVTierManager:
+        service = cast("CacheService", self._world.spied)
+        return KVTierManager(service, persistent=False, report_metrics=False)
+
+    @override
+    def get_worker(self, kv_caches: Any) -> Notes:
+        return self._world.notes
+
+
+class NotesConnector(KVTierConnector):
+    """The connector with the halves of :class:`NotesSpec`; loaded by vLLM's scheduler."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        world = vllm_config.kv_transfer_config.kv_connector_extra_config["world"]
+        if role == KVConnectorRole.SCHEDULER:
+            world.worker = NotesConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        else:
+            self.connector_worker.worker = world.notes
+
+
+def with_notes(vllm_config: Any) -> Any:
+    """Stand in for the connector's own choice of a spec."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra |= {"spec_name": NotesSpec.__name__, "spec_module_path": NotesSpec.__module__}
+    return vllm_config
+
+
+class LayerwiseWorld:
+    """Requests and steps, drawn from one seed.
+
+    Args:
+        setup: One group of full attention, one rank, ``failing`` the share of loads that fail.
+        model: A directory for the model's configuration.
+        seed: Of everything.
+    """
+
+    def __init__(self, setup: Setup, model: Path, seed: int) -> None:
+        self.setup = setup
+        self.draw = random.Random(seed)
+        self.cache = SteppedCache(*setup.slots, seed=seed, slowest_steps=2)
+        self.spied = SpiedService(self.cache.service)
+        self.notes = Notes(self)
+        self.worker: Any = None
+        self.seen: Counter[str] = Counter()
+        self.contents: dict[int, bytes] = {}
+        self.requests: dict[str, Request] = {}
+        self._parents: dict[bytes, bytes | None] = {}
+        ((self._block_tokens, _),) = setup.groups
+        self._hasher = get_request_block_hasher(self._block_tokens, sha256)
+        extra = {"world": self}
+        self.scheduler = scheduler_with(
+            NotesConnector.__name__, NotesConnector.__module__, extra, setup, model
+        )
+
+    # -- what a client does --------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], answer: int) -> Request:
+        request = Request(
+            request_id=f"r{len(self.requests)}",
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.requests[request.request_id] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.seen["aborts"] += 1
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def alive(self) -> list[Request]:
+        return [request for request in self.requests.values() if not request.is_finished()]
+
+    # -- what an engine does -------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.seen["steps"] += 1
+        self.cache.tick()
+        output = self.scheduler.schedule()
+        self.seen["preemptions"] += len(output.preempted_req_ids or ())
+        metadata, worker = output.kv_connector_metadata, self.worker
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        if output.has_sync_kv_loads:
+            worker.start_load_kv(cast("Any", None))
+        wrong = self._forward(output)
+        if not output.has_sync_kv_loads:
+            worker.start_load_kv(cast("Any", None))
+        worker.wait_for_save()
+        answer = self._answer(output, wrong, self._results(output))
+        worker.clear_connector_metadata()
+        self.spied.calls.clear()
+        self.scheduler.update_from_output(output, answer)
+        for request in self.requests.values():
+            self._note_parents(request)
+
+    def settle(self, limit: int = 400) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(limit):
+            self.step()
+            if not self.scheduler.has_requests():
+                return
+        raise AssertionError(f"still busy after {limit} steps")
+
+    def token_at(self, request: Request, place: int) -> int:
+        """Return the token that a right pass generates as the ``place``-th of all."""
+        return zlib.crc32(f"{request.prompt_token_ids[:8]}.{place}".encode()) % 500
+
+    def _results(self, output: SchedulerOutput) -> KVConnectorOutput:
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+
+    def _forward(self, output: SchedulerOutput) -> set[str]:
+        """Check what the pass reads, write what it computes, and return who computed wrong."""
+        wrong: set[str] = set()
+        for req_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            self._note_parents(request)
+            end = request.num_computed_tokens
+            start = end - count
+            blocks = self._blocks(req_id)
+            before = blocks[: start // self._block_tokens]
+            if self.notes.lost.intersection(before):
+                wrong.add(req_id)
+            for number, block in enumerate(before):
+                right = self.contents.get(block) == request.block_hashes[number]
+                assert right or req_id in wrong, f"{req_id} reads block {number}, not its own"
+            last = -(-end // self._block_tokens)
+            for number in range(start // self._block_tokens, last):
+                whole = number < len(request.block_hashes) and req_id not in wrong
+                full = (number + 1) * self._block_tokens <= end
+                self.contents[blocks[number]] = (
+                    request.block_hashes[number] if whole and full else WRONG
+                )
+        self.seen["wrong passes"] += len(wrong)
+        return wrong
+
+    def _answer(
+        self, output: SchedulerOutput, wrong: set[str], results: KVConnectorOutput
+    ) -> ModelRunnerOutput:
+        req_ids = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for req_id in req_ids:
+            request = self.requests[req_id]
+            token = self.token_at(request, request.num_computed_tokens)
+            token = 499 - token if req_id in wrong else token
+            sampled.append([] if request.is_prefill_chunk else [token])
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: at for at, req_id in enumerate(req_ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=results,
+        )
+
+    def _blocks(self, req_id: str) -> list[int]:
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return [block.block_id for block in manager.req_to_blocks[req_id]]
+
+    # -- contents ------------------------------------------------------------------------------
+
+    def check_store(self, blocks: GPULoadStoreSpec, slots: SlotLoadStoreSpec) -> None:
+        """Check that what is stored is what its keys say."""
+        for block, note in self.pairs_of(blocks, slots):
+            assert self.contents.get(block) == note, "wrong KV is stored under a valid key"
+        self.seen["stored"] += len(slots.slots)
+
+    def pairs_of(
+        self, blocks: GPULoadStoreSpec, slots: SlotLoadStoreSpec
+    ) -> list[tuple[int, bytes]]:
+        """Return each block of a job with what it should hold."""
+        size = self.setup.blocks_per_chunk
+        notes: list[bytes] = []
+        for key in self.spied.keys_of(slots.slots, slots.generations):
+            chain = [key[:-4]]
+            while len(chain) < size:
+                parent = self._parents[chain[-1]]
+                assert parent is not None
+                chain.append(parent)
+            notes += reversed(chain)
+        first = int(blocks.block_indices[0]) % size
+        ids = [int(block) for block in blocks.block_ids]
+        return list(zip(ids, notes[first:], strict=False))
+
+    def _note_parents(self, request: Request) -> None:
+        hashes = request.block_hashes
+        for at in range(len(hashes) - 1, -1, -1):
+            if hashes[at] in self._parents:
+                break
+            self._parents[hashes[at]] = hashes[at - 1] if at else None
+
+
+def arrange(monkeypatch: Any) -> None:
+    """Let connectors be built over notes, from no file."""
+    monkeypatch.setattr(door, "_with_spec", with_notes)
+    monkeypatch.setattr(door, "_settings", lambda _: SETTINGS)

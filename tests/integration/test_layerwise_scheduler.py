@@ -1,0 +1,87 @@
+"""Loads within the forward pass, and their failures, under vLLM's scheduler without a model.
+
+Each of the corrections that :mod:`kvtier.vllm.in_step` makes is needed here: without any one of
+them a request reads, or stores, what a failed load left behind, or vLLM's half gives up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.layerwise_world import LayerwiseWorld, arrange
+from tests.integration.scheduler_setup import Setup
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+TALKS = 7
+PREFIXES = 8
+
+SETUPS = {
+    "all is well": Setup(engine_blocks=48),
+    "loads fail": Setup(engine_blocks=48, failing=0.4, store_decode=True),
+    "loads fail, prefills are cut": Setup(
+        engine_blocks=48, failing=0.4, store_decode=True, long_prefill_tokens=32
+    ),
+    "loads fail, and their requests": Setup(
+        engine_blocks=48, failing=0.4, store_decode=True, load_failures="fail"
+    ),
+    "chunks of four blocks": Setup(
+        blocks_per_chunk=4, engine_blocks=48, slots=(24, 96), failing=0.3, store_decode=True
+    ),
+    "no room": Setup(engine_blocks=36, slots=(12, 48), failing=0.2, store_decode=True),
+}
+
+
+def random_tokens(draw: Random, low: int, high: int) -> list[int]:
+    return [draw.randrange(500) for _ in range(draw.randint(low, high))]
+
+
+def traffic(world: LayerwiseWorld, *, steps: int, resets: bool) -> None:
+    """Hold conversations with a few common prefixes, aborting some."""
+    draw = world.draw
+    prefixes = [random_tokens(draw, 64, 160) for _ in range(PREFIXES)]
+    for _ in range(steps):
+        if len(world.alive()) < TALKS and draw.random() < 0.5:
+            prompt = draw.choice(prefixes) + random_tokens(draw, 0, 60)
+            # Some prompts end with a block, so that the hit is all of them.
+            if draw.random() < 0.3:
+                prompt = prompt[: len(prompt) // 16 * 16]
+            world.submit(prompt, draw.randint(1, 24))
+        if draw.random() < 0.03 and (alive := world.alive()):
+            world.abort(draw.choice(alive))
+        if resets and draw.random() < 0.01:
+            world.reset()
+        world.step()
+    world.settle()
+
+
+def assert_right(world: LayerwiseWorld, request: Request) -> None:
+    prompt = request.num_prompt_tokens
+    answer = list(request.output_token_ids)
+    assert answer == [
+        world.token_at(request, place) for place in range(prompt, prompt + len(answer))
+    ]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_block_of_a_failed_load_is_read_shared_or_stored(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch)
+    setup = SETUPS[name]
+    world = LayerwiseWorld(setup, tmp_path / "model", seed)
+    traffic(world, steps=300, resets=name == "no room")
+    for request in world.requests.values():
+        assert_right(world, request)
+    seen = world.seen
+    assert seen["loads in step"] > 0
+    assert seen["stored"] > 0
+    assert (seen["wrong passes"] > 0) == (setup.failing > 0)
+    assert world.cache.service.statistics().internal_errors == 0
+    world.cache.service.shutdown()
