@@ -22,19 +22,26 @@ to the mean of all in the same way.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Final
 
-from kvtier.policies.eviction._runs import Run
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["HitDensity"]
+
+FloatArray = NDArray[np.float64]
 
 _PRIOR: Final = 8.0
 _FIRST: Final = 4
 """Bits of the ages that share the first octave."""
 _TURNS: Final = 4
 """Longest age that is told apart, in turns of the tier."""
+_BITS: Final = 64
+_PARTS: Final = 16
+"""Parts of an interval that are told apart by age."""
+_SLACK: Final = 48
+"""Parts that an interval may be longer than it should."""
 
 
 def _octave_of(age: int) -> int:
@@ -49,103 +56,115 @@ class HitDensity:
         capacity: Slots of the tier.
         below: For each class the lower classes it must not be worth less than.
         keep: What a count keeps of itself each time the table is renewed.
+        interval: Uses between two times that it is renewed, or little more.
 
     Attributes:
         octaves: Octaves of the table.
-        table: Hit density by class and octave; as it was at the last :meth:`learn`. Ages beyond
-            the last octave count as the last.
+        table: Hit density by class and bits of the age; as it was at the last :meth:`learn`.
+            Ages beyond the last octave count as the last.
     """
 
-    def __init__(self, capacity: int, below: Sequence[Sequence[int]], keep: float) -> None:
+    def __init__(
+        self, capacity: int, below: Sequence[Sequence[int]], keep: float, interval: int
+    ) -> None:
         self._below = below
         self._keep = keep
         self.octaves = _octave_of(_TURNS * capacity) + 2
         bounds = [0] + [1 << (_FIRST + octave) - 1 for octave in range(1, self.octaves + 1)]
-        self._starts = bounds[:-1]
-        self._widths = [end - start for start, end in pairwise(bounds)]
-        self._uses = [array("d", bytes(8 * self.octaves)) for _ in below]
-        self._entered = [array("d", bytes(8 * self.octaves)) for _ in below]
+        self._starts = np.array(bounds[:-1])
+        # Chunks by part of the time in which they came to their class, and by class: a ring.
+        self._classes = len(below)
+        self._width = max(interval // _PARTS, 1)
+        self._ahead = -(-interval // self._width) + _SLACK
+        self._parts = bounds[-2] // self._width + self._ahead + 2
+        self._waiting = array("d", bytes(8 * self._parts * self._classes))
+        self._waiting_seen = np.frombuffer(self._waiting).reshape(self._parts, self._classes)
+        self._past = -1
+        self._looked = 0
+        self._widths = np.diff(bounds)
+        self._weights = _PRIOR * self._widths
+        self._prior = self._weights / bounds[1:]
+        self._octave_of_bits = np.clip(np.arange(_BITS) - _FIRST, 0, self.octaves - 1)
+        self._sums, self._times = np.zeros((2, len(below), self.octaves + 1))
+        # What is added to the time of a stretch that ends before the octave after its first.
+        ends = np.arange(self.octaves + 1)
+        least = np.minimum(ends[:-1, None] + 2, self.octaves)
+        self._too_short = np.where(ends < least, np.inf, 0.0)
+        # Counted in plain arrays, which is fast one by one, and renewed through numpy's views.
+        counts = [array("d", bytes(8 * self.octaves * len(below))) for _ in range(2)]
+        self._uses, self._entered = counts
+        self._uses_seen, self._entered_seen = (
+            np.frombuffer(count).reshape(len(below), self.octaves) for count in counts
+        )
         self.table: list[array[float]] = []
         self.learn()
 
-    def used(self, kind: int, age: int, count: int) -> None:
-        """Note that ``count`` chunks of class ``kind`` were used at ``age``."""
-        octave = min(_octave_of(age), self.octaves - 1)
-        self._uses[kind][octave] += count
+    def came(self, kind: int, now: int, count: int) -> None:
+        """Note that ``count`` chunks are of class ``kind`` since ``now``."""
+        self._waiting[now // self._width % self._parts * self._classes + kind] += count
+
+    def went(self, kind: int, since: int, count: int) -> None:
+        """Note that ``count`` chunks of class ``kind`` since ``since`` are so no more."""
+        if since > self._past:
+            self._waiting[since // self._width % self._parts * self._classes + kind] -= count
+
+    def used(self, kind: int, since: int, age: int, count: int) -> None:
+        """Note that ``count`` chunks that were of class ``kind`` since ``since`` were used.
+
+        Args:
+            kind: The class they had.
+            since: When they came to it.
+            age: How long ago that is.
+            count: How many.
+        """
+        self.went(kind, since, count)
+        octave = min(max(age.bit_length() - _FIRST, 0), self.octaves - 1)
+        place = kind * self.octaves + octave
+        self._uses[place] += count
         if not octave:
             # Those that are used that soon are not there to be counted when they grow older.
-            self._entered[kind][0] += count
+            self._entered[place] += count
 
-    def grow_older(self, runs: Iterable[Run], now: int) -> None:
-        """Note which keys of ``runs``, oldest first, came to another octave unused."""
-        last = self.octaves - 1
-        for run in runs:
-            octave = (now - run.since).bit_length() - _FIRST
-            if octave > run.octave:
-                entered, keys = self._entered[run.kind], run.keys
-                if not run.octave:
-                    entered[0] += keys
-                for passed in range(run.octave + 1, min(octave, last) + 1):
-                    entered[passed] += keys
-                run.octave = octave
-            elif octave <= 0:
-                break
-
-    def of(self, kind: int, age: int) -> float:
-        """Return the hit density of chunks of class ``kind`` at ``age``."""
-        octave = age.bit_length() - _FIRST
-        row = self.table[kind]
-        return row[octave if 0 < octave < self.octaves else -(octave > 0)]
+    def grow_older(self, now: int) -> None:
+        """Note which chunks came to another octave unused since the last time."""
+        part = now // self._width
+        parts = np.arange(part - self._parts + 1, part + 1)
+        ages = np.array((self._looked, now))[:, None] - (parts + 1) * self._width
+        then, today = ages[:, :, None] >= self._starts
+        crossed = today & ~then & (parts >= 0)[:, None]
+        crossed[:, 0] = crossed[:, 1]
+        waiting = self._waiting_seen
+        self._entered_seen += waiting[parts % self._parts].T @ crossed
+        # Room for the parts until the next time, which must be sooner than they take.
+        ahead = np.arange(part + 1, part + 1 + self._ahead)
+        waiting[ahead % self._parts] = 0.0
+        self._past = (part - self._parts + self._ahead + 1) * self._width - 1
+        self._looked = now
 
     def learn(self) -> None:
         """Bring the table up to date and let what was seen count a little less."""
-        weights = [_PRIOR * width for width in self._widths]
-        spent = [
-            [
-                max(entered - used / 2, 0.0) * width
-                for entered, used, width in zip(*rows, self._widths, strict=True)
-            ]
-            for rows in zip(self._entered, self._uses, strict=True)
-        ]
-        hazards = [
-            (sum(uses) + weight / (start + width)) / (sum(times) + weight)
-            for uses, times, weight, start, width in zip(
-                zip(*self._uses, strict=True),
-                zip(*spent, strict=True),
-                weights,
-                self._starts,
-                self._widths,
-                strict=True,
-            )
-        ]
-        table = [
-            _densities(
-                [used + w * h for used, w, h in zip(uses, weights, hazards, strict=True)],
-                [time + w for time, w in zip(times, weights, strict=True)],
-            )
-            for uses, times in zip(self._uses, spent, strict=True)
-        ]
+        uses, entered, weights = self._uses_seen, self._entered_seen, self._weights
+        spent = np.maximum(entered - 0.5 * uses, 0.0) * self._widths
+        hazards = (uses.sum(0) + self._prior) / (spent.sum(0) + weights)
+        table = self._densities(uses + weights * hazards, spent + weights)
         for kind, lower in enumerate(self._below):
-            rows = [table[kind], *(table[other] for other in lower)]
-            table[kind] = array("d", map(max, zip(*rows, strict=True)))
-        self.table = table
-        self._fade()
+            if lower:
+                np.maximum(table[kind], table[lower].max(0), out=table[kind])
+        self.table = [array("d", row) for row in table[:, self._octave_of_bits]]
+        uses *= self._keep
+        entered *= self._keep
 
-    def _fade(self) -> None:
-        for rows in (self._uses, self._entered):
-            rows[:] = [array("d", (count * self._keep for count in row)) for row in rows]
+    def _densities(self, uses: FloatArray, spent: FloatArray) -> FloatArray:
+        """Return, for each octave, the best mean hazard over it, the next and any more.
 
-
-def _densities(uses: list[float], spent: list[float]) -> array[float]:
-    """Return, for each octave, the best mean hazard over it, the next and any more."""
-    octaves = range(len(uses))
-    sums = list(accumulate(uses, initial=0.0))
-    times = list(accumulate(spent, initial=0.0))
-    best = (
-        max(
-            (sums[end] - sums[octave]) / (times[end] - times[octave])
-            for end in range(min(octave + 2, len(uses)), len(uses) + 1)
-        )
-        for octave in octaves
-    )
-    return array("d", best)
+        Args:
+            uses: By class and octave, shape (classes, octaves).
+            spent: Slots times time, above zero, of the same shape.
+        """
+        sums, times = self._sums, self._times
+        uses.cumsum(1, out=sums[:, 1:])
+        spent.cumsum(1, out=times[:, 1:])
+        gained = sums[:, None, :] - sums[:, :-1, None]
+        gained /= times[:, None, :] - times[:, :-1, None] + self._too_short
+        best: FloatArray = gained.max(2)
+        return best

@@ -8,7 +8,7 @@ A run also counts the keys whose last use is in it but that were evicted since, 
 are remembered. Then the newest runs that count as many keys as the tier has slots are what LRU
 would hold, and no list of LRU's keys is needed: the *reach* of LRU is a place in the timeline,
 which moves on as keys come in from beyond it. Of the run at that place LRU would hold a part;
-it counts as within reach as a whole, so runs are kept short.
+its oldest keys are those that LRU let go of.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ class Run:
     Attributes:
         kind: Their class.
         since: Number of the use that began it.
-        copies: The copies, oldest use first; each names this run as its ``policy``.
+        copies: The copies, oldest use first, and None where one was. Each names this run as its
+            ``policy``, and its place in the list as its ``queued``.
+        first: Place before which there is none any more.
+        live: How many there are.
         away: Keys that were evicted from it and are remembered.
         beyond: Whether LRU would have let all of it go.
-        octave: Octave of its age when it was last looked at.
     """
 
-    __slots__ = ("away", "beyond", "copies", "kind", "octave", "since")
+    __slots__ = ("away", "beyond", "copies", "first", "kind", "live", "since")
 
     def __init__(self, kind: int, since: int) -> None:
         self.kind = kind
         self.since = since
-        self.copies: dict[ChunkCopy, None] = {}
+        self.copies: list[ChunkCopy | None] = []
+        self.first = 0
+        self.live = 0
         self.away = 0
         self.beyond = False
-        self.octave = 0
-
-    @property
-    def keys(self) -> int:
-        """Keys that it counts."""
-        return len(self.copies) + self.away
 
 
 class Timeline:
@@ -54,8 +52,10 @@ class Timeline:
 
     Attributes:
         runs: The runs; those without any key are dropped now and then.
-        departed: Keys within LRU's reach that are not here.
+        departed: Keys that are not here, of runs that are within LRU's reach or partly so.
     """
+
+    __slots__ = ("_capacity", "_edge", "_held", "_oldest", "departed", "runs")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -73,22 +73,36 @@ class Timeline:
 
     def enter(self, count: int) -> None:
         """Note that the newest runs got ``count`` keys that LRU did not hold."""
-        self._held += count
-        runs = self.runs
-        run = runs[self._edge]
-        while self._held - run.keys >= self._capacity:
+        runs, edge = self.runs, self._edge
+        held = self._held + count
+        run = runs[edge]
+        while (left := held - run.live - run.away) >= self._capacity:
+            held = left
             run.beyond = True
-            self._held -= run.keys
             self.departed -= run.away
-            self._edge += 1
-            run = runs[self._edge]
+            edge += 1
+            run = runs[edge]
+        self._held = held
+        self._edge = edge
 
-    def forget(self, run: Run) -> None:
-        """Note that a key of ``run`` that was away is forgotten."""
-        run.away -= 1
+    def past_reach(self, run: Run) -> int:
+        """Return how many keys of ``run``, its oldest, LRU has let go of if it holds others."""
+        if run is not self.runs[self._edge]:
+            return 0
+        return max(self._held - self._capacity, 0)
+
+    @property
+    def departures(self) -> int:
+        """Keys that LRU holds and that are not here."""
+        edge = self.runs[self._edge]
+        return self.departed - min(self.past_reach(edge), edge.away)
+
+    def forget(self, run: Run, count: int) -> None:
+        """Note that ``count`` keys of ``run`` that were away are forgotten."""
+        run.away -= count
         if not run.beyond:
-            self._held -= 1
-            self.departed -= 1
+            self._held -= count
+            self.departed -= count
 
     def remove(self, run: Run) -> None:
         """Note that a copy of ``run`` left, and would have left LRU's tier as well."""
@@ -98,14 +112,14 @@ class Timeline:
     def oldest(self) -> Run:
         """Return the oldest run with a copy here; there must be one."""
         runs, place = self.runs, self._oldest
-        while not runs[place].copies:
+        while not runs[place].live:
             place += 1
         self._oldest = place
         return runs[place]
 
     def tidy(self) -> None:
         """Drop the runs that count no key."""
-        kept = [run for run in self.runs if run.copies or run.away]
+        kept = [run for run in self.runs if run.live or run.away]
         self._edge = sum(run.beyond for run in kept)
         self._oldest = 0
         self.runs = kept

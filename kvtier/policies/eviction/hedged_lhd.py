@@ -31,14 +31,24 @@ tells its length; a batch that comes root to leaf is turned round.
 
 A copy that may not go is put where one goes that was just used. Were all of a class pinned,
 each pick would go round all of it, so for as many picks as copies were refused victims are
-chosen by age alone, and each of those picks moves on. Keys that left are remembered with their
-run, as many as there are slots.
+chosen by age alone, and each of those picks moves on.
+
+Keys that left are remembered with their run: as many as there are slots, and as many again
+until the older half is forgotten at once, which is cheaper than one by one.
+
+Accounts are kept by the stretch. Copies that go the same way one after the other, from one run
+to the newest, are a stretch, and so are victims out of one run. Each of them costs a few
+attribute writes; counts, ages and LRU's reach are put right when the stretch ends or somebody
+wants to know.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from math import ceil
+from operator import attrgetter
 from typing import Final
 
 from typing_extensions import override
@@ -58,6 +68,7 @@ _USED: Final = _NEW + _LENGTHS
 _MOST_USES: Final = 4
 _KINDS: Final = _USED + _MOST_USES
 _NOWHERE: Final = -1
+_RUN_OF: Final = attrgetter("policy")
 
 _AFTER: Final = [max(_USED, min(kind + 1, _KINDS - 1)) for kind in range(_KINDS)]
 """The class that a use makes of each."""
@@ -75,11 +86,13 @@ _SPANS: Final = 64
 """Parts of a turn of the tier that are told apart by age, at least."""
 _SPAN_LEAST: Final = 4
 _SPAN_MOST: Final = 128
-_LEARN_EVERY: Final = 4
+_LEARN_EVERY: Final = 2
 """Times the table is renewed while as many chunks are used as the tier holds."""
 _LEARN_LEAST: Final = 64
 _MEMORY: Final = 16
-"""Turns of the tier after which what was seen counts half."""
+"""Turns of the tier after which what was seen of the classes counts half."""
+_LONG_MEMORY: Final = 256
+"""Turns after which what was won and lost counts half."""
 
 
 class HedgedLhd(Eviction):
@@ -90,46 +103,55 @@ class HedgedLhd(Eviction):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        keep = 0.5 ** (1 / (_LEARN_EVERY * _MEMORY))
-        self._density = HitDensity(capacity, _BELOW, keep)
-        self._stake = Stake(capacity, keep)
+        keep, keep_long = (
+            0.5 ** (1 / (_LEARN_EVERY * turns)) for turns in (_MEMORY, _LONG_MEMORY)
+        )
+        self._interval = max(capacity // _LEARN_EVERY, _LEARN_LEAST)
+        self._density = HitDensity(capacity, _BELOW, keep, self._interval)
+        self._stake = Stake(capacity, keep_long)
         self._timeline = Timeline(capacity)
         self._queues: list[deque[Run]] = [deque() for _ in range(_KINDS)]
-        self._left: OrderedDict[ChunkKey, Run] = OrderedDict()
+        self._ghosts: dict[ChunkKey, Run] = {}
+        self._ghosts_before: dict[ChunkKey, Run] = {}
         self._span = min(max(capacity // _SPANS, _SPAN_LEAST), _SPAN_MOST)
         self._clock = 0
         self._learn_at = 0
+        self._lessons = 0
         self._members = 0
         self._shy = 0
+        # One run may be evicted from: so many copies were granted, so many are left of them.
         self._victims = Run(_NOWHERE, 0)
-        self._newest = self._open(_TAIL)
-        # The parent of the last new chunk, and the class it has if it is new as well.
-        self._next_new: ChunkKey | None = None
-        self._prompt = _NEW
-        # A stretch of copies is moving from one run, or from outside, to the newest run, which
-        # had been offered so much room and has so much left.
+        self._granted = 0
+        self._grant = 0
+        # A stretch of copies moves to the newest run, which offered room and has some left:
+        # from the run where they are, or are remembered and return, or from outside.
         self._outside = Run(_NOWHERE, 0)
         self._outside.beyond = True
+        self._newest = self._timeline.open(_TAIL, 0)
+        self._queues[_TAIL].append(self._newest)
         self._source: Run | None = None
+        self._returns = False
         self._offered = 0
         self._room = 0
         self._depth = 0
+        # The parent of the last new chunk, and the class it has if it is new as well.
+        self._next_new: ChunkKey | None = None
+        self._prompt = _NEW
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        self._members += 1
-        source = self._left.pop(copy.key, None)
+        key = copy.key
+        source = self._ghosts.pop(key, None) or self._ghosts_before.pop(key, None)
         if source is not None:
-            self._come_back(copy, source)
-            return
-        if copy.key != self._next_new:
-            self._begin(copy, self._outside, _TAIL)
-            self._prompt = _NEW + min((copy.depth + 1).bit_length() // 2, _LENGTHS - 1)
-        elif self._newest.kind != self._prompt or not self._room or self._source is None:
-            self._begin(copy, self._outside, self._prompt)
-        self._next_new = copy.parent
+            if source is not self._source or not self._room or not self._returns:
+                self._begin(copy, source, _AFTER[source.kind], returns=True)
+        else:
+            if key != self._next_new or not self._room or self._source is not self._outside:
+                self._begin_new(copy)
+            self._next_new = copy.parent
         run = copy.policy = self._newest
-        run.copies[copy] = None
+        copy.queued = len(run.copies)
+        run.copies.append(copy)
         self._room -= 1
 
     @override
@@ -141,147 +163,239 @@ class HedgedLhd(Eviction):
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         source: Run = copy.policy
-        if source is not self._source or not self._room:
-            self._begin(copy, source, _AFTER[source.kind])
-        del source.copies[copy]
+        if source is not self._source or not self._room or self._returns:
+            self._begin(copy, source, _AFTER[source.kind], returns=False)
+        source.copies[copy.queued] = None
         run = copy.policy = self._newest
-        run.copies[copy] = None
+        copy.queued = len(run.copies)
+        run.copies.append(copy)
         self._room -= 1
 
     @override
+    def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
+        for source, stretch in groupby(copies, _RUN_OF):
+            moving = list(dict.fromkeys(stretch))
+            while moving:
+                if source is not self._source or not self._room or self._returns:
+                    self._begin(moving[0], source, _AFTER[source.kind], returns=False)
+                run, part = self._newest, moving[: self._room]
+                for place, copy in enumerate(part, len(run.copies)):
+                    source.copies[copy.queued] = None
+                    copy.policy = run
+                    copy.queued = place
+                run.copies += part
+                self._room -= len(part)
+                del moving[: len(part)]
+
+    @override
     def on_remove(self, copy: ChunkCopy) -> None:
-        self._settle()
+        self._stop()
         self._members -= 1
-        del copy.policy.copies[copy]
         self._timeline.remove(copy.policy)
+        self._leave(copy)
         copy.policy = None
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        refused = 0
         if self._shy:
             self._shy -= 1
-        timeline, stake = self._timeline, self._stake
-        for _ in range(self._members):
+            self._stop()
+        while True:
+            if not self._grant:
+                self._choose()
+                if refused >= self._members:
+                    return None
             run = self._victims
-            if not run.copies:
-                run = self._victims = self._worst()
-            if self._shy or not (run.beyond or timeline.departed < stake.limit):
-                run = timeline.oldest()
-            copy = next(iter(run.copies))
+            copies, place = run.copies, run.first
+            while (copy := copies[place]) is None:
+                place += 1
+            run.first = place
             if evictable(copy):
-                self._evict(copy, run)
+                copies[place] = copy.policy = None
+                self._grant -= 1
+                self._ghosts[copy.key] = run
                 return copy
-            self._spare(copy, run)
-        return None
+            refused += 1
+            self._spare(copy)
 
     # -- uses -------------------------------------------------------------------------------
 
-    def _begin(self, copy: ChunkCopy, source: Run, kind: int) -> None:
+    def _begin_new(self, copy: ChunkCopy) -> None:
+        """Make ready for new copies that go the way of ``copy``, which is one."""
+        if copy.key == self._next_new:
+            self._begin(copy, self._outside, self._prompt, returns=False)
+            return
+        self._begin(copy, self._outside, _TAIL, returns=False)
+        self._prompt = _NEW + min((copy.depth + 1).bit_length() // 2, _LENGTHS - 1)
+        # The one after it is of another class.
+        self._room = self._offered = 1
+
+    def _begin(self, copy: ChunkCopy, source: Run, kind: int, *, returns: bool) -> None:
         """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``."""
         self._settle()
-        run = self._newest_of(kind)
+        if source is self._victims and not returns:
+            self._granted = self._grant = 0
+        run = self._newest
+        room = self._span - len(run.copies)
+        if run.kind != kind or room <= 0:
+            self._open(kind)
+            room = self._span
         self._source = source
-        self._room = self._offered = self._span - len(run.copies)
+        self._returns = returns
+        self._room = self._offered = room
         self._depth = copy.depth
 
-    def _settle(self) -> None:
-        """Account for the copies that moved since :meth:`_begin`."""
-        source = self._source
-        if source is None:
-            return
-        self._source = None
-        count = self._offered - self._room
-        if source is self._outside:
-            self._clock += count
-            self._stake.used(count, self._depth)
-        else:
-            self._count(source, count, self._depth)
-            if source.beyond:
-                self._stake.won += count
-        if source.beyond:
-            self._timeline.enter(count)
-
-    def _come_back(self, copy: ChunkCopy, source: Run) -> None:
-        """Let in ``copy``, which left from ``source``."""
-        self._settle()
-        self._count(source, 1, copy.depth)
-        self._add(copy, _AFTER[source.kind])
-        source.away -= 1
-        if source.beyond:
-            self._timeline.enter(1)
-        else:
-            self._stake.lost += 1
-            self._timeline.departed -= 1
-
-    def _count(self, source: Run, count: int, depth: int) -> None:
-        """Count uses of chunks whose last use was in ``source``."""
-        self._clock += count
-        self._stake.used(count, depth)
-        self._density.used(source.kind, self._clock - source.since, count)
-
-    def _add(self, copy: ChunkCopy, kind: int) -> None:
-        run = copy.policy = self._newest_of(kind)
-        run.copies[copy] = None
-
-    def _newest_of(self, kind: int) -> Run:
-        """Return the newest run, which has room for a copy of class ``kind``."""
-        run = self._newest
-        if run.kind != kind or len(run.copies) >= self._span:
-            run = self._newest = self._open(kind)
-        return run
-
-    def _open(self, kind: int) -> Run:
+    def _open(self, kind: int) -> None:
+        """Begin a new run, the newest."""
         if self._clock >= self._learn_at:
             self._learn()
-        run = self._timeline.open(kind, self._clock)
+        run = self._newest = self._timeline.open(kind, self._clock)
         self._queues[kind].append(run)
-        return run
+
+    def _settle(self) -> None:
+        """Account for the copies that left or moved since the last time."""
+        if self._grant < self._granted:
+            self._settle_victims()
+        count = self._offered - self._room
+        source = self._source
+        if not count or source is None:
+            return
+        self._offered = self._room
+        newest, density = self._newest, self._density
+        newest.live += count
+        density.came(newest.kind, newest.since, count)
+        self._clock += count
+        stake = self._stake
+        stake.uses += count
+        stake.depths += count * (self._depth + 1)
+        if source is self._outside:
+            self._members += count
+            self._timeline.enter(count)
+            return
+        density.used(source.kind, source.since, self._clock - source.since, count)
+        if self._returns:
+            self._settle_returns(source, count)
+        else:
+            self._lose(source, count)
+            if source.beyond:
+                stake.lead += count
+                self._timeline.enter(count)
+
+    def _stop(self) -> None:
+        """Let neither what leaves nor what moves go on as it does."""
+        self._settle()
+        self._source = None
+        self._granted = self._grant = 0
+
+    def _settle_returns(self, source: Run, count: int) -> None:
+        """Account for ``count`` chunks that came back and had left from ``source``."""
+        timeline = self._timeline
+        self._members += count
+        source.away -= count
+        if source.beyond:
+            timeline.enter(count)
+        else:
+            self._stake.lead -= count - min(timeline.past_reach(source), count)
+            timeline.departed -= count
+
+    def _settle_victims(self) -> None:
+        """Account for the copies that were evicted since :meth:`_choose`."""
+        count, run = self._granted - self._grant, self._victims
+        self._granted = self._grant
+        self._members -= count
+        self._lose(run, count)
+        run.away += count
+        if not run.beyond:
+            self._timeline.departed += count
+
+    def _lose(self, run: Run, count: int) -> None:
+        """Note that ``count`` copies of ``run`` are there no more."""
+        run.live -= count
+        if not run.live and run is not self._newest:
+            run.copies.clear()
+            run.first = 0
 
     def _learn(self) -> None:
-        """Look at all runs: how old they grew unused, and which are empty."""
-        self._learn_at = self._clock + max(self.capacity // _LEARN_EVERY, _LEARN_LEAST)
-        self._timeline.tidy()
-        self._density.grow_older(self._timeline.runs, self._clock)
+        """Look at the runs: how old they grew unused and, now and then, which are empty."""
+        self._learn_at = self._clock + self._interval
+        self._lessons += 1
+        self._density.grow_older(self._clock)
         self._density.learn()
         self._stake.renew()
-        self._queues = [deque(run for run in queue if run.copies) for queue in self._queues]
+        timeline = self._timeline
+        if not self._lessons % _LEARN_EVERY or len(timeline.runs) > self.capacity // 2:
+            timeline.tidy()
+            self._queues = [deque(run for run in queue if run.live) for queue in self._queues]
 
     # -- victims ----------------------------------------------------------------------------
 
-    def _worst(self) -> Run:
-        """Return the run whose slots are clearly worth least, or the oldest one."""
+    def _choose(self) -> None:
+        """Choose the run to evict from next, and so many of it as the budget allows."""
         self._settle()
-        density, clock = self._density.of, self._clock
-        worst = self._timeline.oldest()
-        least = _CLEARLY * density(worst.kind, clock - worst.since)
-        for kind, queue in enumerate(self._queues):
-            while queue and not queue[0].copies and queue[0] is not self._newest:
+        if not self._members:
+            return
+        if len(self._ghosts) >= self.capacity:
+            self._forget()
+        timeline = self._timeline
+        run = timeline.oldest()
+        grant = 1 if self._shy else run.live
+        budget = self._stake.limit - timeline.departures
+        if not self._shy and (budget > 0.0 or run.beyond):
+            worst = self._worst(run)
+            if worst is not run and (worst.beyond or budget > 0.0):
+                run, grant = worst, worst.live
+                if not run.beyond:
+                    grant = min(grant, ceil(budget))
+        if run is self._source:
+            self._source = None
+        self._victims = run
+        self._granted = self._grant = min(grant, self.capacity - len(self._ghosts))
+
+    def _worst(self, oldest: Run) -> Run:
+        """Return the run whose slots are clearly worth least, or the oldest one."""
+        clock, table, newest = self._clock, self._density.table, self._newest
+        worst = oldest
+        least = _CLEARLY * table[worst.kind][(clock - worst.since).bit_length()]
+        for queue, worths in zip(self._queues, table, strict=True):
+            while queue and not queue[0].live and queue[0] is not newest:
                 queue.popleft()
-            if queue and queue[0].copies:
+            if queue:
                 run = queue[0]
-                worth = density(kind, clock - run.since)
-                if worth < least:
+                worth = worths[(clock - run.since).bit_length()]
+                if worth < least and run.live:
                     worst, least = run, worth
         return worst
 
-    def _evict(self, copy: ChunkCopy, run: Run) -> None:
-        del run.copies[copy]
-        copy.policy = None
-        self._members -= 1
-        run.away += 1
-        if not run.beyond:
-            self._timeline.departed += 1
-            self._stake.departures += 1
-        left = self._left
-        left[copy.key] = run
-        if len(left) > self.capacity:
-            self._timeline.forget(left.popitem(last=False)[1])
+    def _forget(self) -> None:
+        """Forget the older of the keys that left; as many as there are slots are kept."""
+        for run, count in Counter(self._ghosts_before.values()).items():
+            self._timeline.forget(run, count)
+            self._density.went(run.kind, run.since, count)
+        self._ghosts_before = self._ghosts
+        self._ghosts = {}
 
-    def _spare(self, copy: ChunkCopy, run: Run) -> None:
+    def _spare(self, copy: ChunkCopy) -> None:
         """Put ``copy``, which may not go, where it is asked for last."""
-        self._settle()
+        self._stop()
         self._shy += 1
-        del run.copies[copy]
-        self._add(copy, run.kind)
-        if run.beyond:
+        source: Run = copy.policy
+        self._leave(copy)
+        run = self._newest
+        if run.kind != source.kind or len(run.copies) >= self._span:
+            self._open(source.kind)
+            run = self._newest
+        copy.policy = run
+        copy.queued = len(run.copies)
+        run.copies.append(copy)
+        run.live += 1
+        self._density.came(run.kind, run.since, 1)
+        if source.beyond:
             self._timeline.enter(1)
+
+    def _leave(self, copy: ChunkCopy) -> None:
+        """Take ``copy`` out of its run."""
+        run: Run = copy.policy
+        run.copies[copy.queued] = None
+        self._lose(run, 1)
+        self._density.went(run.kind, run.since, 1)
