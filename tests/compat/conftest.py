@@ -12,4 +12,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.timeout(1200))
+            item.add_marker(pytest.mark.timeout(3000))

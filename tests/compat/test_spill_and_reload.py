@@ -16,6 +16,8 @@ from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave
 from tests.integration.harness import Reference, Site, distinct_blocks, words
 
+ENGINE_S = 900.0
+"""What one engine may take: some releases compile for minutes before the first request."""
 PROMPTS = 16
 RAM_SHARE = 0.25
 BLOCKS_PER_CHUNK = 2
@@ -31,7 +33,7 @@ def site(tmp_path: Path) -> Site:
     model = tmp_path / "model"
     write_model(model)
     scenario = Scenario(model=model, waves=(wave, damaged), gpu_blocks=1024)
-    right, wrong = run_engine(scenario, tmp_path, "plain").waves
+    right, wrong = run_engine(scenario, tmp_path, "plain", timeout_s=ENGINE_S).waves
     pairs = zip(right.answers, wrong.answers, strict=True)
     assert sum(mine.tokens != theirs.tokens for mine, theirs in pairs) > PROMPTS // 2
     reference = Reference(
@@ -58,13 +60,13 @@ def test_an_engine_reloads_what_another_spilled_and_no_token_differs(site: Site)
         nvme_blocks=2 * blocks,
         blocks_per_chunk=BLOCKS_PER_CHUNK,
     ).model_copy(update={"door": Door.SPEC})
-    first = run_engine(scenario, site.directory, "first")
+    first = run_engine(scenario, site.directory, "first", timeout_s=ENGINE_S)
     reference.assert_equal(first, waves=scenario.waves)
     assert_sound(first)
     assert first.count("kvtier_evicted_chunks", tier="ram") > 0
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
     again = scenario.model_copy(update={"waves": waves, "door": Door.CONNECTOR})
-    second = run_engine(again, site.directory, "second")
+    second = run_engine(again, site.directory, "second", timeout_s=ENGINE_S)
     reference.assert_equal(second, waves=waves)
     assert_sound(second)
     reloaded_tokens = second.count("kvtier_hit_tokens", tier="nvme")

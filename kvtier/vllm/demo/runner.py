@@ -63,7 +63,9 @@ class EngineProcess:
                 text=True,
                 start_new_session=True,
             )
-        self._watchdog = threading.Timer(timeout_s, self.kill)
+        self._timeout_s = timeout_s
+        self._is_late = False
+        self._watchdog = threading.Timer(timeout_s, self._give_up)
         self._watchdog.daemon = True
         self._watchdog.start()
 
@@ -119,7 +121,13 @@ class EngineProcess:
             if pipe is not None:
                 pipe.close()
 
+    def _give_up(self) -> None:
+        self._is_late = self._process.poll() is None
+        self.kill()
+
     def _failure(self, what: str) -> str:
+        if self._is_late:
+            what = f"{what}: it was killed because it took more than {self._timeout_s:g} s"
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n".join([f"{what} (exit status {self._process.returncode}); its log:", *lines])
 
@@ -131,11 +139,13 @@ def command(ranks: int) -> list[str]:
     return ["env", *pairs, sys.executable, "-m", "kvtier.vllm.demo.engine"]
 
 
-def run_engine(scenario: Scenario, directory: Path, name: str) -> Report:
+def run_engine(
+    scenario: Scenario, directory: Path, name: str, *, timeout_s: float = TIMEOUT_S
+) -> Report:
     """Run one engine to its end.
 
     Raises:
-        EngineFailedError: It did not get there.
+        EngineFailedError: It did not get there, or not in time.
     """
-    with EngineProcess(scenario, directory, name) as engine:
+    with EngineProcess(scenario, directory, name, timeout_s=timeout_s) as engine:
         return engine.result()
