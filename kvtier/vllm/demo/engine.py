@@ -24,6 +24,7 @@ from kvtier.config import load_config, vllm_transfer_config
 from kvtier.connector.metrics import METRICS, Kind
 from kvtier.vllm.demo.model import BLOCK_TOKENS
 from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
+from kvtier.vllm.demo.timing import StepTimer
 
 __all__ = ["growth", "main"]
 
@@ -88,12 +89,15 @@ class Driver:
 
     Args:
         llm: The engine, its core in this process.
+        timed: Whether to report what steps take.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, timed: bool = False) -> None:
         self._engine = llm.llm_engine
         self._llm = llm
-        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        core = self._engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._timer = StepTimer(core) if timed else None
         self._ids = itertools.count()
         self._answers: list[Answer] = []
         self._counters = dict(read_counters())
@@ -101,6 +105,8 @@ class Driver:
     def run(self, wave: Wave) -> WaveReport:
         """Run ``wave`` to its end, the background work it caused included."""
         self._prepare(wave)
+        if self._timer is not None:
+            self._timer.begin()
         started_s = time.monotonic()
         prompts = [self._literal(prompt) for prompt in wave.prompts]
         names = [
@@ -119,6 +125,8 @@ class Driver:
             if not self._engine.has_unfinished_requests():
                 break
         seconds = time.monotonic() - started_s
+        if self._timer is not None:
+            self._timer.answered()
         self._drain()
         answers = [
             answer_of(prompt, outputs.get(name)).model_copy(
@@ -127,7 +135,12 @@ class Driver:
             for prompt, name in zip(prompts, names, strict=True)
         ]
         self._answers += answers
-        return WaveReport(answers=tuple(answers), seconds=seconds, counters=self._growth())
+        return WaveReport(
+            answers=tuple(answers),
+            seconds=seconds,
+            counters=self._growth(),
+            steps=None if self._timer is None else self._timer.take(),
+        )
 
     def _prepare(self, wave: Wave) -> None:
         if wave.reset_first and not self._llm.reset_prefix_cache(reset_connector=True):
@@ -255,7 +268,7 @@ def read_counters() -> Iterator[tuple[str, float]]:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the scenario in the first file and write the report to the second."""
-    die_with_parent()
+    go = die_with_parent()
     events = silence_stdout()
     # vLLM configures its own loggers only; kvtier's belong in the same log.
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -263,9 +276,11 @@ def main(arguments: Sequence[str]) -> None:
     scenario = Scenario.model_validate_json(source.read_text())
     llm = open_engine(scenario)
     events.write("ready\n")
-    driver = Driver(llm)
+    driver = Driver(llm, timed=scenario.timed)
     waves = []
     for wave in scenario.waves:
+        if scenario.timed:
+            go.acquire()
         waves.append(driver.run(wave))
         events.write("wave\n")
     llm.llm_engine.engine_core.shutdown()
@@ -273,15 +288,22 @@ def main(arguments: Sequence[str]) -> None:
     events.write("done\n")
 
 
-def die_with_parent() -> None:
-    """End this process with the parent, which holds the other end of standard input."""
+def die_with_parent() -> threading.Semaphore:
+    """End this process with the parent, which holds the other end of standard input.
+
+    Returns:
+        What is released once for each byte that the parent sends.
+    """
+    go = threading.Semaphore(0)
 
     def wait_for_end() -> None:
         # Not sys.stdin: its lock, held by a daemon thread, breaks the interpreter's own exit.
-        os.read(0, 1)
+        while os.read(0, 1):
+            go.release()
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="die-with-parent", daemon=True).start()
+    return go
 
 
 def silence_stdout() -> TextIO:

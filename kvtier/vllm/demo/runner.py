@@ -87,6 +87,12 @@ class EngineProcess:
         self._process.wait()
         raise EngineFailedError(self._failure(f"the engine ended before {event!r}"))
 
+    def go(self) -> None:
+        """Let an engine whose scenario is timed begin its next wave."""
+        if self._process.stdin is not None:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
     def result(self) -> Report:
         """Wait for the end and return the report.
 

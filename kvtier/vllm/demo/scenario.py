@@ -15,6 +15,7 @@ __all__ = [
     "Prompt",
     "Report",
     "Scenario",
+    "StepTimes",
     "Wave",
     "WaveReport",
     "replayed",
@@ -79,6 +80,8 @@ class Scenario(_Value):
     """Where to publish what is cached, as a ZeroMQ endpoint."""
     load_failures: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose KV could not be loaded."""
+    timed: bool = False
+    """Begin each wave when the parent says so, and report what each step of it took."""
 
 
 class Answer(_Value):
@@ -97,6 +100,19 @@ class Answer(_Value):
     """Whether it ended after a reset in the midst of its wave."""
 
 
+class StepTimes(_Value):
+    """What the engine core's steps of one wave took: schedule, compute, update."""
+
+    prefill_s: tuple[float, ...]
+    """Steps that computed part of a prompt."""
+    decode_s: tuple[float, ...]
+    """Steps that only generated."""
+    engine_cpu_s: float
+    """Processor time of the engine's process during the wave, all threads."""
+    hosts_cpu_s: float
+    """Processor time of its child processes, until nothing was in flight."""
+
+
 class WaveReport(_Value):
     """What became of one wave."""
 
@@ -104,6 +120,8 @@ class WaveReport(_Value):
     seconds: float
     counters: dict[str, float]
     """Every counter's growth during the wave and every gauge's value after it."""
+    steps: StepTimes | None = None
+    """Of a scenario that is timed."""
 
 
 class Report(_Value):
