@@ -214,7 +214,7 @@ class Disk:
         self._outcomes = outcomes
         self.gate = asyncio.Event()
 
-    async def read(self, *_: object, **__: object) -> SlotOutcomes:
+    async def begin_read(self, *_: object, **__: object) -> SlotOutcomes:
         await self.gate.wait()
         outcomes = []
         for outcome in self._outcomes:
