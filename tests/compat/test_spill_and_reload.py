@@ -17,7 +17,7 @@ from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave
 from tests.integration.harness import Reference, Site, distinct_blocks, words
 
 ENGINE_S = 900.0
-"""What one engine may take: some releases compile for minutes before the first request."""
+"""What one engine may take: on a busy machine warming up alone takes minutes."""
 PROMPTS = 16
 RAM_SHARE = 0.25
 BLOCKS_PER_CHUNK = 2
