@@ -35,11 +35,18 @@ BARS = {
     "slru-4": 500_000,
     "2q": 500_000,
     "prefix-lru": 500_000,
+    "hedged-lhd": 500_000,
 }
 ORDERS: Final[tuple[TouchOrder, ...]] = ("forward", "reverse")
 LADDER_BAR = 250_000
 SWEEP_BAR_S = 60.0
-SWEPT = (*BARS, "gdsf", "sieve", "lirs", "w-tinylfu-exact")
+SWEPT = (
+    *(policy for policy in BARS if policy != "hedged-lhd"),
+    "gdsf",
+    "sieve",
+    "lirs",
+    "w-tinylfu-exact",
+)
 SIZES = ("0.1%", "1%", "5%", "10%", "20%", "50%")
 
 
