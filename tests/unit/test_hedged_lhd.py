@@ -138,6 +138,19 @@ def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -
     )
 
 
+def test_what_lru_misses_as_well_is_not_taken_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_stake, "_SHARE", 0.0)
+    policy = HedgedLhd(64)
+    tier = ModelTier(policy)
+    for number in range(1000):
+        tier.access(make_key((number % 66).to_bytes(8, "big"), 0))
+        policy._settle()
+        assert policy._stake.lead == 0.0
+    assert not tier.hits
+
+
 def test_the_reach_of_lru_moves_on_with_every_key_from_beyond_it() -> None:
     timeline = Timeline(4)
     runs = [timeline.open(0, since) for since in range(3)]

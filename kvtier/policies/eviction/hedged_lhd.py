@@ -291,6 +291,7 @@ class HedgedLhd(Eviction):
     def _settle_returns(self, source: Run, count: int) -> None:
         """Account for ``count`` chunks that came back and had left from ``source``."""
         timeline = self._timeline
+        timeline.enter(0)  # nothing; but the run at the end of LRU's reach may be empty by now
         self._members += count
         source.away -= count
         if source.beyond:
