@@ -308,7 +308,7 @@ class DeviceEngine:
         Ids that are unknown or ended before are no error. A store that does not end in time is
         revoked: it is acknowledged some day and never counts as whole.
         """
-        self._begin()
+        self._begin(frozenset(job_ids))
         carriers = {self._carriers.get(job_id, job_id) for job_id in job_ids}
         if self._engine.wait(carriers, timeout_s=_COPY_TIMEOUT_S):
             return
@@ -344,11 +344,18 @@ class DeviceEngine:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
         self._control.acknowledge(self._rank, held)
 
-    def _begin(self) -> None:
-        """Start the stores that are held, as one job that bears the first one's number."""
+    def _begin(self, awaited: Collection[JobId] = ()) -> None:
+        """Start the stores that are held, those that somebody waits for in a job ahead."""
         if not self._held:
             return
-        stores, self._held = self._held, []
+        held, self._held = self._held, []
+        for wanted in (True, False):
+            stores = [store for store in held if (store.job_id in awaited) is wanted]
+            if stores:
+                self._carry(stores)
+
+    def _carry(self, stores: list[StoreRequest]) -> None:
+        """Start stores as one job, which bears the first one's number."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = Job(
             job_id=stores[0].job_id,

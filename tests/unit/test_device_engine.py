@@ -89,14 +89,17 @@ def test_who_waits_for_a_store_does_not_wait_in_vain(
     assert [result.job_id for result in device.poll()] == [1]
 
 
-def test_who_waits_for_one_of_the_stores_that_began_together_waits(
-    device: DeviceEngine, region: HostRegion
+def test_what_is_waited_for_is_copied_ahead_of_the_rest(
+    device: DeviceEngine, region: HostRegion, submitted: list[int]
 ) -> None:
-    for number in range(3):
+    for number in range(4):
         store(device, region, number)
+    device.wait({1, 3})
+    assert region.control.stored([1, 3], [STAMP] * 2) == [True, True]
+    assert submitted == [1, 0]
     device.wait({2})
-    assert region.control.stored([2], [STAMP]) == [True]
-    assert [result.job_id for result in device.poll()] == [0, 1, 2]
+    assert [result.job_id for result in device.poll()] == [1, 3, 0, 2]
+    assert region.control.stored([0, 2], [STAMP] * 2) == [True, True]
 
 
 def test_a_load_takes_the_stores_before_it_along(
