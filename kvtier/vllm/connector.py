@@ -304,7 +304,9 @@ class KVTierConnector(OffloadingConnector):
     @override
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return whether the model must stop before each layer, also in CUDA graphs."""
-        return _settings(extra_config).transfer.load_mode == "layerwise"
+        # vLLM asks before it builds the spec, which says so if there is no file.
+        has_file = bool(extra_config.get("kvtier_config"))
+        return has_file and _settings(extra_config).transfer.load_mode == "layerwise"
 
     @classmethod
     @override
@@ -322,7 +324,7 @@ class KVTierConnector(OffloadingConnector):
 
 
 def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
-    """Return kvtier's own file; the spec has said what is wrong if it cannot be read."""
+    """Return kvtier's own file."""
     return load_config(extra_config["kvtier_config"])
 
 

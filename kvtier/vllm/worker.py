@@ -90,6 +90,7 @@ class KVTierWorker(OffloadingWorker):
         self._plans: dict[int, BlockCopyPlan] = {}
         self._ended_loads: dict[int, EndedLoad] = {}
         self._spoiled: set[int] = set()
+        self._not_begun: list[int] = []
 
     @override
     def submit_store(
@@ -128,6 +129,8 @@ class KVTierWorker(OffloadingWorker):
                 self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
         except Exception as error:
             logger.exception("load %d was not started", job_id)
+            if chunks.in_step:
+                self._not_begun.append(job_id)
             self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
         return True
 
@@ -151,7 +154,8 @@ class KVTierWorker(OffloadingWorker):
 
     def end_step(self) -> list[int]:
         """Settle the step's loads after the forward pass; returns those that failed."""
-        return self._device.end_step()
+        not_begun, self._not_begun = self._not_begun, []
+        return [*not_begun, *self._device.end_step()]
 
     def spoil(self, job_ids: Iterable[int]) -> None:
         """Make stores fail that are not submitted yet: what they would copy is wrong."""

@@ -24,11 +24,11 @@ from kvtier.memory import ControlBlock
 from kvtier.memory.copy import ALL_PAGES, BlockCopier, BlockCopyPlan
 from kvtier.policies.eviction import Lru as Order
 
-__all__ = ["FAULTS", "NAME", "Order", "injected", "install", "plan"]
+__all__ = ["FAULTS", "LATE_S", "NAME", "Order", "injected", "install", "plan"]
 
 FAULTS = ("fail", "torn", "late")
-LATE_S = 1.0
-"""Longer than the tests' ``load_timeout``."""
+LATE_S = 1.2
+"""How late a late copy is; longer than ``load_timeout`` should be."""
 NAME = "failing_copies"
 PLAN, LEDGER = f"{NAME}.json", f"{NAME}.txt"
 

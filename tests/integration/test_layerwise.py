@@ -11,17 +11,23 @@ import yaml
 from kvtier.config import Door
 from kvtier.vllm.demo.runner import EngineFailedError, run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario, Wave
-from tests.integration.failing_copies import FAULTS, NAME, injected, install, plan
+from tests.integration.failing_copies import (
+    FAULTS,
+    LATE_S,
+    NAME,
+    injected,
+    install,
+    plan,
+)
 from tests.integration.harness import Reference, Site
 from tests.integration.test_connector import windowed
-from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
+from tests.integration.test_tokens import hit_tokens
 
 __all__ = ["windowed"]
 
 GPU_BLOCKS = 48
 CONTEXT_TOKENS = 1024
-LOAD_TIMEOUT_S = 0.4
-PROMPTS = 12
+PROMPTS = 8
 ONE_IN = 8
 """Layers are copied one by one, four to a load, so nearly every other load fails."""
 
@@ -40,8 +46,9 @@ def layerwise(scenario: Scenario, *, fails: bool = False) -> Scenario:
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"] = {"load_mode": "layerwise"}
     if fails:
-        settings["transfer"]["load_timeout"] = f"{LOAD_TIMEOUT_S}s"
-        settings["tiers"][0]["eviction"] = f"{NAME}:Order"
+        settings["transfer"]["load_timeout"] = f"{LATE_S / 2}s"
+        # Without a disk, whose reads could be late as well on a busy machine.
+        settings["tiers"] = [settings["tiers"][0] | {"eviction": f"{NAME}:Order"}]
     scenario.config.write_text(yaml.safe_dump(settings))
     return scenario.model_copy(
         update={"gpu_blocks": GPU_BLOCKS, "context_tokens": CONTEXT_TOKENS}
@@ -64,7 +71,9 @@ def failed_loads(report: Report, wave: int) -> float:
 
 def assert_well(report: Report, site: Site) -> None:
     assert report.count("kvtier_internal_errors") == 0
-    assert_nothing_pinned(report)
+    last = report.waves[-1].counters
+    busy = ("kvtier_held_chunks", "kvtier_granted_chunks", "kvtier_dirty_chunks")
+    assert {value for series, value in last.items() if series.startswith(busy)} == {0}
     site.assert_nothing_held()
 
 

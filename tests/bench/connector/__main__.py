@@ -7,7 +7,7 @@ with it, from RAM in the engine that stored it and from NVMe in the next one. A 
 block is always computed. The page cache is cold as far as direct I/O makes it so.
 
 *Layers*: prompts of 2,048 tokens are asked for again with more behind them, and loaded from RAM
-ahead of the forward pass or within it, in pairs of engines that run one after the other.
+ahead of the forward pass or within it, by two engines that take turns.
 
 *Steps*: waves of requests that hit nothing, through two engines that are up at the same time,
 one with kvtier and one without. They take turns, so that what else the machine does falls on
@@ -18,11 +18,9 @@ update. The tiers are full, so storing means evicting.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import statistics
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,12 +45,12 @@ from kvtier.vllm.demo.scenario import (
 
 PROMPT_TOKENS = 2048
 WARM_UP = 2
-PROMPTS = 8
 NVME_BAR, RAM_BAR, STEP_BAR = 0.25, 0.20, 1.01
 PATHS = ("staged", "direct")
 WAVE_PROMPTS, WAVE_PROMPT_TOKENS, WAVE_TOKENS = 8, 200, 48
 WAVES_PER_ROUND = 8
 WAVES_IN_RAM = 8
+PROMPTS_PER_ROUND = 4
 MORE_TOKENS = (32, 512)
 """Tokens that are computed behind those that are loaded; they make the forward pass longer."""
 
@@ -105,47 +103,36 @@ class Bench:
 
     def layers(self) -> Iterator[Figure]:
         """Yield the time to first token with hits in RAM: ahead, and layer by layer."""
-        times: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
-        for number in range(self._rounds):
-            for mode in ("ahead", "layerwise"):
-                for more, found in self._follow_ups(mode, f"{mode}-{number}").items():
-                    times[more, mode].append(found)
+        prompts = [
+            self._prompt(PROMPT_TOKENS)
+            for _ in range(WARM_UP + PROMPTS_PER_ROUND * self._rounds)
+        ]
+        waves = [Wave(prompts=(prompt,), max_tokens=1) for prompt in prompts]
         for more in MORE_TOKENS:
-            base = [statistics.median(found) for found in times[more, "ahead"]]
-            for mode in ("ahead", "layerwise"):
-                found = [statistics.median(each) for each in times[more, mode]]
-                ratios = [here / there for here, there in zip(found, base, strict=True)]
-                yield Figure(
-                    f"RAM and {more} more tokens, {mode}, of {len(ratios)} pairs",
-                    statistics.median(found),
-                    min(found),
-                    max(found),
-                    statistics.median(ratios),
-                    None,
+            for prompt in prompts:
+                longer = Prompt(tokens=prompt.tokens + self._prompt(more).tokens)
+                waves.append(Wave(prompts=(longer,), max_tokens=1))
+        blocks = 2 * len(prompts) * PROMPT_TOKENS // BLOCK_TOKENS
+        reports = self._alternate(
+            {
+                mode: self._scenario(
+                    tuple(waves), self._write_config(blocks, {"load_mode": mode}), timed=True
                 )
-
-    def _follow_ups(self, mode: str, name: str) -> dict[int, list[float]]:
-        """Return times to first token by the tokens that are computed behind a hit."""
-        prompts = [self._prompt(PROMPT_TOKENS) for _ in range(PROMPTS + WARM_UP)]
-        again = {
-            more: [
-                Prompt(tokens=prompt.tokens + self._prompt(more).tokens) for prompt in prompts
-            ]
-            for more in MORE_TOKENS
-        }
-        waves = tuple(
-            Wave(prompts=(prompt,), max_tokens=1)
-            for prompt in itertools.chain(prompts, *again.values())
+                for mode in ("ahead", "layerwise")
+            }
         )
-        report = self._run(waves, name, self._config("direct", load_mode=mode))
-        served = Report(waves=report.waves[len(prompts) :])
-        require_hits(served, "ram")
-        times = [answer.first_token_s * 1e3 for answer in served.answers()]
         each = len(prompts)
-        return {
-            more: times[at * each + WARM_UP : (at + 1) * each]
-            for at, more in enumerate(MORE_TOKENS)
-        }
+        for report in reports:
+            require_hits(Report(waves=report.waves[each:]), "ram")
+        pairs = list(zip(*(report.waves for report in reports), strict=True))
+        for number, more in enumerate(MORE_TOKENS, start=1):
+            some = pairs[number * each + WARM_UP : (number + 1) * each]
+            ahead_ms = [first_token_s(ahead) * 1e3 for ahead, _ in some]
+            yield figure(f"RAM and {more} more tokens, ahead", ahead_ms)
+            yield paired(f"RAM and {more} more tokens, layerwise", some, first_token_s)
+            yield paired(
+                "the same, engine's processor time", some, lambda wave: timed(wave).engine_cpu_s
+            )
 
     def steps(self, path: str) -> Iterator[Figure]:
         """Yield what steps that hit nothing take, with kvtier against without."""
@@ -179,26 +166,33 @@ class Bench:
 
     def _take_turns(self, waves: tuple[Wave, ...], config: Path) -> tuple[Report, Report]:
         """Run ``waves`` without kvtier and with it; who goes first changes every time."""
-        with ExitStack() as stack:
-            engines = [
-                stack.enter_context(EngineProcess(scenario, self._directory, name))
-                for name, scenario in (
-                    ("plain", self._scenario(waves, None, timed=True)),
-                    ("cached", self._scenario(waves, config, timed=True)),
-                )
-            ]
-            for engine in engines:
-                engine.wait_for("ready")
-            for number in range(len(waves)):
-                for engine in engines if number % 2 else reversed(engines):
-                    engine.go()
-                    engine.wait_for("wave")
-            plain, cached = (engine.result() for engine in engines)
-        if plain.tokens() != cached.tokens():
-            raise SystemExit("the two engines did not generate the same tokens")
+        plain, cached = self._alternate(
+            {
+                "plain": self._scenario(waves, None, timed=True),
+                "cached": self._scenario(waves, config, timed=True),
+            }
+        )
         if cached.count("kvtier_hit_tokens"):
             raise SystemExit("prompts that should have been new were hits")
         return plain, cached
+
+    def _alternate(self, scenarios: Mapping[str, Scenario]) -> list[Report]:
+        """Run two timed scenarios of the same waves, wave by wave."""
+        with ExitStack() as stack:
+            engines = [
+                stack.enter_context(EngineProcess(scenario, self._directory, name))
+                for name, scenario in scenarios.items()
+            ]
+            for engine in engines:
+                engine.wait_for("ready")
+            for number in range(len(next(iter(scenarios.values())).waves)):
+                for engine in engines if number % 2 else reversed(engines):
+                    engine.go()
+                    engine.wait_for("wave")
+            reports = [engine.result() for engine in engines]
+        if reports[0].tokens() != reports[1].tokens():
+            raise SystemExit("the two engines did not generate the same tokens")
+        return reports
 
     def _prompt(self, tokens: int) -> Prompt:
         return Prompt(tokens=tuple(self._draw.randrange(2, VOCABULARY) for _ in range(tokens)))
@@ -207,10 +201,10 @@ class Bench:
         prompts = tuple(self._prompt(WAVE_PROMPT_TOKENS) for _ in range(WAVE_PROMPTS))
         return Wave(prompts=prompts, max_tokens=WAVE_TOKENS)
 
-    def _config(self, path: str, load_mode: str = "ahead") -> Path:
+    def _config(self, path: str) -> Path:
         """Write a configuration whose tiers hold everything, over an empty store."""
-        blocks = 2 * (max(self._rounds, PROMPTS) + WARM_UP) * PROMPT_TOKENS // BLOCK_TOKENS
-        return self._write_config(blocks, {"load_path": path, "load_mode": load_mode})
+        blocks = 2 * (self._rounds + WARM_UP) * PROMPT_TOKENS // BLOCK_TOKENS
+        return self._write_config(blocks, {"load_path": path})
 
     def _step_config(self, path: str) -> Path:
         """Write a configuration whose tiers are full before anything is measured."""
@@ -251,6 +245,11 @@ def first_tokens_ms(report: Report, count: int) -> list[float]:
     """Return the last ``count`` times to first token, those of the warm-up left out."""
     times = [answer.first_token_s * 1e3 for answer in report.answers()[-count:]]
     return times[WARM_UP:]
+
+
+def first_token_s(wave: WaveReport) -> float:
+    (answer,) = wave.answers
+    return answer.first_token_s
 
 
 def timed(wave: WaveReport) -> StepTimes:
