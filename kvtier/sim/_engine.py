@@ -29,7 +29,7 @@ _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
 
 
-_Event: TypeAlias = "Callable[[], ModelRequest | None]"
+_Event: TypeAlias = Callable[[], None]
 
 
 class ModelRequest:
@@ -91,6 +91,7 @@ class ModelEngine:
         self._deferred: dict[ModelRequest, None] = {}
         self._ready: list[tuple[int, ModelRequest]] = []
         self._unstored: list[ModelRequest] = []
+        self._over: list[ModelRequest] = []
         self._open = 0
         self._computing = False
         # Whether a request that was put off may be answered now: chunks came up, room that was
@@ -104,26 +105,33 @@ class ModelEngine:
         """Serve ``requests``, given in order of arrival; yield each when it is over."""
         for request in requests:
             while self._events and self._events[0][0] <= request.arrival_s:
-                yield from self._next()
+                self._next()
             self._now_s = max(self._now_s, request.arrival_s)
             self._queue.append(request)
             self._step()
+            yield from self._take_over()
         while self._events or self._deferred or self._unstored:
             if not self._events:
                 # Nothing is on its way, but a live engine would go on stepping.
                 self._now_s += _TICK_S
                 self._may_answer = True
                 self._step()
-                continue
-            yield from self._next()
+            else:
+                self._next()
+            yield from self._take_over()
 
-    def _next(self) -> Iterator[ModelRequest]:
+    def _next(self) -> None:
         """Let the next event happen."""
         self._now_s, _, event = heapq.heappop(self._events)
-        over = event()
+        event()
         self._step()
-        if over is not None:
-            yield over
+
+    def _take_over(self) -> list[ModelRequest]:
+        """Return the requests that are over since the last call."""
+        over = self._over
+        if over:
+            self._over = []
+        return over
 
     def _at(self, time_s: float, event: _Event) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), event))
@@ -147,9 +155,10 @@ class ModelEngine:
                 return
 
     def _end_step(self) -> None:
-        self._manager.end_step(started=self._started, now=self._now_s)
-        if self._started:
+        started = self._started
+        if started:
             self._started = []
+        self._manager.end_step(started=started, now=self._now_s)
         for job in self._manager.take_jobs():
             self._send(job)
         self._manager.take_cancels()
@@ -186,7 +195,8 @@ class ModelEngine:
             heapq.heappush(self._ready, (request.number, request))
             return True
         plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
-        self._retain(request.keys[:hits])
+        if self._retain_s:
+            self._retain(request.keys[:hits])
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
@@ -213,13 +223,13 @@ class ModelEngine:
                 continue
             if plan.keys:
                 self._manager.complete_store(plan.keys)
-                self._retain(plan.keys)
+                if self._retain_s:
+                    self._retain(plan.keys)
             self._manager.end_request(request.req_id)
         self._unstored = refused
 
     def _retain(self, keys: Sequence[ChunkKey]) -> None:
-        if self._retain_s:
-            self._manager.retain(keys, self._now_s + self._retain_s)
+        self._manager.retain(keys, self._now_s + self._retain_s)
 
     # -- events -----------------------------------------------------------------------------
 
@@ -240,9 +250,9 @@ class ModelEngine:
         self._manager.complete_load(request.req_id)
         heapq.heappush(self._ready, (request.number, request))
 
-    def _computed(self, request: ModelRequest) -> ModelRequest:
+    def _computed(self, request: ModelRequest) -> None:
         self._computing = False
         self._open -= 1
         request.first_token_s = self._now_s
         self._unstored.append(request)
-        return request
+        self._over.append(request)

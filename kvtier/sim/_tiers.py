@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.keys import ChunkKey, make_key
+import numpy as np
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.sim.traces import Trace
 
@@ -19,7 +21,10 @@ __all__ = ["Tier", "chunk_keys", "tier_for"]
 
 def chunk_keys(distinct: int) -> list[ChunkKey]:
     """Return a key for every chunk number: one object each, so that its hash is cached."""
-    return [make_key(number.to_bytes(8, "big"), 0) for number in range(distinct)]
+    keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
+    keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
+    chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
+    return chunks
 
 
 def tier_for(eviction: Eviction, trace: Trace, order: str) -> Tier:

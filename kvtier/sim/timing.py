@@ -8,7 +8,7 @@ jobs and directions, and is right about what matters here: a slow tier makes req
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -137,6 +137,7 @@ class TransferModel:
         self._loader = Device(speed.read_bytes_per_s, speed.latency_s)
         self._readers: dict[str, Device] = {}
         self._writers: dict[str, Device] = {}
+        self._routes: dict[tuple[str, str], Sequence[Device]] = {}
         for name, speed in model.speeds.items():
             if name != ram:
                 self._readers[name] = Device(speed.read_bytes_per_s, speed.latency_s)
@@ -148,32 +149,39 @@ class TransferModel:
 
     def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:
         """Queue ``job`` at ``now_s``; return its results and when each arrives."""
-        devices = [
-            device
-            for device in (self._readers.get(job.source), self._writers.get(job.destination))
-            if device is not None
-        ]
+        devices = self._devices(job)
         deadline_s = now_s + job.timeout_s
-        if any(device.free_at_s > deadline_s for device in devices):
-            return [(deadline_s, _expired(job))]
+        queued_s = 0.0
+        for device in devices:
+            if device.free_at_s > deadline_s:
+                return [(deadline_s, _expired(job))]
+            queued_s = max(queued_s, device.free_at_s - now_s)
         nbytes = len(job.keys) * self._slot_nbytes
-        queued_s = max((device.free_at_s - now_s for device in devices), default=0.0)
-        done_s = max(
-            (device.occupy(nbytes, since_s=now_s) for device in devices), default=now_s
-        )
+        done_s = now_s
+        for device in devices:
+            done_s = max(done_s, device.occupy(nbytes, since_s=now_s))
         if done_s <= deadline_s:
             result = TransferResult(
                 job.job_id,
                 [Outcome.DONE] * len(job.keys),
                 nbytes=nbytes,
-                seconds=done_s - now_s - max(queued_s, 0.0),
-                queued_s=max(queued_s, 0.0),
+                seconds=done_s - now_s - queued_s,
+                queued_s=queued_s,
             )
             return [(done_s, result)]
         return [
             (deadline_s, _expired(job, settled=False)),
             (done_s, _expired(job)),
         ]
+
+    def _devices(self, job: Job) -> Sequence[Device]:
+        """Return what ``job`` keeps busy."""
+        route = (job.source, job.destination)
+        devices = self._routes.get(route)
+        if devices is None:
+            both = (self._readers.get(job.source), self._writers.get(job.destination))
+            devices = self._routes[route] = [device for device in both if device is not None]
+        return devices
 
 
 def _expired(job: Job, *, settled: bool = True) -> TransferResult:
