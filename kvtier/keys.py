@@ -47,16 +47,14 @@ is_of_first_group: Final[Callable[[ChunkKey], bool]] = operator.methodcaller(
 
 
 def of_one_group(keys: Sequence[ChunkKey]) -> bool:
-    """Return whether all ``keys``, of which there are some, are of one KV cache group.
+    """Return whether all ``keys``, which stand group by group, are of one KV cache group.
 
     >>> of_one_group([make_key(b"a", 3), make_key(b"b", 3)])
     True
     >>> of_one_group([make_key(b"a", 3), make_key(b"b", 2)])
     False
     """
-    if is_of_first_group(keys[0]):
-        return all(map(is_of_first_group, keys))
-    return all(map(operator.methodcaller("endswith", keys[0][-GROUP_NBYTES:]), keys))
+    return keys[0][-GROUP_NBYTES:] == keys[-1][-GROUP_NBYTES:]
 
 
 def short(key: ChunkKey) -> str:

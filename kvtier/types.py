@@ -6,8 +6,8 @@ import enum
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvtier.keys import ChunkKey
 
@@ -54,8 +54,7 @@ class Outcome(enum.Enum):
     """Not started: the queue was full, or the tier is out of service for now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """A batch of moves from one tier to another.
 
     Chunk ``i`` moves from slot ``source_slots[i]`` to slot ``destination_slots[i]``.
@@ -83,8 +82,7 @@ class Job:
     payload: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult:
+class TransferResult(NamedTuple):
     """What happened to a job, chunk by chunk.
 
     Attributes:
@@ -104,7 +102,7 @@ class TransferResult:
     nbytes: int = 0
     seconds: float = 0.0
     queued_s: float = 0.0
-    error: str = field(default="")
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,14 +71,15 @@ class Demoter:
         if tier not in self._evicting or not copies:
             return
         targets = self._ladder.placement.demote_many(copies, tier.index, self._ladder.ctx)
-        tier.mark_dirty_many(
-            [copy for copy, to in zip(copies, targets, strict=True) if _may_enter(copy, to)]
-        )
+        for target, group in _by_target(copies, targets).items():
+            if target is not None:
+                tier.mark_dirty_many(group)
 
     def flush(self) -> None:
         """Plan jobs for what is queued and what should leave, within the queue limits."""
         for tier in self._evicting:
-            self._reclaim(tier)
+            if tier.wanted or tier.slots.free + len(tier.leaving) < self._reserves[tier.index]:
+                self._reclaim(tier)
         for index, queue in enumerate(self._queues):
             if queue:
                 self._drain(index)
@@ -122,12 +123,19 @@ class Demoter:
         """Queue every dirty copy of RAM, whatever the reserve; for an orderly shutdown."""
         ladder = self._ladder
         queued = {id(copy) for queue in self._queues for copy in queue}
-        for copy in list(ladder.ram.copies.values()):
-            if copy.dirty and copy.state == CopyState.RESIDENT and id(copy) not in queued:
-                target = ladder.placement.demote(copy, 0, ladder.ctx)
-                if target is not None and _may_enter(copy, target) and not copy.pins:
-                    ladder.ram.pin(copy)
-                    self._queues[target].append(copy)
+        owed = [
+            copy
+            for copy in ladder.ram.copies.values()
+            if copy.dirty
+            and not copy.pins
+            and copy.state == _RESIDENT
+            and id(copy) not in queued
+        ]
+        targets = ladder.placement.demote_many(owed, 0, ladder.ctx)
+        for target, group in _by_target(owed, targets).items():
+            if target is not None:
+                ladder.ram.pin_many(group)
+                self._queues[target].extend(group)
         self.flush()
 
     def clear(self) -> None:
@@ -172,7 +180,7 @@ class Demoter:
         chain: list[ChunkCopy] = []
         while copy.depth and copy.parent is not None:
             parent = members.get(copy.parent)
-            if parent is None or parent.state != CopyState.RESIDENT:
+            if parent is None or parent.state != _RESIDENT:
                 break
             chain.append(parent)
             copy = parent
@@ -217,8 +225,6 @@ class Demoter:
             ladder.tiers[target].counters.dropped += len(copies) - fits
             ladder.ram.counters.lost += len(copies) - fits
             copies = copies[:fits]
-        for copy in copies:
-            ladder.ram.stop_passing(copy)
         # The pin keeps a queued copy out of every victim scan until it is sent.
         ladder.ram.owe_many(copies)
         queue.extend(copies)
@@ -227,13 +233,16 @@ class Demoter:
         """Take the oldest queued copies that still need to go to tier ``index``."""
         queue, there = self._queues[index], self._ladder.tiers[index].copies
         batch: list[ChunkCopy] = []
-        while queue and len(batch) < room:
-            copy = queue.popleft()
-            if copy.state == _RESIDENT and copy.key not in there:
-                batch.append(copy)
-                continue
-            self._ladder.ram.unpin(copy)
-            self._settle_sources(self._ladder.ram, (copy,))
+        while queue and (left := room - len(batch)) > 0:
+            oldest = [queue.popleft() for _ in range(min(left, len(queue)))]
+            going = [
+                copy for copy in oldest if copy.state == _RESIDENT and copy.key not in there
+            ]
+            batch += going
+            if len(going) < len(oldest):
+                staying = _without(oldest, going)
+                self._ladder.ram.unpin_many(staying)
+                self._settle_sources(self._ladder.ram, staying)
         return batch
 
     def _send(self, source: TierState, batch: Sequence[ChunkCopy], index: int) -> int:
@@ -261,14 +270,7 @@ class Demoter:
             self._settle_sources(source, batch[fits:])
         if not fits:
             return 0
-        copies = target.begin_writing(
-            keys,
-            slots,
-            [copy.parent for copy in sources],
-            [copy.depth for copy in sources],
-        )
-        for copy, above in zip(copies, sources, strict=True):
-            copy.session, copy.targets = above.session, above.targets
+        copies = target.begin_copying(keys, slots, sources)
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
         ladder.ledger.open(
@@ -343,16 +345,19 @@ class Demoter:
         gone: list[ChunkCopy] = []
         alone: list[ChunkCopy] = []
         used: dict[TierState, list[ChunkCopy]] = {}
+        slower = ladder.tiers[tier.index + 1 :]
         for victim in victims:
-            below = ladder.slower_copy(victim.key, than=tier.index)
-            if below is None:
-                alone.append(victim)
+            for below in slower:
+                copy = below.copies.get(victim.key)
+                if copy is not None and copy.state == _RESIDENT:
+                    used.setdefault(below, []).append(copy)
+                    gone.append(victim)
+                    break
             else:
-                used.setdefault(below[0], []).append(below[1])
-                gone.append(victim)
-        for slower, copies in used.items():
+                alone.append(victim)
+        for below, copies in used.items():
             # They were used up here, which the slower tier did not hear of.
-            slower.use(copies, ladder.ctx)
+            below.use(copies, ladder.ctx)
         batches: dict[int, list[ChunkCopy]] = {}
         for target, group in self._targets(tier, alone).items():
             admitted: Sequence[ChunkCopy] = ()
@@ -367,18 +372,18 @@ class Demoter:
 
     def _targets(
         self, tier: TierState, victims: Sequence[ChunkCopy]
-    ) -> dict[int | None, list[ChunkCopy]]:
+    ) -> dict[int | None, Sequence[ChunkCopy]]:
         """Return ``victims``, which are in no slower tier, by the one each must reach."""
         ladder = self._ladder
         shortest = ladder.placement.min_chunks
         targets = ladder.placement.demote_many(victims, tier.index, ladder.ctx)
-        groups: dict[int | None, list[ChunkCopy]] = {}
-        for victim, target in zip(victims, targets, strict=True):
+        if shortest > 1:
             # One of too short a prefix never was to go down, or it would be dirty.
-            never = not victim.dirty and victim.depth + 1 < shortest
-            goes = not never and _may_enter(victim, target)
-            groups.setdefault(target if goes else None, []).append(victim)
-        return groups
+            targets = [
+                target if victim.dirty or victim.depth + 1 >= shortest else None
+                for victim, target in zip(victims, targets, strict=True)
+            ]
+        return _by_target(victims, targets)
 
     def _takes(self, target: TierState) -> int:
         """Return how many chunks may be sent to ``target`` now.
@@ -402,6 +407,17 @@ def _without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence
     return [copy for copy in copies if copy not in taken]
 
 
-def _may_enter(copy: ChunkCopy, target: int | None) -> bool:
-    """Return whether ``copy`` has a target and whoever stored it allows that tier."""
-    return target is not None and (copy.targets is None or target in copy.targets)
+def _by_target(
+    copies: Sequence[ChunkCopy], targets: Sequence[int | None]
+) -> dict[int | None, Sequence[ChunkCopy]]:
+    """Group ``copies`` by the tier each goes to; None where that is none it may enter."""
+    if not copies:
+        return {}
+    limited = [copy for copy in copies if copy.targets is not None]
+    if not limited and targets.count(targets[0]) == len(copies):
+        return {targets[0]: copies}
+    groups: dict[int | None, list[ChunkCopy]] = {}
+    for copy, target in zip(copies, targets, strict=True):
+        goes = copy.targets is None or target in copy.targets
+        groups.setdefault(target if goes else None, []).append(copy)
+    return dict(groups)

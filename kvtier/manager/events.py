@@ -44,12 +44,12 @@ class ResidencyEvent:
 class EventLog:
     """Events that nobody took yet, oldest first.
 
-    Args:
+    Attributes:
         listened_to: Whether somebody takes them; if not, none are kept.
     """
 
     def __init__(self, *, listened_to: bool) -> None:
-        self._listened_to = listened_to
+        self.listened_to = listened_to
         self._events: deque[tuple[int, bool, list[ChunkKey]]] = deque()
 
     def __bool__(self) -> bool:
@@ -57,7 +57,7 @@ class EventLog:
 
     def add(self, tier: int, keys: Sequence[ChunkKey], *, removed: bool) -> None:
         """Note that ``keys`` became resident in a tier, or left it."""
-        if not self._listened_to:
+        if not self.listened_to:
             return
         at = 0
         while at < len(keys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.events import EventLog
@@ -10,12 +10,14 @@ from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
-from kvtier.manager.reuse import ReuseGaps
+from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
 __all__ = ["Ladder"]
+
+_RESIDENT = CopyState.RESIDENT
 
 
 class Ladder:
@@ -67,6 +69,7 @@ class Ladder:
         self._passed = [
             (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
         ]
+        self._sampling = min(gaps.mask for gaps in self.gaps)
         self._generation = 0
         self.events = EventLog(listened_to=record_events)
 
@@ -100,14 +103,31 @@ class Ladder:
                 return True
         return False
 
+    def readable(self, within: Collection[int] | None = None) -> Sequence[TierState]:
+        """Return the slower tiers that are in service, fastest first.
+
+        Args:
+            within: Tiers to choose from; None for all.
+        """
+        slower = self._slower[0]
+        if within is None and not self.out_of_service:
+            return slower
+        return [
+            tier
+            for tier in slower
+            if tier.index not in self.out_of_service
+            and (within is None or tier.index in within)
+        ]
+
     def reachable_copy(
         self, key: ChunkKey, *, within: Collection[int] | None = None
     ) -> tuple[TierState, ChunkCopy] | None:
         """Do :meth:`slower_copy`, passing over tiers that are out of service."""
-        if self.out_of_service:
-            every = range(1, len(self.tiers)) if within is None else within
-            within = set(every).difference(self.out_of_service)
-        return self.slower_copy(key, within=within)
+        for tier in self.readable(within):
+            copy = tier.copies.get(key)
+            if copy is not None and copy.state == _RESIDENT:
+                return tier, copy
+        return None
 
     def held_within(self, key: ChunkKey, within: Collection[int]) -> bool:
         """Return whether one of the tiers ``within`` holds ``key`` or sent it up to RAM."""
@@ -130,33 +150,43 @@ class Ladder:
             A slot for each newcomer and the keys of the victims; None, and nothing changed,
             when there is not enough to evict.
         """
-        if len(newcomers) > tier.room:
+        count = len(newcomers)
+        if count > tier.slots.free + tier.idle:
             return None
-        tier.expect(newcomers, self.ctx)
-        taken = tier.take_slots(len(newcomers), self.ctx)
-        if taken is None:
-            return None
-        slots, victims = taken
-        return slots, self._left(tier, victims) if victims else []
+        if tier.eviction.hears_misses:
+            for key in newcomers:
+                tier.eviction.on_miss(key, self.ctx)
+        taken = tier.take_slots(count, self.ctx)
+        if taken is not None and taken[1]:
+            self._left(tier, taken[1])
+        return taken
 
     def evict(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
         """Let go of leaving copies that nothing keeps any more, and record it."""
         if victims:
-            tier.let_go(victims)
-            self._left(tier, victims)
+            self._left(tier, tier.let_go(victims))
 
-    def lead_below(self, keys: Iterable[ChunkKey]) -> int:
+    def lead_below(self, keys: Sequence[ChunkKey]) -> int:
         """Return how many leading ``keys`` are not in RAM but whole in a slower tier.
 
         They are noted as wanted, like those of :meth:`asked`.
         """
         found = 0
         in_ram = self.ram.copies
+        below = [tier.copies for tier in self._slower[0]]
         for key in keys:
-            if key in in_ram or self.slower_copy(key) is None:
+            if key in in_ram:
                 break
-            self.asked(key)
+            for copies in below:
+                copy = copies.get(key)
+                if copy is not None and copy.state == _RESIDENT:
+                    break
+            else:
+                break
             found += 1
+        for key in keys[:found]:
+            if not key[SAMPLING_BYTE] & self._sampling:
+                self.asked(key)
         return found
 
     def asked(self, key: ChunkKey) -> None:
@@ -171,13 +201,21 @@ class Ladder:
         if not copies:
             return
         tier.publish(copies, self.ctx)
-        self.events.add(tier.index, [copy.key for copy in copies], removed=False)
+        if self.events.listened_to:
+            self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 
     def drop(self, tier: TierState, copy: ChunkCopy) -> None:
         """Make a resident ``copy`` a miss and record that it left."""
         if copy.state == CopyState.RESIDENT:
             self.events.add(tier.index, (copy.key,), removed=True)
         tier.drop(copy)
+
+    def drop_passed(self, copies: Sequence[ChunkCopy]) -> None:
+        """Drop those of ``copies`` in RAM that were to pass through it and nothing holds."""
+        if self.ram.passing:
+            for copy in copies:
+                if copy.transient and not copy.pins and copy.state == _RESIDENT:
+                    self.drop(self.ram, copy)
 
     def condemn(self, tier: TierState, copy: ChunkCopy) -> None:
         """Count a copy in a slower tier whose bytes are wrong, and forget it."""
@@ -186,12 +224,11 @@ class Ladder:
             self.corrupt.append((tier.index, copy.slot))
             self.drop(tier, copy)
 
-    def _left(self, tier: TierState, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
-        """Record that ``victims`` left to make room; return their keys."""
-        keys = [victim.key for victim in victims]
+    def _left(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
+        """Record that ``keys`` left to make room."""
         self.gaps[tier.index].evicted(keys)
-        self.events.add(tier.index, keys, removed=True)
-        return keys
+        if self.events.listened_to:
+            self.events.add(tier.index, keys, removed=True)
 
     def take_corrupt(self) -> list[tuple[int, int]]:
         """Return the corrupt slots since the last call."""

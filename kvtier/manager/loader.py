@@ -26,7 +26,7 @@ Where the chunks are of several KV cache groups it computes everything.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -37,7 +37,7 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
-from kvtier.manager.rising import Wanted, plan_rise
+from kvtier.manager.rising import Rise, plan_rise
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 
@@ -73,7 +73,7 @@ class Loader:
         self._ram = ladder.ram
         self._promoter = promoter
         self._demoter = demoter
-        self._loads: dict[str, deque[_Load]] = {}
+        self._loads: dict[str, list[_Load]] = {}
         self._promises: Counter[RequestState] = Counter()
         self._promised_to: RequestState | None = None
         self._left = 0
@@ -126,12 +126,13 @@ class Loader:
     ) -> LoadPlan:
         """Do :meth:`TieredOffloadingManager.prepare_load`."""
         members = self._ram.copies
-        copies: list[ChunkCopy] = []
-        for key in keys:
-            copy = members.get(key)
-            if copy is None or copy.state != _RESIDENT:
-                return self._stream(keys, req_id, request)
-            copies.append(copy)
+        copies = [
+            copy
+            for copy in map(members.get, keys)
+            if copy is not None and copy.state == _RESIDENT
+        ]
+        if len(copies) < len(keys):
+            return self._stream(keys, req_id, request)
         self._use(copies)
         origins = [copy.origin for copy in copies]
         self._begin(_Load(keys, copies, origins, len(keys)), req_id, request)
@@ -144,7 +145,7 @@ class Loader:
         loads = self._loads.get(req_id)
         if loads is None:
             return
-        load = loads.popleft()
+        load = loads.pop(0)
         if not loads:
             del self._loads[req_id]
         copies = load.copies
@@ -156,12 +157,10 @@ class Loader:
             self._condemn([copy for copy, ok in zip(copies, loaded, strict=True) if not ok])
             if request is not None:
                 self._promoter.give_up(request)
-        ram = self._ram
         for copy in copies:
             copy.origin = 0
-            ram.unpin(copy)
-            if copy.transient and not copy.pins and copy.state == _RESIDENT:
-                self._ladder.drop(ram, copy)
+        self._ram.unpin_many(copies)
+        self._ladder.drop_passed(copies)
         self._count_hits(load, loaded)
 
     def in_flight(self) -> Iterator[ChunkCopy]:
@@ -188,18 +187,20 @@ class Loader:
 
     def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
         """Count the chunks of a load that its engine does not compute after all."""
+        keys = load.keys
         hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
-        if hits < len(load.keys) and not of_one_group(load.keys):
-            hits = 0
-        tiers, origins = self._ladder.tiers, load.origins[:hits]
-        for tier, chunks in Counter(origins).items():
-            tiers[tier].counters.hits += chunks
-        of_first = compress(origins, map(is_of_first_group, load.keys))
-        for tier, chunks in Counter(of_first).items():
-            tiers[tier].counters.prompt_hits += chunks
+        if not hits or (hits < len(keys) and not of_one_group(keys)):
+            return
+        origins = load.origins[:hits]
+        of_first: Sequence[int] = origins
+        if not (of_one_group(keys) and is_of_first_group(keys[0])):
+            of_first = list(compress(origins, map(is_of_first_group, keys)))
+        for tier in self._ladder.tiers:
+            tier.counters.hits += origins.count(tier.index)
+            tier.counters.prompt_hits += of_first.count(tier.index)
 
     def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
-        self._loads.setdefault(req_id, deque()).append(load)
+        self._loads.setdefault(req_id, []).append(load)
         self._promised_to = None
         self._promoter.streaming += load.streamed
         if request is not None:
@@ -225,12 +226,15 @@ class Loader:
         self._use(resident)  # pinned, they cannot make room for the others
         within = None if request is None else request.terms.load_tiers
         wanted = [
-            Wanted(key, *found)
+            found
             for key in keys
             if key not in members
             and (found := ladder.reachable_copy(key, within=within)) is not None
         ]
-        rises = plan_rise(ladder, wanted) if wanted else []
+        rises: Sequence[Rise] | None = ()
+        if wanted:
+            sources = [copy for _, copy in wanted]
+            rises = plan_rise(ladder, sources, [tier.index for tier, _ in wanted])
         chunks = [members.get(key) for key in keys]
         # Not those that workers store: if that fails, nobody says so to who waits for them.
         coming = [

@@ -23,31 +23,40 @@ runs. So:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import compress, repeat
+from typing import NamedTuple
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
-from kvtier.manager.rising import Wanted, plan_rise
-from kvtier.manager.tier import TierState
+from kvtier.manager.rising import plan_rise
 from kvtier.manager.worth import LoadChoice
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult
 
 __all__ = ["Promoter"]
 
+_RESIDENT = CopyState.RESIDENT
 
-@dataclass(slots=True)
-class _Wish:
-    """A chunk a request found: its copy in RAM, or else the copy to bring up."""
 
-    key: ChunkKey
-    copy: ChunkCopy | None
-    tier: TierState | None
-    source: ChunkCopy | None
+class _Found(NamedTuple):
+    """Chunks a request found: a copy of each, and where.
+
+    Attributes:
+        copies: In RAM, or else the one to bring up.
+        tiers: Index of the tier each is in.
+    """
+
+    copies: Sequence[ChunkCopy]
+    tiers: Sequence[int]
+
+    def head(self, chunks: int) -> _Found:
+        """Return the first ``chunks`` of them."""
+        return _Found(self.copies[:chunks], self.tiers[:chunks])
 
 
 class Promoter:
@@ -65,7 +74,7 @@ class Promoter:
         self._queue: dict[RequestState, None] = {}
         self._waiting: dict[RequestState, None] = {}
         self._settled: dict[RequestState, None] = {}
-        self._waiters: dict[ChunkCopy, list[RequestState]] = {}
+        self._waiters: dict[ChunkCopy, tuple[RequestState, ...]] = {}
         self.step = 0
         self.granted = 0
         self.streaming = 0
@@ -84,7 +93,11 @@ class Promoter:
     def note_many(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
         """Do :meth:`note` for ``keys``, at least one."""
         self._asking[request] = None
-        request.asked.update(dict.fromkeys(keys))
+        noted = dict.fromkeys(keys)
+        if request.asked:
+            request.asked.update(noted)
+        else:
+            request.asked = noted
 
     def defer(self, request: RequestState, key: ChunkKey) -> Lookup:
         """Answer a request that waits, in as few calls as its engine allows.
@@ -151,11 +164,8 @@ class Promoter:
         self._queue.pop(request, None)
         self._waiting.pop(request, None)
         self._settled.pop(request, None)
-        granted, request.granted = request.granted, []
-        for copy in granted:
-            if copy.state != CopyState.RESIDENT:
-                self._waiters[copy].remove(request)
-            self._ungrant(copy)
+        if request.granted:
+            self._take_back(request)
         for job_id in request.jobs:
             record = self._ladder.ledger.find(job_id)
             if record is not None and not any(copy.grants for copy in record.destinations):
@@ -199,9 +209,15 @@ class Promoter:
 
     def settle_arrived(self, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`settle` for copies that are whole; nothing where nobody waits for any."""
-        if self._waiters:
-            for copy in copies:
-                self.settle(copy, arrived=True)
+        if not self._waiters:
+            return
+        # Copies that came in one job are mostly waited for by the same requests.
+        told = Counter(map(self._waiters.pop, copies, repeat(())))
+        for waiters, chunks in told.items():
+            for request in waiters:
+                request.pending -= chunks
+                if not request.pending and request.phase == Phase.WAITING:
+                    self._settle_request(request)
 
     def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
         """Take a promotion job's outcome into account.
@@ -222,12 +238,9 @@ class Promoter:
         moved = self._take_away(record, result)
         read = [source for source in record.sources if source.state == CopyState.RESIDENT]
         source_tier.touch(read, self._ladder.ctx)
-        for copy in arrived:
-            self.settle(copy, arrived=True)
-            if not copy.transient:
-                source_tier.counters.promoted += 1
-            elif not copy.pins:
-                self._ladder.drop(ram, copy)  # whoever it was fetched for is gone
+        self.settle_arrived(arrived)
+        source_tier.counters.promoted += sum(not copy.transient for copy in arrived)
+        self._ladder.drop_passed(arrived)  # those whose request is gone
         return moved
 
     def _arrived(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
@@ -295,20 +308,22 @@ class Promoter:
         """
         budget = self._ladder.limits.pin_budget
         held = self.granted + self.streaming
-        wishes, choice = self._worthwhile(self._survey(request))
-        cost = _cost(wishes)
+        found, choice = self._worthwhile(self._survey(request))
+        cost = _cost(found)
         if cost > budget:
             whole = False
-        if whole and cost > budget - held:
-            return False
-        wishes = _head(wishes, grants=budget - held)
-        for wish in wishes:
-            if wish.copy is not None:
-                self._grant(request, wish.copy)
-        if not self._fetch(request, wishes, whole=whole):
+        if cost > budget - held:
+            if whole:
+                return False
+            found = _head(found, grants=budget - held)
+        here = [copy for copy, tier in zip(*found, strict=True) if not tier]
+        self._grant(request, here)
+        brought = self._fetch(request, found, whole=whole)
+        if brought is None:
             self._take_back(request)
             return False
-        self._cut(request, wishes)
+        for copy in _behind(found, brought):
+            self._give_back(request, copy)
         self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
@@ -319,31 +334,42 @@ class Promoter:
             self._settle_request(request)
         return True
 
-    def _worthwhile(self, wishes: list[_Wish]) -> tuple[list[_Wish], LoadChoice | None]:
-        """Return the head of ``wishes`` that is worth its time, and why no more is."""
-        sources = [0 if wish.tier is None else wish.tier.index for wish in wishes]
-        if not any(sources):
-            return wishes, None
-        groups = len({wish.key[-GROUP_NBYTES:] for wish in wishes})
+    def _worthwhile(self, found: _Found) -> tuple[_Found, LoadChoice | None]:
+        """Return the head of ``found`` that is worth its time, and why no more is."""
+        if not any(found.tiers):
+            return found, None
+        groups = len({copy.key[-GROUP_NBYTES:] for copy in found.copies})
         now = self._ladder.ctx.now
-        choice = self._ladder.worth.choose(sources, groups=groups, now=now)
-        return (wishes, None) if choice is None else (wishes[: choice.kept], choice)
+        choice = self._ladder.worth.choose(found.tiers, groups=groups, now=now)
+        return (found, None) if choice is None else (found.head(choice.kept), choice)
 
-    def _fetch(self, request: RequestState, wishes: Sequence[_Wish], *, whole: bool) -> bool:
-        """Bring up what of ``wishes`` is not in RAM, or the head of it when not ``whole``.
+    def _fetch(self, request: RequestState, found: _Found, *, whole: bool) -> int | None:
+        """Bring up what of ``found`` is not in RAM, or the head of it when not ``whole``.
 
         Returns:
-            False when all was wanted and there is no room for it now.
+            How many chunks; None when all was wanted and there is no room for it now.
         """
-        missing = [wish for wish in wishes if wish.copy is None]
+        sources = list(compress(*found))
+        if not sources:
+            return 0
         ram = self._ladder.ram
-        short = len(missing) - ram.room
-        if whole and short > 0:
-            ram.want(len(missing))
-            return False
+        short = len(sources) - ram.room
         if short > 0:
+            if whole:
+                ram.want(len(sources))
+                return None
             self._ladder.retention.give_way(short)
-        return self._bring_up(request, missing[: ram.room]) or not whole
+            sources = sources[: ram.room]
+        if not sources:
+            return 0
+        tiers = [tier for tier in found.tiers if tier][: len(sources)]
+        rises = plan_rise(self._ladder, sources, tiers)
+        if rises is None:
+            return None if whole else 0
+        for rise in rises:
+            request.jobs.add(rise.job_id)
+            self._grant(request, rise.copies)
+        return len(sources)
 
     def _settle_request(self, request: RequestState) -> None:
         request.phase = Phase.SETTLED
@@ -372,97 +398,102 @@ class Promoter:
             if request.lookups >= self._ladder.limits.patience_arrivals:
                 self._settle_request(request)
 
-    def _survey(self, request: RequestState) -> list[_Wish]:
+    def _survey(self, request: RequestState) -> _Found:
         """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
-        wishes: list[_Wish] = []
-        copies = self._ladder.ram.copies
+        copies: list[ChunkCopy] = []
+        tiers: list[int] = []
+        in_ram = self._ladder.ram.copies
+        below = self._ladder.readable(request.terms.load_tiers)
         for key in request.asked:
-            copy = copies.get(key)
+            copy = in_ram.get(key)
+            index = 0
             if copy is None:
-                found = self._ladder.reachable_copy(key, within=request.terms.load_tiers)
-                if found is None:
+                for tier in below:
+                    copy = tier.copies.get(key)
+                    if copy is not None and copy.state == _RESIDENT:
+                        index = tier.index
+                        break
+                else:
                     break
-                wishes.append(_Wish(key, None, *found))
             elif copy.state == CopyState.LATE:
                 break
-            else:
-                wishes.append(_Wish(key, copy, None, None))
-        return wishes
+            copies.append(copy)
+            tiers.append(index)
+        return _Found(copies, tiers)
 
-    def _bring_up(self, request: RequestState, missing: Sequence[_Wish]) -> bool:
-        """Plan the promotion of ``missing`` into slots granted to ``request``."""
-        if not missing:
-            return True
-        found = [
-            Wanted(wish.key, wish.tier, wish.source)
-            for wish in missing
-            if wish.tier is not None and wish.source is not None
-        ]
-        rises = plan_rise(self._ladder, found)
-        if rises is None:
-            return False
-        members = self._ladder.ram.copies
-        for rise in rises:
-            request.jobs.add(rise.job_id)
-            for copy in rise.copies:
-                self._grant(request, copy)
-        for wish in missing:
-            wish.copy = members[wish.key]
-        return True
-
-    def _cut(self, request: RequestState, wishes: Sequence[_Wish]) -> None:
-        """Give back grants behind the first chunk that could not be brought up."""
-        whole = True
-        for wish in wishes:
-            if wish.copy is None:
-                whole = False
-            elif not whole:
-                self._give_back(request, wish.copy)
-
-    def _grant(self, request: RequestState, copy: ChunkCopy) -> None:
-        if not copy.grants:
-            self.granted += 1
-        copy.grants += 1
-        self._ladder.ram.pin(copy)
-        request.granted.append(copy)
-        if copy.state != CopyState.RESIDENT:
-            request.pending += 1
-            self._waiters.setdefault(copy, []).append(request)
+    def _grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """Keep ``copies``, whole in RAM or on their way there, for ``request``."""
+        coming = []
+        for copy in copies:
+            if not copy.grants:
+                self.granted += 1
+            copy.grants += 1
+            if copy.state != _RESIDENT:
+                coming.append(copy)
+        self._ladder.ram.pin_many(copies)
+        request.granted += copies
+        if coming:
+            request.pending += len(coming)
+            waiters = self._waiters
+            alone = (request,)
+            for copy in coming:
+                others = waiters.get(copy)
+                waiters[copy] = (*others, request) if others else alone
 
     def _give_back(self, request: RequestState, copy: ChunkCopy) -> None:
+        """Keep ``copy`` no longer for ``request``."""
         request.granted.remove(copy)
-        if copy.state != CopyState.RESIDENT:
-            request.pending -= 1
-            self._waiters[copy].remove(request)
-        self._ungrant(copy)
+        self._ungrant(request, (copy,))
 
     def _take_back(self, request: RequestState) -> None:
-        for copy in list(request.granted):
-            self._give_back(request, copy)
+        """Keep nothing for ``request``."""
+        granted, request.granted = request.granted, []
+        self._ungrant(request, granted)
 
-    def _ungrant(self, copy: ChunkCopy) -> None:
-        copy.grants -= 1
-        if not copy.grants:
-            self.granted -= 1
-        if copy.pins > 1:
-            copy.pins -= 1
-            return
-        ram = self._ladder.ram
-        ram.unpin(copy)
-        if copy.transient and not copy.pins and copy.state == CopyState.RESIDENT:
-            self._ladder.drop(ram, copy)
+    def _ungrant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        if request.pending:
+            for copy in copies:
+                if copy.state != _RESIDENT:
+                    request.pending -= 1
+                    self._unwait(request, copy)
+        for copy in copies:
+            copy.grants -= 1
+            if not copy.grants:
+                self.granted -= 1
+        self._ladder.ram.unpin_many(copies)
+        self._ladder.drop_passed(copies)
+
+    def _unwait(self, request: RequestState, copy: ChunkCopy) -> None:
+        others = tuple(other for other in self._waiters[copy] if other is not request)
+        if others:
+            self._waiters[copy] = others
+        else:
+            del self._waiters[copy]
 
 
-def _cost(wishes: Sequence[_Wish]) -> int:
-    """Return how many RAM slots granting ``wishes`` would newly hold."""
-    return sum(wish.copy is None or not wish.copy.grants for wish in wishes)
+def _cost(found: _Found) -> int:
+    """Return how many RAM slots granting ``found`` would newly hold."""
+    return sum(bool(tier or not copy.grants) for copy, tier in zip(*found, strict=True))
 
 
-def _head(wishes: list[_Wish], *, grants: int) -> list[_Wish]:
-    """Return the longest head of ``wishes`` that newly holds at most ``grants`` slots."""
-    for end, wish in enumerate(wishes):
-        if wish.copy is None or not wish.copy.grants:
+def _head(found: _Found, *, grants: int) -> _Found:
+    """Return the longest head of ``found`` that newly holds at most ``grants`` slots."""
+    for end, (copy, tier) in enumerate(zip(*found, strict=True)):
+        if tier or not copy.grants:
             grants -= 1
             if grants < 0:
-                return wishes[:end]
-    return wishes
+                return found.head(end)
+    return found
+
+
+def _behind(found: _Found, brought: int) -> list[ChunkCopy]:
+    """Return the copies in RAM behind the first chunk that was not brought up, if any."""
+    if brought == len(found.tiers) - found.tiers.count(0):
+        return []
+    behind: list[ChunkCopy] = []
+    for copy, tier in zip(*found, strict=True):
+        if tier:
+            brought -= 1
+        elif brought < 0:
+            behind.append(copy)
+    return behind

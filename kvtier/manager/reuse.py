@@ -14,12 +14,15 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import Final
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import GROUP_NBYTES, ChunkKey
 
-__all__ = ["ReuseGaps"]
+__all__ = ["SAMPLING_BYTE", "ReuseGaps"]
 
 _KEPT: Final = 1 << 14
-_SAMPLING_BYTE: Final = 0  # a hash has no byte that is less random than another
+_RESIDENT: Final = 1 << 8
+"""Chunks of a tier that are enough to follow: a distribution needs hundreds of gaps."""
+SAMPLING_BYTE: Final = -1 - GROUP_NBYTES
+"""The hash's last; it has no byte that is less random than another."""
 
 
 class ReuseGaps:
@@ -30,11 +33,12 @@ class ReuseGaps:
 
     Attributes:
         busy: Whether there is anything for :meth:`end_step` to do.
+        mask: Bits of a key's :data:`SAMPLING_BYTE` that are 0 in the sample.
     """
 
     def __init__(self, capacity: int) -> None:
-        shift = min((capacity // _KEPT).bit_length(), 8)
-        self._mask = (1 << shift) - 1
+        shift = min((capacity // _RESIDENT).bit_length(), 8)
+        self.mask = (1 << shift) - 1
         self.busy = False
         self._left: list[ChunkKey] = []
         self._asked: list[float] = []
@@ -47,8 +51,8 @@ class ReuseGaps:
     def evicted(self, keys: Iterable[ChunkKey]) -> None:
         """Note that ``keys`` left the tier to make room in this step."""
         self.busy = True
-        mask = self._mask
-        self._left += [key for key in keys if not key[_SAMPLING_BYTE] & mask] if mask else keys
+        mask = self.mask
+        self._left += [key for key in keys if not key[SAMPLING_BYTE] & mask] if mask else keys
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` was asked for in this step and is not in the tier."""

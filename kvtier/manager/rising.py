@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
-from kvtier.keys import ChunkKey
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
-from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy
 from kvtier.types import JobId, Why
 
-__all__ = ["Rise", "Wanted", "plan_rise"]
-
-
-class Wanted(NamedTuple):
-    """A chunk that is not in RAM.
-
-    Attributes:
-        key: The chunk.
-        tier: The tier it comes from.
-        source: Its copy there.
-    """
-
-    key: ChunkKey
-    tier: TierState
-    source: ChunkCopy
+__all__ = ["Rise", "plan_rise"]
 
 
 class Rise(NamedTuple):
@@ -41,53 +26,55 @@ class Rise(NamedTuple):
     copies: Sequence[ChunkCopy]
 
 
-def plan_rise(ladder: Ladder, wanted: Sequence[Wanted]) -> list[Rise] | None:
-    """Give ``wanted`` RAM slots, evicting as needed, and plan the jobs that fill them.
+def plan_rise(
+    ladder: Ladder, sources: Sequence[ChunkCopy], tiers: Sequence[int]
+) -> list[Rise] | None:
+    """Give chunks RAM slots, evicting as needed, and plan the jobs that fill them.
+
+    Args:
+        ladder: The tiers.
+        sources: Copies of chunks that are not in RAM; at least one.
+        tiers: Index of the tier that each is in.
 
     Returns:
         The jobs; None, and nothing changed, when there is not enough to evict.
     """
-    room = ladder.make_room(ladder.ram, [chunk.key for chunk in wanted])
+    room = ladder.make_room(ladder.ram, [source.key for source in sources])
     if room is None:
         return None
     slots, _ = room
-    ladder.ram.counters.misses += len(wanted)
+    ladder.ram.counters.misses += len(sources)
     ladder.truth.withdraw(slots)
-    by_tier: dict[int, list[tuple[Wanted, int]]] = {}
-    for chunk, slot in zip(wanted, slots, strict=True):
-        by_tier.setdefault(chunk.tier.index, []).append((chunk, slot))
-    return [
-        _plan_job(ladder, index, found[at : at + BATCH_CHUNKS])
-        for index, found in by_tier.items()
-        for at in range(0, len(found), BATCH_CHUNKS)
-    ]
+    rises = []
+    for index in dict.fromkeys(tiers):
+        here = [tier == index for tier in tiers]
+        some, places = list(compress(sources, here)), list(compress(slots, here))
+        for at in range(0, len(some), BATCH_CHUNKS):
+            end = at + BATCH_CHUNKS
+            rises.append(_plan_job(ladder, index, some[at:end], places[at:end]))
+    return rises
 
 
-def _plan_job(ladder: Ladder, index: int, found: Sequence[tuple[Wanted, int]]) -> Rise:
+def _plan_job(
+    ladder: Ladder, index: int, sources: Sequence[ChunkCopy], slots: Sequence[int]
+) -> Rise:
     """Plan one job that brings chunks of tier ``index`` up into the slots beside them."""
-    keys = [chunk.key for chunk, _ in found]
-    sources = [chunk.source for chunk, _ in found]
-    slots = [slot for _, slot in found]
+    keys = [source.key for source in sources]
     generation = ladder.next_generation()
-    copies = ladder.ram.begin_writing(
-        keys,
-        slots,
-        [source.parent for source in sources],
-        [source.depth for source in sources],
-        generation,
-    )
+    copies = ladder.ram.begin_copying(keys, slots, sources, origin=index, generation=generation)
     ladder.tiers[index].pin_many(sources)
-    moved: set[ChunkCopy] = set()
     ways = ladder.placement.promote_many(sources, index, ladder.ctx)
-    for source, copy, how in zip(sources, copies, ways, strict=True):
+    moved: set[ChunkCopy] = set()
+    how = ways[0]
+    if not (how.keep_source and how.stay and ways.count(how) == len(ways)):
+        for source, copy, how in zip(sources, copies, ways, strict=True):
+            if not how.keep_source:
+                moved.add(source)
+            elif not how.stay:
+                copy.transient = True
+                ladder.ram.passing += 1
+    for source in sources:
         source.hits += 1
-        copy.session, copy.targets = source.session, source.targets
-        copy.origin = index
-        if not how.keep_source:
-            moved.add(source)
-        elif not how.stay:
-            copy.transient = True
-            ladder.ram.passing += 1
     record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
     job_id = ladder.ledger.open(
         record,

@@ -76,8 +76,7 @@ class Storer:
         for copy in there:
             self._ram.pin(copy)
         plan = self._store_new(new, keys, request)
-        for copy in there:
-            self._ram.unpin(copy)
+        self._ram.unpin_many(there)
         return plan
 
     def _stranded(
@@ -121,9 +120,11 @@ class Storer:
             for copy in map(ram.copies.get, keys)
             if copy is not None and copy.state == _WRITING and not copy.origin
         ]
-        # The engine hands the keys over as a set; slots ascend along the prefix.
-        written.sort(key=_slot_of)
         slots = [copy.slot for copy in written]
+        if slots != (ascending := sorted(slots)):
+            # The engine hands the keys over as a set; slots ascend along the prefix.
+            written.sort(key=_slot_of)
+            slots = ascending
         whole = self._ladder.truth.stored(slots, [copy.generation for copy in written])
         arrived = written
         if not all(whole):
@@ -158,10 +159,8 @@ class Storer:
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
         parents, depths = _places(new, keys, {} if request is None else request.tails)
-        copies = ram.begin_writing(new, slots, parents, depths, generation)
-        if request is not None and request.terms is not NO_TERMS:
-            for copy in copies:
-                copy.session, copy.targets = request.terms.session, request.terms.store_tiers
+        terms = NO_TERMS if request is None else request.terms
+        ram.begin_writing(new, slots, parents, depths, generation, terms)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
+from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.types import Outcome
 
@@ -177,6 +178,7 @@ class TierState:
         parents: Iterable[ChunkKey | None],
         depths: Iterable[int],
         generation: int = 0,
+        terms: RequestTerms = NO_TERMS,
     ) -> list[ChunkCopy]:
         """Add chunks whose bytes are on their way; each copy holds one pin for its writer.
 
@@ -186,26 +188,54 @@ class TierState:
             parents: The chunk before each in its prefix, or None.
             depths: How many chunks are before it.
             generation: Stamp of the write.
+            terms: Of the request that stores them.
         """
-        taken_over = list(map(self._copy_at.__getitem__, slots))
-        copies = [copy for copy in taken_over if copy is not None]
-        if len(copies) < len(taken_over):
-            copies = [
-                self._copy_at[slot] or self._new_copy(key, slot)
-                for key, slot in zip(keys, slots, strict=True)
-            ]
-        # What was evicted was not pinned, dirty, granted or passing; what the policy owns of it
-        # is the policy's to set when it is inserted.
+        copies = self._take_over(slots)
+        session, targets = terms.session, terms.store_tiers
         for copy, key, parent, depth in zip(copies, keys, parents, depths, strict=False):
             copy.key = key
             copy.parent = parent
             copy.depth = depth
+            copy.session = session
+            copy.targets = targets
             copy.generation = generation
             copy.state = _WRITING
             copy.pins = 1
             copy.hits = copy.origin = 0
-            copy.session = ""
-            copy.targets = None
+        self.copies.update(zip(keys, copies, strict=True))
+        self.writing += len(copies)
+        return copies
+
+    def begin_copying(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[ChunkCopy],
+        *,
+        origin: int = 0,
+        generation: int = 0,
+    ) -> list[ChunkCopy]:
+        """Do :meth:`begin_writing` for chunks that come from another tier.
+
+        Args:
+            keys: The chunks, none of them here.
+            slots: Where each goes; allocated.
+            sources: Their copies in the other tier.
+            origin: Index of that tier if they are to be loaded, else 0.
+            generation: Stamp of the write.
+        """
+        copies = self._take_over(slots)
+        for copy, key, source in zip(copies, keys, sources, strict=True):
+            copy.key = key
+            copy.parent = source.parent
+            copy.depth = source.depth
+            copy.session = source.session
+            copy.targets = source.targets
+            copy.generation = generation
+            copy.state = _WRITING
+            copy.pins = 1
+            copy.hits = 0
+            copy.origin = origin
         self.copies.update(zip(keys, copies, strict=True))
         self.writing += len(copies)
         return copies
@@ -251,7 +281,7 @@ class TierState:
             self.idle += 1
 
     def pin_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`pin` for resident ``copies``."""
+        """Do :meth:`pin` for ``copies``."""
         held = 0
         for copy in copies:
             if not copy.pins and not copy.dirty:
@@ -261,17 +291,32 @@ class TierState:
 
     def unpin_many(self, copies: Iterable[ChunkCopy]) -> None:
         """Do :meth:`unpin` for ``copies``."""
+        freed = 0
         for copy in copies:
-            if copy.pins > 1:
-                copy.pins -= 1
-            else:
-                self.unpin(copy)
+            copy.pins = pins = copy.pins - 1
+            if pins:
+                continue
+            if copy.state == _GONE:
+                self.slots.release((copy.slot,))
+            elif not copy.dirty and copy.state == _RESIDENT:
+                freed += 1
+        self.idle += freed
 
-    def owe_many(self, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`pin` and :meth:`mark_dirty` for resident ``copies``."""
-        self.mark_dirty_many(copies)
+    def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`stop_passing`, :meth:`mark_dirty`, :meth:`pin` for resident ``copies``."""
+        held = dirtied = 0
         for copy in copies:
-            copy.pins += 1  # what is dirty is not idle already
+            if copy.transient:
+                self.stop_passing(copy)
+            pins, dirty = copy.pins, copy.dirty
+            copy.pins = pins + 1
+            copy.dirty = dirty + 1
+            if not dirty:
+                dirtied += 1
+                if not pins:
+                    held += 1
+        self.idle -= held
+        self.dirty += dirtied
 
     def mark_dirty(self, copy: ChunkCopy) -> None:
         """Note that ``copy`` must still reach one more slower tier."""
@@ -370,8 +415,12 @@ class TierState:
         self.leaving.update(victims)
         return victims
 
-    def let_go(self, victims: Sequence[ChunkCopy]) -> None:
-        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted."""
+    def let_go(self, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
+        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted.
+
+        Returns:
+            Their keys.
+        """
         dirty = 0
         for victim in victims:
             if victim.dirty:
@@ -380,8 +429,9 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        self._forget(victims)
-        self.slots.release([victim.slot for victim in victims])
+        keys, slots = self._forget(victims)
+        self.slots.release(slots)
+        return keys
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
@@ -389,33 +439,24 @@ class TierState:
             self.leaving.discard(copy)
             self._enter_order(copy, ctx)
 
-    def lead(self, keys: Iterable[ChunkKey], ctx: PolicyContext) -> int:
+    def lead(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> int:
         """Return how many leading ``keys`` are hits, and keep those that were leaving."""
-        found = map(self.copies.get, keys)
-        hits = 0
-        for copy in found:
+        found: list[ChunkCopy] = []
+        for copy in map(self.copies.get, keys):
             if copy is None or copy.state != _RESIDENT:
                 break
-            hits += 1
-            if self.leaving:
-                self.stay(copy, ctx)
-        return hits
-
-    def expect(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> None:
-        """Note that chunks that are not here are about to be let in."""
-        eviction = self.eviction
-        if eviction.hears_misses:
-            for key in keys:
-                eviction.on_miss(key, ctx)
+            found.append(copy)
+        self._keep(found, ctx)
+        return len(found)
 
     def take_slots(
         self, count: int, ctx: PolicyContext
-    ) -> tuple[list[int], list[ChunkCopy]] | None:
+    ) -> tuple[list[int], list[ChunkKey]] | None:
         """Allocate ``count`` slots, evicting as many copies as it takes.
 
         Returns:
-            The slots, ascending, and the victims; None, and nothing changed, when there is not
-            enough to evict.
+            The slots, ascending, and the keys of the victims; None, and nothing changed, when
+            there is not enough to evict.
         """
         shortage = count - self.slots.free
         if shortage <= 0:
@@ -428,21 +469,18 @@ class TierState:
                 self._enter_order(victim, ctx)
             return None
         self.idle -= shortage
-        self._forget(victims)
-        return self.slots.exchange([victim.slot for victim in victims], count), victims
+        keys, slots = self._forget(victims)
+        return self.slots.exchange(slots, count), keys
 
-    def touch(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
+    def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of resident ``copies``, given root to leaf."""
-        ordered = list(copies)
         if self.eviction.touch_order == "reverse":
-            ordered.reverse()
-        self.use(ordered, ctx)
+            copies = copies[::-1]
+        self.use(copies, ctx)
 
     def use(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of one resident copy after the other."""
-        if self.leaving:
-            for copy in copies:
-                self.stay(copy, ctx)
+        self._keep(copies, ctx)
         self.eviction.on_hit_many(copies, ctx)
 
     def snapshot(self) -> TierSnapshot:
@@ -458,20 +496,43 @@ class TierState:
             counters=self.counters.snapshot(),
         )
 
-    def _new_copy(self, key: ChunkKey, slot: int) -> ChunkCopy:
-        copy = self._copy_at[slot] = ChunkCopy(key, slot)
-        return copy
+    def _keep(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Do :meth:`stay` for ``copies``."""
+        if not self.leaving.isdisjoint(copies):
+            for copy in copies:
+                self.stay(copy, ctx)
 
-    def _forget(self, victims: Sequence[ChunkCopy]) -> None:
-        """Make copies that left the order misses, and count them as evicted."""
+    def _take_over(self, slots: Sequence[int]) -> list[ChunkCopy]:
+        """Return the copy object of each of ``slots``; those not there yet are made.
+
+        What was evicted was not pinned, dirty, granted or passing, and what the policy owns of
+        it is the policy's to set when it is inserted. The rest is the caller's to set.
+        """
+        at = self._copy_at
+        copies = [copy for copy in map(at.__getitem__, slots) if copy]
+        if len(copies) < len(slots):
+            copies = [at[slot] or ChunkCopy(b"", slot) for slot in slots]
+            for copy in copies:
+                at[copy.slot] = copy
+        return copies
+
+    def _forget(self, victims: Sequence[ChunkCopy]) -> tuple[list[ChunkKey], list[int]]:
+        """Make copies that left the order misses, and count them as evicted.
+
+        Returns:
+            Their keys and slots.
+        """
         members = self.copies
+        keys = [victim.key for victim in victims]
         for victim in victims:
             victim.state = _GONE
-            del members[victim.key]
+        for key in keys:
+            del members[key]
         if self.eviction.leaf_only:
             for victim in victims:
                 victim.kids = 0
         self.counters.evicted += len(victims)
+        return keys, [victim.slot for victim in victims]
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:

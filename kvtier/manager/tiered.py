@@ -48,6 +48,7 @@ _depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
 _ASKING = Phase.ASKING
 _SETTLED = Phase.SETTLED
+_DEFERRED = (Phase.QUEUED, Phase.WAITING)
 _HIT = Lookup.HIT
 _MISS = Lookup.MISS
 
@@ -140,7 +141,7 @@ class TieredOffloadingManager:
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         phase = request.phase
-        if phase in (Phase.QUEUED, Phase.WAITING):
+        if phase in _DEFERRED:
             return None if keys else 0
         if request.terms.load_tiers is not None or not self._plain or phase == Phase.FAILED:
             return self._look_on(request, keys, 0)
@@ -251,7 +252,8 @@ class TieredOffloadingManager:
             preempted: Requests that lost their GPU blocks and will be looked up again.
             now: Seconds on a monotonic clock, for policies.
         """
-        self._ladder.ctx.now = now
+        ladder = self._ladder
+        ladder.ctx.now = now
         for req_id in started:
             request = self._requests.get(req_id)
             if request is not None:
@@ -259,14 +261,14 @@ class TieredOffloadingManager:
                 self._promoter.release(request)
         for req_id in preempted:
             self._preempt(req_id)
-        if self._ladder.epoch:
+        if ladder.epoch:
             self._quarantine.release()
-        if self._ladder.limits.retained:
-            self._ladder.retention.expire(now)
+        if ladder.limits.retained:
+            ladder.retention.expire(now)
         self._promoter.end_step()
         self._loader.end_step()
         self._demoter.flush()
-        for gaps in self._ladder.gaps:
+        for gaps in ladder.gaps:
             if gaps.busy:
                 gaps.end_step(now)
 
@@ -419,10 +421,7 @@ class TieredOffloadingManager:
         return ManagerSnapshot(
             tiers=[tier.snapshot() for tier in self._ladder.tiers],
             requests=len(self._requests),
-            waiting=sum(
-                request.phase in (Phase.QUEUED, Phase.WAITING)
-                for request in self._requests.values()
-            ),
+            waiting=sum(request.phase in _DEFERRED for request in self._requests.values()),
             granted=self._promoter.granted,
             retained=len(self._ladder.retention),
             jobs=len(self._ladder.ledger),
@@ -442,16 +441,21 @@ class TieredOffloadingManager:
 
     def _ask(self, request: RequestState, keys: Sequence[ChunkKey], hits: int) -> int | None:
         """Note what of ``keys``, of which ``hits`` lead, a request asks for the first time."""
-        if hits:
-            self._promoter.note_many(request, keys[:hits])
+        below = self._ladder.lead_below(keys[hits:]) if hits < len(keys) else 0
+        if hits or below:
+            self._promoter.note_many(request, keys[: hits + below])
         if hits == len(keys):
             return hits
-        below = self._ladder.lead_below(islice(keys, hits, None))
         if below:
-            self._promoter.note_many(request, keys[hits : hits + below])
             request.wanting = True
-        # What is in RAM behind that, or on its way there, is found one by one.
-        found = self._look_on(request, keys, hits + below)
+        found = hits + below
+        if self._ladder.holds_any(keys[found : found + 1]):
+            # What is in RAM behind that, or on its way there, is found one by one.
+            more = self._look_on(request, keys, found)
+            return None if below else more
+        if found < len(keys):
+            self._ladder.asked(keys[found])
+            self._count_miss(request)
         return None if below else found
 
     def _look_on(

@@ -165,6 +165,10 @@ class Eviction(ABC):
 
     Args:
         capacity: Slots of the tier.
+
+    Attributes:
+        hears_misses: Whether :meth:`on_miss` does anything; if not, a driver may save the
+            calls.
     """
 
     leaf_only: ClassVar[bool] = False
@@ -191,11 +195,7 @@ class Eviction(ABC):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.surplus = 0
-
-    @property
-    def hears_misses(self) -> bool:
-        """Whether :meth:`on_miss` does anything; if not, a driver may save the calls."""
-        return type(self).on_miss is not Eviction.on_miss
+        self.hears_misses = type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Note that ``key`` was asked for, is not here, and is about to be let in.

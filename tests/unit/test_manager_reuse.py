@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.reuse import ReuseGaps
 from kvtier.testing.workbench import Workbench, prefix
 
 
 def keys(count: int) -> list[ChunkKey]:
-    return [number.to_bytes(4, "little") for number in range(count)]
+    return [make_key(number.to_bytes(4, "big"), 0) for number in range(count)]
 
 
 def test_the_gap_is_from_the_step_of_the_eviction_to_the_step_of_the_request() -> None:
@@ -59,7 +59,7 @@ def test_of_a_large_tier_a_sample_is_kept_chosen_by_the_key() -> None:
     for key in sample:
         gaps.asked(key)
     gaps.end_step(1.0)
-    assert len(gaps.take()) == 4096 // 64
+    assert len(gaps.take()) == 4096 // 256
 
 
 def test_the_manager_notes_gaps_in_every_tier_that_was_passed() -> None:

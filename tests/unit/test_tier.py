@@ -58,11 +58,12 @@ def fill(tier: TierState, keys: Sequence[ChunkKey]) -> list[ChunkCopy]:
 
 def make_room(tier: TierState, slots: int) -> list[ChunkCopy] | None:
     """Have so many slots free, and return the victims."""
+    members = dict(tier.copies)
     taken = tier.take_slots(slots, CTX)
     if taken is None:
         return None
     tier.slots.release(taken[0])
-    return taken[1]
+    return [members[key] for key in taken[1]]
 
 
 def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
