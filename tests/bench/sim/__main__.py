@@ -116,10 +116,13 @@ def swept(trace: Trace) -> Figure:
     return Figure(f"sweep {len(SWEPT)} x {len(SIZES)}, 2 jobs", seconds, SWEEP_BAR_S, "s")
 
 
-def measure(trace: Trace, rounds: int) -> Iterator[Figure]:
-    yield from singles(trace, rounds)
-    yield from ladders(trace, rounds)
-    yield swept(trace)
+def measure(trace: Trace, rounds: int, only: str | None) -> Iterator[Figure]:
+    if only in (None, "singles"):
+        yield from singles(trace, rounds)
+    if only in (None, "ladders"):
+        yield from ladders(trace, rounds)
+    if only in (None, "sweep"):
+        yield swept(trace)
 
 
 def show(console: Console, figure: Figure) -> None:
@@ -141,11 +144,14 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs per figure; the best counts"
     )
-    rounds: int = parser.parse_args().rounds
+    parser.add_argument(
+        "--only", choices=["singles", "ladders", "sweep"], help="this part alone"
+    )
+    options = parser.parse_args()
     trace = load()
     console = Console(highlight=False, width=96)
     console.print(f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks")
-    for figure in measure(trace, rounds):
+    for figure in measure(trace, options.rounds, options.only):
         show(console, figure)
 
 
