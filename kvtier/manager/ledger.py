@@ -63,6 +63,15 @@ class JobLedger:
         """Whether any job is still within its deadline; a stuck one is nothing to wait for."""
         return any(not record.late for record in self._records.values())
 
+    @property
+    def stuck(self) -> int:
+        """RAM slots that reads past their deadline keep until they end, if ever."""
+        return sum(
+            len(record.destinations)
+            for record in self._records.values()
+            if record.late and not record.destination
+        )
+
     def moving_out(self, tier: int) -> int:
         """Return how many slots of ``tier`` will be free when what moves up has arrived."""
         return sum(

@@ -13,7 +13,8 @@ RAM is a by-product that stays if the placement wants it.
 
 A promise is a number, not a slot: nothing is evicted for a request that may not be scheduled.
 What a request was told is a hit in this step, in RAM or below, is counted against what could be
-evicted, and promises and streams in flight against ``pin_budget``; so its load finds room, and
+evicted, and promises, streams in flight and the slots of reads that are stuck against
+``pin_budget``; so its load finds room, a tier that does not answer leaves RAM to others, and
 one that would not waits its turn with the :class:`~kvtier.manager.promoter.Promoter`. An engine
 that looks up many requests before it loads for the first, or stores what it was told is a hit,
 can still break that. Then a chunk has no slot, which the plan says, and its load fails by
@@ -104,7 +105,7 @@ class Loader:
         """Work out what can be promised to ``request``."""
         ladder, promoter = self._ladder, self._promoter
         promised = self._promises.total()
-        held = promoter.granted + promoter.streaming + promised
+        held = promoter.granted + promoter.streaming + promised + ladder.ledger.stuck
         others = (other for other in promoter.asked_for() if other is not request)
         self._promised_to = request
         self._left = ladder.limits.pin_budget - held

@@ -307,7 +307,7 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        held = self.granted + self.streaming
+        held = self.granted + self.streaming + self._ladder.ledger.stuck
         found, choice = self._worthwhile(self._survey(request))
         cost = _cost(found)
         if cost > budget:

@@ -209,6 +209,22 @@ def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
     assert bench.look(prefix(2)) == [MISS]
 
 
+def test_reads_that_are_stuck_leave_the_rest_of_ram_to_others() -> None:
+    bench = streaming(8, below=4, budget=4)
+    bench.manager.recover(1, zip(prefix(4, of=1), range(4, 8), strict=True))
+    bench.look(prefix(4), "a")
+    plan, (job,) = begin(bench, 4, "a")
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    bench.truth.refuse(plan.slots, plan.generations)
+    bench.manager.complete_load("a")
+    assert bench.look(prefix(4, of=1), "b") == [RETRY] * 4
+    assert bench.step() == []
+    assert bench.ram.slots.free == 4
+    bench.finish(job)
+    bench.manager.end_request("b")
+    assert bench.look(prefix(4, of=1), "c") == [HIT] * 4
+
+
 def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -> None:
     bench = streaming(2, below=2)
     bench.look(prefix(2))
