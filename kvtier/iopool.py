@@ -16,8 +16,8 @@ import asyncio
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
@@ -55,46 +55,50 @@ async def settled(work: Kept[T]) -> T:
         raise
 
 
-class _Call:
-    """One blocking call and the future that waits for it."""
+class _Round:
+    """Calls that are waited for together, and the future that waits for them."""
 
-    __slots__ = ("call", "future", "loop", "priority", "sequence")
+    __slots__ = ("_errors", "_left", "_lock", "_loop", "_results", "future")
 
-    def __init__(
-        self,
-        priority: int,
-        sequence: int,
-        call: Callable[[], Any],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self.priority = priority
-        self.sequence = sequence
-        self.call = call
-        self.loop = loop
-        self.future: Kept[Any] = Kept(loop=loop)
+    def __init__(self, calls: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: Kept[list[Any]] = Kept(loop=loop)
+        self._loop = loop
+        self._left = calls
+        self._lock = threading.Lock()
+        self._results: list[Any] = [None] * calls
+        self._errors: list[BaseException] = []
 
-    def __lt__(self, other: _Call) -> bool:
-        return (self.priority, self.sequence) < (other.priority, other.sequence)
-
-    def execute(self) -> None:
-        """Run the call on this thread and hand its result to the loop."""
-        result: Any = None
-        error: BaseException | None = None
+    def execute(self, number: int, call: Callable[[], Any]) -> None:
+        """Run one call on this thread; the last one hands all results to the loop."""
         try:
-            result = self.call()
+            self._results[number] = call()
         except BaseException as raised:  # noqa: BLE001 - delivered to the awaiting task
-            error = raised
+            self._errors.append(raised)
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
         try:
-            self.loop.call_soon_threadsafe(self._deliver, result, error)
+            self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: close() gave up on this call, so nobody waits for it.
+            # The loop is closed: close() gave up on this round, so nobody waits for it.
             return
 
-    def _deliver(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
-        if error is not None:
-            self.future.set_exception(error)
+    def _deliver(self) -> None:
+        if self._errors:
+            self.future.set_exception(self._errors[0])
         else:
-            self.future.set_result(result)
+            self.future.set_result(self._results)
+
+
+class _Call(NamedTuple):
+    """One blocking call; ordered by urgency, then by age."""
+
+    priority: int
+    sequence: int
+    number: int
+    call: Callable[[], Any]
+    round: _Round
 
 
 class IoPool:
@@ -141,14 +145,34 @@ class IoPool:
             Deferred until the call returned. The thread may be filling a buffer that the
             caller owns, and the caller is free to reuse it the moment this raises.
         """
-        job = _Call(priority, next(self._sequence), call, asyncio.get_running_loop())
+        return (await self.run_all([call], priority=priority))[0]
+
+    async def run_all(self, calls: Sequence[Callable[[], T]], *, priority: int) -> list[T]:
+        """Run ``calls`` on threads of the pool, side by side, and wait for all of them.
+
+        The loop is woken once, when the last has returned, and not once for each.
+
+        Returns:
+            Their results, in the order of the calls.
+
+        Raises:
+            ClosedError: The pool was closed; none was run.
+            BaseException: The first that a call raised; all have returned.
+
+        Cancellation:
+            Deferred until all calls returned.
+        """
+        if not calls:
+            return []
+        together = _Round(len(calls), asyncio.get_running_loop())
         with self._wakeup:
             if self._closed:
                 raise ClosedError("the I/O pool is closed")
-            heapq.heappush(self._heap, job)
-            self._wakeup.notify()
-        result: T = await settled(job.future)
-        return result
+            for number, call in enumerate(calls):
+                order = next(self._sequence)
+                heapq.heappush(self._heap, _Call(priority, order, number, call, together))
+            self._wakeup.notify(len(calls))
+        return await settled(together.future)
 
     def close(self, *, timeout_s: float) -> bool:
         """Let queued calls finish, then end the threads.
@@ -174,7 +198,7 @@ class IoPool:
                 if not self._heap:
                     return
                 job = heapq.heappop(self._heap)
-            job.execute()
+            job.round.execute(job.number, job.call)
             # Without this the thread keeps the last call, and the buffers it captured, alive.
             del job
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,6 +18,13 @@ def pool() -> Iterator[IoPool]:
     assert pool.close(timeout_s=5)
 
 
+@pytest.fixture
+def pair() -> Iterator[IoPool]:
+    pool = IoPool(2, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=5)
+
+
 async def test_a_call_returns_its_result(pool: IoPool) -> None:
     assert await pool.run(lambda: 7, priority=0) == 7
 
@@ -28,6 +35,31 @@ async def test_a_call_that_raises_raises_in_the_task(pool: IoPool) -> None:
 
     with pytest.raises(OSError, match="broken"):
         await pool.run(fail, priority=0)
+
+
+async def test_calls_run_together_and_answer_in_their_order(pair: IoPool) -> None:
+    meeting = threading.Barrier(2)
+
+    def meet(name: str) -> str:
+        meeting.wait(5)
+        return name
+
+    calls = [functools.partial(meet, name) for name in "abcd"]
+    assert await pair.run_all(calls, priority=0) == list("abcd")
+    assert await pair.run_all([], priority=0) == []
+
+
+async def test_when_one_of_many_calls_raises_the_others_are_over_too(pool: IoPool) -> None:
+    over: list[str] = []
+
+    def fail() -> None:
+        raise OSError(5, "broken")
+
+    calls: list[Callable[[], None]] = [fail]
+    calls += [functools.partial(over.append, name) for name in "ab"]
+    with pytest.raises(OSError, match="broken"):
+        await pool.run_all(calls, priority=0)
+    assert over == ["a", "b"]
 
 
 async def test_the_urgent_call_overtakes_those_that_wait(pool: IoPool) -> None:

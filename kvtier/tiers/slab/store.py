@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import sqlite3
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,15 +59,16 @@ class _Batch:
             self.key_hashes[piece.chunks].tolist(),
         )
 
-    def note(self, piece: Piece, moved: Moved) -> None:
-        """Enter what became of ``piece``."""
-        for chunk, outcome, digest in zip(
-            piece.chunks, moved.outcomes, moved.digests, strict=True
-        ):
-            self.outcomes[chunk] = outcome
-            self.digests[chunk] = digest
-        if moved.error:
-            self.errors.append(moved.error)
+    def note_all(self, pieces: Sequence[Piece], moved: Sequence[Moved]) -> None:
+        """Enter what became of each of ``pieces``."""
+        for piece, what in zip(pieces, moved, strict=True):
+            for chunk, outcome, digest in zip(
+                piece.chunks, what.outcomes, what.digests, strict=True
+            ):
+                self.outcomes[chunk] = outcome
+                self.digests[chunk] = digest
+            if what.error:
+                self.errors.append(what.error)
 
     def fail(self, chunks: Sequence[int], error: str) -> None:
         """Enter that ``chunks`` failed."""
@@ -189,13 +189,11 @@ class SlabTier(StorageTier):
 
         failed_syncs = self._store.file.failed_syncs
 
-        async def move(piece: Piece) -> None:
-            call = functools.partial(
-                write_piece, self._store.file, batch.buffers(piece), self._digest
-            )
-            batch.note(piece, await self._pool.run(call, priority=int(why)))
-
-        await _all(move(piece) for piece in pieces)
+        calls = [
+            functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
+            for piece in pieces
+        ]
+        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
         self._tell_of_removal()
         if self._options.durability == "power":
             await self._sync(batch, failed_syncs, why)
@@ -217,17 +215,19 @@ class SlabTier(StorageTier):
             batch.errors.append("a slot does not hold the chunk asked for")
         pieces = plan_pieces(batch.slots, held, slots_per_piece=self._slots_per_piece)
 
-        async def move(piece: Piece, checksums: list[int]) -> None:
-            call = functools.partial(
-                read_piece, self._store.file, batch.buffers(piece), checksums, self._digest
-            )
-            batch.note(piece, await self._pool.run(call, priority=int(why)))
-
         # The checksums are taken before the first await: what is written meanwhile, against
         # the rules, does not verify.
-        await _all(
-            [move(piece, self._table.checksums(batch.slots[piece.chunks])) for piece in pieces]
-        )
+        calls = [
+            functools.partial(
+                read_piece,
+                self._store.file,
+                batch.buffers(piece),
+                self._table.checksums(batch.slots[piece.chunks]),
+                self._digest,
+            )
+            for piece in pieces
+        ]
+        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
         self._tell_of_removal()
         return self._count_reads(batch)
 
@@ -397,13 +397,3 @@ class SlabTier(StorageTier):
         self._counts["read_failures"] += batch.outcomes.count(Outcome.FAILED)
         self._counts["corrupt"] += batch.outcomes.count(Outcome.CORRUPT)
         return batch.result()
-
-
-async def _all(moves: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run ``moves`` together; when this returns or raises, none of them is running."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for move in moves:
-                group.create_task(move)
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from failed
