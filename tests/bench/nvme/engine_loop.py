@@ -200,8 +200,8 @@ class EngineLoop:
         self._progress_s = time.monotonic()
         moved = self._side.moved(None)
         self._moved = moved
-        # The clock last: reading processor times opens many files, and beside a busy thread each
-        # of those waits for the interpreter, a third of a second in all.
+        # The clock last: reading processor times opens many files, and beside a busy thread
+        # each of those waits for the interpreter, a third of a second in all.
         began_cpu_s = cpu_s()
         return time.perf_counter(), began_cpu_s, Moved(moved.down, moved.up)
 
