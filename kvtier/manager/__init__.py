@@ -11,10 +11,10 @@ from kvtier.manager.plans import (
     SlotTruth,
     StorePlan,
 )
-from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, SkipCause, WorthFigures
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = [
     "NO_TERMS",

@@ -195,7 +195,11 @@ class Demoter:
             new = [copy for copy in new if ladder.slower_copy(copy.key) is None]
         staying: Sequence[ChunkCopy] = new
         for target, group in self._placed(new).items():
-            allowed = [copy for copy in group if copy.targets is None or target in copy.targets]
+            allowed = [
+                copy
+                for copy in group
+                if (tiers := copy.terms.store_tiers) is None or target in tiers
+            ]
             answers = ladder.placement.admit_many(allowed, target, Why.DEMOTE, ladder.ctx)
             admitted = list(compress(allowed, answers))
             self._enqueue(admitted, target)
@@ -413,11 +417,11 @@ def _by_target(
     """Group ``copies`` by the tier each goes to; None where that is none it may enter."""
     if not copies:
         return {}
-    limited = [copy for copy in copies if copy.targets is not None]
+    limited = [copy for copy in copies if copy.terms.store_tiers is not None]
     if not limited and targets.count(targets[0]) == len(copies):
         return {targets[0]: copies}
     groups: dict[int | None, list[ChunkCopy]] = {}
     for copy, target in zip(copies, targets, strict=True):
-        goes = copy.targets is None or target in copy.targets
+        goes = (tiers := copy.terms.store_tiers) is None or target in tiers
         groups.setdefault(target if goes else None, []).append(copy)
     return dict(groups)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
-from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.policies import ChunkCopy
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import JobId
 
 __all__ = ["Phase", "RequestState"]

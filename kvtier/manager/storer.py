@@ -19,8 +19,8 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
-from kvtier.manager.terms import NO_TERMS
 from kvtier.policies import ChunkCopy, CopyState
+from kvtier.policies.terms import NO_TERMS
 
 __all__ = ["Storer"]
 

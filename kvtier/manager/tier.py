@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
-from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Outcome
 
 __all__ = ["TierCounters", "TierSnapshot", "TierState"]
@@ -191,13 +191,11 @@ class TierState:
             terms: Of the request that stores them.
         """
         copies = self._take_over(slots)
-        session, targets = terms.session, terms.store_tiers
         for copy, key, parent, depth in zip(copies, keys, parents, depths, strict=False):
             copy.key = key
             copy.parent = parent
             copy.depth = depth
-            copy.session = session
-            copy.targets = targets
+            copy.terms = terms
             copy.generation = generation
             copy.state = _WRITING
             copy.pins = 1
@@ -229,8 +227,7 @@ class TierState:
             copy.key = key
             copy.parent = source.parent
             copy.depth = source.depth
-            copy.session = source.session
-            copy.targets = source.targets
+            copy.terms = source.terms
             copy.generation = generation
             copy.state = _WRITING
             copy.pins = 1

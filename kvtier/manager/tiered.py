@@ -36,10 +36,10 @@ from kvtier.manager.promoter import Promoter
 from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.requests import Phase, RequestState
 from kvtier.manager.storer import Storer
-from kvtier.manager.terms import NO_TERMS, RequestTerms
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult, Why
 
 __all__ = ["TieredOffloadingManager"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
 from kvtier.keys import ChunkKey
+from kvtier.policies.terms import NO_TERMS
 from kvtier.types import Why
 
 __all__ = [
@@ -65,8 +66,7 @@ class ChunkCopy:
         hits: Loads served from this copy, and promotions begun from it.
         parent: Key of the preceding chunk of the prefix, None at the root or where unknown.
         depth: Chunks before it in the prefix.
-        session: What the request that stored it said it belongs to; empty if it did not say.
-        targets: Tiers it may be in, as that request said; None for any.
+        terms: What the request that stored it asked for; shared by all that it stored.
         kids: Copies in this tier whose parent this is; kept only for ``leaf_only`` policies.
         queued: For the eviction policy: stale entries of its queue that name this copy.
         policy: For the eviction policy: anything else.
@@ -89,10 +89,9 @@ class ChunkCopy:
         "pins",
         "policy",
         "queued",
-        "session",
         "slot",
         "state",
-        "targets",
+        "terms",
         "transient",
     )
 
@@ -108,8 +107,7 @@ class ChunkCopy:
         self.slot = slot
         self.parent = parent
         self.depth = depth
-        self.session = ""
-        self.targets: frozenset[int] | None = None
+        self.terms = NO_TERMS
         self.state = _WRITING
         self.pins = 0
         self.dirty = 0
@@ -121,6 +119,11 @@ class ChunkCopy:
         self.origin = 0
         self.transient = False
         self.generation = generation
+
+    @property
+    def session(self) -> str:
+        """What the request that stored it said it belongs to; empty if it did not say."""
+        return self.terms.session
 
     def __repr__(self) -> str:
         state = ("writing", "late", "resident", "gone")[self.state]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.manager import Lookup, RequestTerms
+from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.policies import LadderPlacement, PolicyContext
 from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction import Lru
@@ -180,4 +180,4 @@ def test_every_request_is_answered_whatever_it_allows(
 
 def test_a_copy_made_by_hand_belongs_to_nobody() -> None:
     copy = ChunkCopy(prefix(1)[0], 0)
-    assert (copy.session, copy.targets) == ("", None)
+    assert (copy.session, copy.terms) == ("", NO_TERMS)

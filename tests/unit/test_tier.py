@@ -11,6 +11,7 @@ from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.policies.base import Evictable
 from kvtier.policies.eviction import Lru
+from kvtier.policies.terms import RequestTerms
 from kvtier.testing.workbench import prefix
 
 CTX = PolicyContext()
@@ -97,7 +98,7 @@ def test_a_new_chunk_takes_over_an_evicted_copy_but_never_a_dropped_one() -> Non
     tier = make_tier(1)
     (evicted,) = fill(tier, prefix(1))
     evicted.hits = evicted.origin = 7
-    evicted.session, evicted.targets = "somebody's", frozenset({1})
+    evicted.terms = RequestTerms(session="somebody's", store_tiers=frozenset({1}))
     make_room(tier, 1)
     (second,) = fill(tier, prefix(1, of=1))
     assert second is evicted
