@@ -130,6 +130,7 @@ def open_storage(
             breaker_failures=transfer.breaker_failures,
             breaker_backoff_s=transfer.breaker_backoff_s,
         ),
+        openers=[tier.aopen for tier in tiers],
         closers=[tier.aclose for tier in tiers],
     )
     return Storage(manager, engine, tiers, pool, region, recorder, observer)

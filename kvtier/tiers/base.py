@@ -149,6 +149,13 @@ class StorageTier(ABC):
         No key and no slot occurs twice.
         """
 
+    async def aopen(self) -> None:  # noqa: B027 - most tiers need no loop before the first call
+        """Get ready on the loop that is going to use the tier, so that the first call is quick.
+
+        Raises:
+            TierUnavailableError: It cannot be used now; a later call tries again.
+        """
+
     @abstractmethod
     async def write(
         self,

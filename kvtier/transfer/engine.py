@@ -68,6 +68,8 @@ class TransferEngine:
         routes: How to move chunks, by (source tier, destination tier).
         chunk_nbytes: Bytes of one chunk, for the bounds.
         limits: The bounds.
+        openers: Awaited in order on the engine's loop before anything else is; one that fails
+            is logged.
         closers: Awaited in order on the engine's loop once everything is settled at close.
     """
 
@@ -78,11 +80,13 @@ class TransferEngine:
         *,
         chunk_nbytes: int,
         limits: EngineLimits,
+        openers: Sequence[Callable[[], Awaitable[None]]] = (),
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         self._name = name
         self._chunk_nbytes = chunk_nbytes
         self._limits = limits
+        self._openers = openers
         self._closers = closers
         self._channels = {
             pair: Channel(
@@ -269,16 +273,22 @@ class TransferEngine:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
+        await self._await_each(self._openers, "opening")
         async with asyncio.TaskGroup() as self._tasks:
             self._started.set()
             while not (self._closing and not self._running):
                 await self._changed.wait()
                 self._changed.clear()
-        for closer in self._closers:
+        await self._await_each(self._closers, "closing")
+
+    async def _await_each(
+        self, actions: Sequence[Callable[[], Awaitable[None]]], what: str
+    ) -> None:
+        for action in actions:
             try:
-                await closer()
+                await action()
             except Exception:
-                logger.exception("transfer engine %s: closing", self._name)
+                logger.exception("transfer engine %s: %s", self._name, what)
 
     def _admit(self) -> None:
         """Move submitted jobs into the queue and honour cancellations."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -67,13 +67,16 @@ def route() -> Scripted:
 def make_engine(route: Scripted) -> Iterator[MakeEngine]:
     engines: list[TransferEngine] = []
 
-    def make(**limits: Any) -> TransferEngine:
+    def make(
+        openers: Sequence[Callable[[], Awaitable[None]]] = (), **limits: Any
+    ) -> TransferEngine:
         defaults = {"queued_bytes": 1 << 20, "running_bytes": CHUNK_NBYTES}
         engine = TransferEngine(
             "test",
             {("nvme", "ram"): route, ("ram", "nvme"): route},
             chunk_nbytes=CHUNK_NBYTES,
             limits=EngineLimits(**{**defaults, **limits}),
+            openers=openers,
         )
         engines.append(engine)
         return engine
@@ -276,6 +279,25 @@ def test_closing_runs_what_is_queued_then_the_closers(route: Scripted) -> None:
     assert engine.close(timeout_s=10)
     with pytest.raises(ClosedError):
         engine.submit(job())
+
+
+def test_tiers_get_ready_before_the_engine_is_there_and_one_that_cannot_is_no_reason_not_to_be(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready: list[str] = []
+
+    async def fail() -> None:
+        raise OSError(5, "not now")
+
+    async def get_ready() -> None:
+        ready.append("second")
+
+    engine = make_engine(openers=[fail, get_ready])
+    assert ready == ["second"]
+    assert "not now" in caplog.text
+    work = job()
+    engine.submit(work)
+    assert wait_for(engine, work) == {work.job_id: ([Outcome.DONE], True)}
 
 
 def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(

@@ -105,6 +105,10 @@ class HostedTier(StorageTier):
         return zip(keys, slots.tolist(), strict=True)
 
     @override
+    async def aopen(self) -> None:
+        await self._connect()
+
+    @override
     async def write(
         self,
         keys: Sequence[ChunkKey],
