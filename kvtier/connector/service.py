@@ -303,8 +303,12 @@ class CacheService:
 
     @property
     def is_active(self) -> bool:
-        """Whether there will be another step: a request runs, or work is pending."""
-        return bool(self._manager.requests) or self.has_pending_work()
+        """Whether there is surely another step: a request runs, or work is pending.
+
+        Events that wait are no reason: they are taken in this step, after its figures.
+        """
+        working = not self._closed and self._manager.has_work()
+        return bool(self._manager.requests) or working
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of this engine now."""
