@@ -53,6 +53,10 @@ async def settled(work: Kept[T]) -> T:
         if work.done():
             work.exception()  # retrieved, so asyncio does not report it as lost
         raise
+    finally:
+        # An error's traceback names this frame, and the future names the error: a circle, which
+        # would keep the callers' buffers until the garbage collector comes by.
+        del work
 
 
 class _Round:
@@ -70,10 +74,10 @@ class _Round:
 
     def execute(self, number: int, call: Callable[[], Any]) -> None:
         """Run one call on this thread; the last one hands all results to the loop."""
-        try:
-            self._results[number] = call()
-        except BaseException as raised:  # noqa: BLE001 - delivered to the awaiting task
-            self._errors.append(raised)
+        self._results[number], error = _attempt(call)
+        if error is not None:
+            self._errors.append(error)
+            del error  # it is the loop's, whose traceback must not lead back to it
         with self._lock:
             self._left -= 1
             if self._left:
@@ -89,6 +93,14 @@ class _Round:
             self.future.set_exception(self._errors[0])
         else:
             self.future.set_result(self._results)
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return what ``call`` returned, or what it raised; in a frame that knows of no future."""
+    try:
+        return call(), None
+    except BaseException as raised:  # noqa: BLE001 - delivered to the awaiting task
+        return None, raised
 
 
 class _Call(NamedTuple):
@@ -172,7 +184,10 @@ class IoPool:
                 order = next(self._sequence)
                 heapq.heappush(self._heap, _Call(priority, order, number, call, together))
             self._wakeup.notify(len(calls))
-        return await settled(together.future)
+        try:
+            return await settled(together.future)
+        finally:
+            del together  # as in settled()
 
     def close(self, *, timeout_s: float) -> bool:
         """Let queued calls finish, then end the threads.
