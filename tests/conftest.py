@@ -6,10 +6,13 @@ import asyncio
 import gc
 import importlib.util
 import inspect
+import logging
 import pathlib
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import hypothesis
 import pytest
@@ -33,10 +36,24 @@ VLLM_IS_MISSING = importlib.util.find_spec("vllm") is None
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    logging.setLogRecordFactory(make_record_without_frames)
     if VLLM_IS_MISSING:
         # Their modules import vllm at the top, so collecting them would fail.
         hidden = [str(ROOT / path) for path in NEEDS_VLLM]
         config.option.ignore = [*(config.option.ignore or ()), *hidden]
+
+
+def make_record_without_frames(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    """Make a log record that keeps a traceback's text only.
+
+    pytest keeps what a test logs until its fixtures are torn down. Of a traceback that would be
+    every frame with its buffers, and :func:`_nothing_is_left_behind` would find them.
+    """
+    record = logging.LogRecord(*args, **kwargs)
+    if record.exc_info:
+        record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+        record.exc_info = None
+    return record
 
 
 def pytest_report_header() -> str | None:
