@@ -175,19 +175,8 @@ class DeviceEngine:
         """
         self._begin()
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
-        self._engine.submit(
-            Job(
-                job_id=job_id,
-                why=Why.LOAD,
-                source="ram",
-                destination="gpu",
-                keys=(),
-                source_slots=plan.slots,
-                destination_slots=plan.slots,
-                timeout_s=_COPY_TIMEOUT_S + wait_s,
-                payload=request,
-            )
-        )
+        timeout_s = _COPY_TIMEOUT_S + wait_s
+        self._engine.submit(_job(job_id, Why.LOAD, plan.slots, request, timeout_s))
 
     # -- loads within a forward pass -----------------------------------------------------------
 
@@ -357,17 +346,7 @@ class DeviceEngine:
     def _carry(self, stores: list[StoreRequest]) -> None:
         """Start stores as one job, which bears the first one's number."""
         slots = [slot for store in stores for slot in store.plan.slots]
-        carrier = Job(
-            job_id=stores[0].job_id,
-            why=Why.STORE,
-            source="gpu",
-            destination="ram",
-            keys=(),
-            source_slots=slots,
-            destination_slots=slots,
-            timeout_s=_COPY_TIMEOUT_S,
-            payload=stores,
-        )
+        carrier = _job(stores[0].job_id, Why.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:
             self._engine.submit(carrier)
         except ClosedError as error:
@@ -402,6 +381,24 @@ class DeviceEngine:
             seconds=result.seconds * len(outcomes) / max(len(result.outcomes), 1),
             error="" if done == len(outcomes) else result.error,
         )
+
+
+def _job(
+    job_id: JobId, why: Why, slots: Sequence[int], payload: object, timeout_s: float
+) -> Job:
+    """Return a copy between the device and RAM slots, as the transfer engine knows it."""
+    stores = why is Why.STORE
+    return Job(
+        job_id=job_id,
+        why=why,
+        source="gpu" if stores else "ram",
+        destination="ram" if stores else "gpu",
+        keys=(),
+        source_slots=slots,
+        destination_slots=slots,
+        timeout_s=timeout_s,
+        payload=payload,
+    )
 
 
 def blocks_not_loaded(plan: BlockCopyPlan, outcomes: Sequence[Outcome]) -> frozenset[int]:

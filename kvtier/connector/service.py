@@ -277,11 +277,9 @@ class CacheService:
     @answered_with(lambda: False)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
-        if self._closed:
-            return False
         # Events that nobody takes are no work, or an engine without a listener never rests.
-        listening = self._steps_untaken < _MOST_STEPS_AHEAD
-        return self._manager.has_work() or (listening and self._manager.has_events)
+        listening = not self._closed and self._steps_untaken < _MOST_STEPS_AHEAD
+        return self._is_working or (listening and self._manager.has_events)
 
     @answered_with(_no_events)
     def take_events(self) -> list[ResidencyEvent]:
@@ -307,8 +305,7 @@ class CacheService:
 
         Events that wait are no reason: they are taken in this step, after its figures.
         """
-        working = not self._closed and self._manager.has_work()
-        return bool(self._manager.requests) or working
+        return bool(self._manager.requests) or self._is_working
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of this engine now."""
@@ -374,6 +371,11 @@ class CacheService:
             )
 
     # -- internals -----------------------------------------------------------------------------
+
+    @property
+    def _is_working(self) -> bool:
+        """Whether jobs between tiers are planned or on their way."""
+        return not self._closed and self._manager.has_work()
 
     @answered_with(_nothing)
     def _start_now(self) -> None:

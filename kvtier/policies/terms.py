@@ -23,5 +23,9 @@ class RequestTerms:
     store_tiers: frozenset[int] | None = None
     session: str = ""
 
+    def may_store_in(self, tier: int | None) -> bool:
+        """Whether new chunks may be in ``tier``; None, no tier, is no place to be in."""
+        return self.store_tiers is None or tier in self.store_tiers
+
 
 NO_TERMS = RequestTerms()

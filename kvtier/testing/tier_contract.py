@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -29,7 +29,7 @@ from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
 from kvtier.testing.chunks import Arena, make_keys, make_sources
 from kvtier.testing.shelf import Shelf
-from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
 __all__ = ["StorageTierContract"]
@@ -256,16 +256,7 @@ class StorageTierContract(ABC):
         keys, slots = make_keys(range(12)), range(12)
         await shelf.put(keys, slots)
         for turns in range(4):
-            buffers = shelf.buffers(12)
-            reading = asyncio.ensure_future(shelf.tier.read(keys, slots, buffers, why=Why.LOAD))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.wait([reading])
-            for buffer in buffers:
-                buffer[:] = bytes(self.slot_nbytes)
-            assert await shelf.get(keys, slots) == [DONE] * 12
-            assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
+            await self._cancel_reading(shelf, shelf.tier.read, keys, turns=turns)
 
     async def test_what_was_begun_early_is_what_was_asked_for(self, shelf: AnyShelf) -> None:
         keys, slots = make_keys(range(12)), range(12)
@@ -283,17 +274,27 @@ class StorageTierContract(ABC):
         keys, slots = make_keys(range(12)), range(12)
         await shelf.put(keys, slots)
         for turns in range(1, 4):
-            buffers = shelf.buffers(12)
-            begun = shelf.tier.begin_read(keys, slots, buffers, why=Why.LOAD)
-            reading = asyncio.ensure_future(begun)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.wait([reading])
-            for buffer in buffers:
-                buffer[:] = bytes(self.slot_nbytes)
-            assert await shelf.get(keys, slots) == [DONE] * 12
-            assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
+            await self._cancel_reading(shelf, shelf.tier.begin_read, keys, turns=turns)
+
+    async def _cancel_reading(
+        self,
+        shelf: AnyShelf,
+        read: Callable[..., Coroutine[Any, Any, SlotOutcomes]],
+        keys: Sequence[ChunkKey],
+        *,
+        turns: int,
+    ) -> None:
+        """Cancel a read after ``turns`` of the loop; it leaves the buffers alone."""
+        slots, buffers = range(len(keys)), shelf.buffers(len(keys))
+        reading = asyncio.ensure_future(read(keys, slots, buffers, why=Why.LOAD))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+        for buffer in buffers:
+            buffer[:] = bytes(self.slot_nbytes)
+        assert await shelf.get(keys, slots) == [DONE] * len(keys)
+        assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
 
     async def test_many_batches_at_once_do_not_mix(self, shelf: AnyShelf) -> None:
         async def use(number: int) -> None:

@@ -42,7 +42,7 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         self._transport: asyncio.WriteTransport
         self._parser = FrameParser()
-        self._burial: asyncio.Task[None] | None = None
+        self._burial: asyncio.Task[None]
         self._lost = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
         self._calls = itertools.count()
@@ -108,8 +108,7 @@ class Connection(asyncio.Protocol):
         """Close the socket and wait until the host has ended, one way or the other."""
         self._transport.close()
         await self._lost.wait()
-        if self._burial is not None:
-            await self._burial
+        await self._burial
 
     @override
     def data_received(self, data: bytes) -> None:
