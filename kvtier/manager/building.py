@@ -17,6 +17,10 @@ from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudg
 __all__ = ["build_manager", "build_tiers"]
 
 _PATIENCE_S: Final = 1.0
+_JOB_CHUNKS: Final = 256
+_JOB_NBYTES: Final = 64 << 20
+"""Most of one job: enough to merge long runs into few large I/O calls; few enough that an
+urgent job never waits long behind one, and that the next is with the tier before one ends."""
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
@@ -77,6 +81,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
             reserve=placement.clean_reserve,
             queue=max(transfer.queue_limit_bytes // slot_nbytes, 1),
+            batch=min(max(_JOB_NBYTES // slot_nbytes, 1), _JOB_CHUNKS),
             retained=int(placement.retain_quota * tiers[0].slots.capacity),
             backlog=max(int(placement.backlog_limit * tiers[0].slots.capacity), 1),
             patience_s=_PATIENCE_S,

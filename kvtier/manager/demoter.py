@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
+from kvtier.manager.ledger import JobRecord
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult, Why
@@ -89,7 +89,7 @@ class Demoter:
         queue, ram = self._queues[index], self._ladder.ram
         while queue:
             room = self._ladder.limits.queue - self._in_flight[index]
-            batch = self._take(index, min(room, BATCH_CHUNKS))
+            batch = self._take(index, min(room, self._ladder.limits.batch))
             sent = self._send(ram, batch, index)
             # The pins of those in the queue are the job's from now on.
             ram.unpin_many(batch[sent:])
@@ -195,11 +195,7 @@ class Demoter:
             new = [copy for copy in new if ladder.slower_copy(copy.key) is None]
         staying: Sequence[ChunkCopy] = new
         for target, group in self._placed(new).items():
-            allowed = [
-                copy
-                for copy in group
-                if (tiers := copy.terms.store_tiers) is None or target in tiers
-            ]
+            allowed = [copy for copy in group if copy.terms.may_store_in(target)]
             answers = ladder.placement.admit_many(allowed, target, Why.DEMOTE, ladder.ctx)
             admitted = list(compress(allowed, answers))
             self._enqueue(admitted, target)
@@ -422,6 +418,6 @@ def _by_target(
         return {targets[0]: copies}
     groups: dict[int | None, list[ChunkCopy]] = {}
     for copy, target in zip(copies, targets, strict=True):
-        goes = (tiers := copy.terms.store_tiers) is None or target in tiers
-        groups.setdefault(target if goes else None, []).append(copy)
+        place = target if copy.terms.may_store_in(target) else None
+        groups.setdefault(place, []).append(copy)
     return dict(groups)

@@ -14,11 +14,7 @@ from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy
 from kvtier.types import Job, JobId, Why
 
-__all__ = ["BATCH_CHUNKS", "JobLedger", "JobRecord"]
-
-BATCH_CHUNKS = 256
-"""Most chunks of one job: enough to merge long runs into few large I/O calls, few enough that
-an urgent job never waits long behind one."""
+__all__ = ["JobLedger", "JobRecord"]
 
 
 @dataclass(slots=True)

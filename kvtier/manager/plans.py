@@ -84,6 +84,7 @@ class ManagerLimits:
         pin_budget: RAM slots that chunks kept for waiting requests may hold.
         reserve: Share of a tier's slots that write-on-evict keeps free ahead of need.
         queue: Chunks that may be on their way to one slower tier at a time.
+        batch: Most chunks of one job.
         retained: RAM slots that chunks kept until a deadline may hold.
         backlog: Chunks that may wait for one slower tier or be on their way there; newer ones
             stay in RAM only.
@@ -100,6 +101,7 @@ class ManagerLimits:
     pin_budget: int
     reserve: float
     queue: int
+    batch: int = 256
     retained: int = 0
     backlog: int = sys.maxsize
     load_timeout_s: float = 10.0

@@ -7,7 +7,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import BATCH_CHUNKS, JobRecord
+from kvtier.manager.ledger import JobRecord
 from kvtier.policies import ChunkCopy
 from kvtier.types import JobId, Why
 
@@ -49,8 +49,8 @@ def plan_rise(
     for index in dict.fromkeys(tiers):
         here = [tier == index for tier in tiers]
         some, places = list(compress(sources, here)), list(compress(slots, here))
-        for at in range(0, len(some), BATCH_CHUNKS):
-            end = at + BATCH_CHUNKS
+        for at in range(0, len(some), ladder.limits.batch):
+            end = at + ladder.limits.batch
             rises.append(_plan_job(ladder, index, some[at:end], places[at:end]))
     return rises
 

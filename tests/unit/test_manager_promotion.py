@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvtier.manager import Lookup, ManagerLimits
-from kvtier.manager.ledger import BATCH_CHUNKS
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult, Why
@@ -374,12 +373,13 @@ def test_the_fastest_slower_tier_is_read_with_one_job_per_tier() -> None:
 
 
 def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run() -> None:
-    keys = prefix(BATCH_CHUNKS + 40)
-    bench = Workbench(len(keys), len(keys))
+    keys = prefix(300)
+    limits = ManagerLimits(pin_budget=len(keys), reserve=0.0, queue=1024, batch=200)
+    bench = Workbench(len(keys), len(keys), limits=limits)
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(keys)])
     assert set(bench.look(keys)) == {RETRY}
     jobs = bench.step()
-    assert [len(job.keys) for job in jobs] == [BATCH_CHUNKS, 40]
+    assert [len(job.keys) for job in jobs] == [200, 100]
     for job in jobs:
         assert list(job.source_slots) == list(
             range(job.source_slots[0], job.source_slots[-1] + 1)
