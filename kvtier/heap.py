@@ -12,8 +12,21 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator
+from typing import Final
 
-__all__ = ["bulk_loading"]
+__all__ = ["bulk_loading", "keep_large_blocks_apart"]
+
+_M_MMAP_THRESHOLD: Final = -3  # malloc.h
+_LARGE_NBYTES: Final = 1 << 20
+
+
+def keep_large_blocks_apart() -> None:
+    """Have large blocks given back to the machine whenever they are freed, in this process.
+
+    GNU's malloc learns from the first large blocks that are freed to keep the next ones.
+    """
+    with contextlib.suppress(AttributeError):  # another C library than GNU's
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.tiers.slab import group_commit
-from kvtier.tiers.slab.change import Change
+from kvtier.tiers.slab import group_commit, index
+from kvtier.tiers.slab.change import Change, Row
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import IndexDatabase, IndexSpec, hash_keys
@@ -47,6 +47,30 @@ class Recorder(IndexDatabase):
 
     def apply(self, change: Change) -> None:
         self.changes.append(change)
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            [b"a" * 36, b"b" * 36, b"c" * 36],
+            [b"a" * 36, b"b" * 4, b"c" * 36],
+            [b"a" * 8, b"bb" * 8, b"ccc" * 8],
+            [b"\0\0\0\0\0", b"a\0\0\0\0", b"\0a\0\0\0"],
+            [],
+        ],
+    )
+    def test_keys_of_any_length_come_back(
+        self, database: IndexDatabase, monkeypatch: pytest.MonkeyPatch, keys: list[bytes]
+    ) -> None:
+        monkeypatch.setattr(index, "_SLOTS_PER_STEP", 2)  # the last step has one row
+        rows: dict[int, Row | None] = {
+            slot: (slot, key, slot + 7, slot, slot) for slot, key in enumerate(keys, start=1)
+        }
+        database.apply(Change(rows=rows))
+        stored = database.load(5)
+        assert list(stored) == [(key, slot) for slot, key in enumerate(keys, start=1)]
+        assert stored.key_hashes.tolist() == hash_keys(keys).tolist()
 
 
 class TestVersions:

@@ -32,7 +32,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.hosted.connection import Connection
 from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes, unpack_keys
-from kvtier.tiers.hosted.process import HostProcess
+from kvtier.tiers.hosted.process import HostProcess, Opened
 from kvtier.types import Outcome, SharedMemory, Why
 
 __all__ = ["HostedTier"]
@@ -52,21 +52,21 @@ class HostedTier(StorageTier):
         options: Options of the tier that is hosted.
         context: Its context, with ``memory``.
         host: The process; owned by this object from now on.
-        opened: What it said when the tier was open.
+        opened: What it said until the tier was open.
     """
 
     Options: ClassVar[type[TierConfig]] = TierConfig
 
     def __init__(
-        self, options: TierConfig, context: TierContext, host: HostProcess, opened: Frame
+        self, options: TierConfig, context: TierContext, host: HostProcess, opened: Opened
     ) -> None:
         self.name = options.name
         self.slot_nbytes = context.slot_nbytes
-        self.capacity_slots = opened.header["capacity_slots"]
+        self.capacity_slots = opened.capacity_slots
         self._options = options
         self._context = context
         self._memory = _require_memory(options, context)
-        self._recovered: Frame | None = opened
+        self._recovered = opened.recovered
         self._host: HostProcess | None = host
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -96,13 +96,12 @@ class HostedTier(StorageTier):
 
     @override
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
-        found, self._recovered = self._recovered, None
-        if found is None:
-            return iter(())
-        count = found.header["count"]
-        slots = np.frombuffer(found.arrays, dtype=np.int64, count=count)
-        keys = unpack_keys(found.header["widths"], count, found.arrays[slots.nbytes :])
-        return zip(keys, slots.tolist(), strict=True)
+        while self._recovered:
+            found = self._recovered.popleft()
+            count = found.header["count"]
+            slots = np.frombuffer(found.arrays, dtype=np.int64, count=count)
+            keys = unpack_keys(found.header["widths"], count, found.arrays[slots.nbytes :])
+            yield from zip(keys, slots.tolist(), strict=True)
 
     @override
     async def aopen(self) -> None:
@@ -172,7 +171,7 @@ class HostedTier(StorageTier):
             TierUnavailableError: A restart may bring back what was there.
         """
         self._require_open()
-        self._recovered = None
+        self._recovered.clear()
         connection = await self._connect()
         self._send_notes()
         await connection.call("reset")
@@ -204,16 +203,11 @@ class HostedTier(StorageTier):
     def _move(self, op: str, batch: Batch, why: Why) -> Coroutine[Any, Any, SlotOutcomes]:
         """Send ``batch`` now if there is a host, and return what waits for the outcomes."""
         if self._connection is None or not self._connection.usable:
-            return self._move_later(op, batch, why)
+            return self._outcomes(self._send_later(op, batch, why), batch)
         return self._outcomes(self._send(self._connection, op, batch, why), batch)
 
-    async def _move_later(self, op: str, batch: Batch, why: Why) -> SlotOutcomes:
-        try:
-            connection = await self._connect()
-            answer = self._send(connection, op, batch, why)
-        except TierUnavailableError as error:
-            return SlotOutcomes([Outcome.FAILED] * len(batch.keys), str(error))
-        return await self._outcomes(answer, batch)
+    async def _send_later(self, op: str, batch: Batch, why: Why) -> Frame:
+        return await self._send(await self._connect(), op, batch, why)
 
     def _send(
         self, connection: Connection, op: str, batch: Batch, why: Why
@@ -308,7 +302,7 @@ def _require_memory(options: TierConfig, context: TierContext) -> SharedMemory:
     return context.memory
 
 
-def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Frame]:
+def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Opened]:
     opening = {
         "options": options.model_dump(mode="json"),
         "slot_nbytes": context.slot_nbytes,

@@ -11,23 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import mmap
 import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 from typing_extensions import override
 
 from kvtier.config import options_of
-from kvtier.heap import bulk_loading
+from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
-from kvtier.keys import ChunkKey
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted.frames import (
     Batch,
@@ -44,6 +45,7 @@ __all__ = ["main"]
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
+_RECOVERED_AT_ONCE: Final = 1 << 16
 
 Send = Callable[[Frame], None]
 
@@ -152,8 +154,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
         return
-    with bulk_loading():
-        send(_opened(tier))
+    await _tell_opened(tier, writer)
     call = await _until_closed(reader, _Server(tier, memory, send))
     await tier.aclose()
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
@@ -177,18 +178,26 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
         return open_tier(options, context)
 
 
-def _opened(tier: StorageTier) -> Frame:
-    keys: list[ChunkKey] = []
-    places: list[int] = []
-    for key, slot in tier.recovered():
-        keys.append(key)
-        places.append(slot)
-    slots = np.array(places, dtype=np.int64)
-    widths, packed = pack_keys(keys)
-    header = {"op": "opened", "capacity_slots": tier.capacity_slots}
-    return Frame(
-        {**header, "count": len(keys), "widths": widths}, b"".join((slots.tobytes(), packed))
-    )
+async def _tell_opened(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
+    with bulk_loading():
+        for frame in _opened(tier):
+            writer.write(frame.encode())
+            await writer.drain()
+        # What Python keeps of them for reuse lies all over the heap and holds its pages.
+        gc.collect()
+
+
+def _opened(tier: StorageTier) -> Iterator[Frame]:
+    """Yield what the engine is told of an open tier."""
+    # Some at a time, for a million objects leave holes in the heap when they go.
+    recovered = tier.recovered()
+    while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
+        keys, places = zip(*found, strict=True)
+        widths, packed = pack_keys(keys)
+        slots = np.array(places, dtype=np.int64).tobytes()
+        header = {"op": "recovered", "count": len(keys), "widths": widths}
+        yield Frame(header, b"".join((slots, packed)))
+    yield Frame({"op": "opened", "capacity_slots": tier.capacity_slots})
 
 
 async def _until_closed(reader: asyncio.StreamReader, server: _Server) -> int | None:
@@ -211,6 +220,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     # Where processors are short the engine goes first: it waits for its model, not for a disk.
     os.nice(_NICENESS)
+    keep_large_blocks_apart()
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
     memory = memoryview(mmap.mmap(memory_descriptor, 0))
     os.close(memory_descriptor)

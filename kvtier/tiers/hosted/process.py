@@ -8,18 +8,31 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from kvtier.config import child_environment
 from kvtier.errors import TierUnavailableError
 from kvtier.tiers.hosted.frames import Frame, decode_error, receive_frame
 from kvtier.types import SharedMemory
 
-__all__ = ["HostProcess"]
+__all__ = ["HostProcess", "Opened"]
 
 _OPEN_TIMEOUT_S: Final = 600.0
 _EXIT_TIMEOUT_S: Final = 5.0
+
+
+class Opened(NamedTuple):
+    """What a host says of a tier that it opened.
+
+    Attributes:
+        capacity_slots: How many slots the tier has.
+        recovered: Frames of what survived from earlier runs, least recently used first.
+    """
+
+    capacity_slots: int
+    recovered: deque[Frame]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class HostProcess:
     @classmethod
     def start(
         cls, tier: str, opening: dict[str, Any], memory: SharedMemory
-    ) -> tuple[Self, Frame]:
+    ) -> tuple[Self, Opened]:
         """Start a host and wait until its tier is open; blocks.
 
         Args:
@@ -46,7 +59,7 @@ class HostProcess:
             memory: The memory that both processes map.
 
         Returns:
-            The process, and what it said when the tier was open.
+            The process, and what it said until the tier was open.
 
         Raises:
             KvtierError: What the tier raised when it was opened.
@@ -80,12 +93,15 @@ class HostProcess:
         return cls(process, here), opened
 
 
-def _wait_until_open(connection: socket.socket) -> Frame:
+def _wait_until_open(connection: socket.socket) -> Opened:
+    recovered: deque[Frame] = deque()
     while True:
         frame = receive_frame(connection)
         match frame.header["op"]:
+            case "recovered":
+                recovered.append(frame)
             case "opened":
-                return frame
+                return Opened(frame.header["capacity_slots"], recovered)
             case "refused":
                 raise decode_error(frame.header["error"])
             case _:

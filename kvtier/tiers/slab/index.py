@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ __all__ = [
     "StoredRows",
     "hash_keys",
 ]
+
+KeyArray: TypeAlias = npt.NDArray[Any]
+"""Keys as ``V<width>``, or as objects where they differ in length."""
 
 _SLOTS_PER_STEP: Final = 1 << 16
 _LATEST: Final = 1 << 62  # an honest clock, one tick per chunk, takes centuries to get there
@@ -73,7 +76,8 @@ class StoredRows:
     """The index's content, least recently used first; no key occurs twice.
 
     Attributes:
-        keys: The chunks' keys.
+        keys: The chunks' keys; an array, for a million objects leave holes in the heap when
+            they go.
         slots: Where they are.
         key_hashes: 64 bits of each key.
         checksums: Checksum of each payload.
@@ -81,12 +85,17 @@ class StoredRows:
         clock: A time later than any in the index.
     """
 
-    keys: Sequence[ChunkKey]
+    keys: KeyArray
     slots: npt.NDArray[np.int64]
     key_hashes: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
     outdated: npt.NDArray[np.int64]
     clock: int
+
+    def __iter__(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Yield keys and slots, in order."""
+        for keys, slots in zip(_by_step(self.keys), _by_step(self.slots), strict=True):
+            yield from zip(keys, slots, strict=True)
 
 
 class IndexDatabase:
@@ -219,19 +228,21 @@ class IndexDatabase:
         if rows:
             yield _TRIM, (self._trail_end - TRAIL_NBYTES,)
 
-    def _fetch(self, capacity_slots: int) -> tuple[list[ChunkKey], npt.NDArray[np.int64]]:
+    def _fetch(self, capacity_slots: int) -> tuple[KeyArray, npt.NDArray[np.int64]]:
         """Return the keys and, row by row, the four numbers that go with each."""
-        keys: list[ChunkKey] = []
+        keys: list[KeyArray] = []
         numbers = [np.empty((0, 4), dtype=np.int64)]
         for first in range(0, capacity_slots, _SLOTS_PER_STEP):
             end = min(first + _SLOTS_PER_STEP, capacity_slots)
             found = self._connection.execute(_LOAD, (first, end))
             count, numbers_text, keys_text = found.fetchone()
             if count:
-                keys += map(bytes.fromhex, keys_text.split(","))
+                keys.append(_decode_keys(keys_text, count))
                 packed = np.frombuffer(bytes.fromhex(numbers_text), dtype=">i8")
                 numbers.append(packed.reshape(-1, 4).astype(np.int64))
-        return keys, np.concatenate(numbers)
+        if len({some.dtype for some in keys}) > 1:
+            keys = [_of_objects(some.tolist()) for some in keys]
+        return np.concatenate(keys or [_of_objects([])]), np.concatenate(numbers)
 
     def _transact(self, writes: Iterable[Statement]) -> None:
         self._connection.execute("BEGIN IMMEDIATE")
@@ -245,7 +256,28 @@ class IndexDatabase:
             raise
 
 
-def _order(keys: list[ChunkKey], numbers: npt.NDArray[np.int64]) -> StoredRows:
+def _decode_keys(text: str, count: int) -> KeyArray:
+    """Return ``count`` keys in hexadecimal, with a comma between two."""
+    width, rest = divmod(len(text) + 1, count)
+    if not rest and text[width - 1 :: width] == "," * (count - 1):
+        return np.frombuffer(bytes.fromhex(text.replace(",", "")), dtype=f"V{width // 2}")
+    return _of_objects([bytes.fromhex(key) for key in text.split(",")])
+
+
+def _of_objects(keys: Sequence[ChunkKey]) -> KeyArray:
+    """Return ``keys``, which differ in length, as an array."""
+    array = np.empty(len(keys), dtype=np.object_)
+    array[:] = keys
+    return array
+
+
+def _by_step(values: npt.NDArray[Any]) -> Iterator[list[Any]]:
+    """Yield ``values`` as lists of Python objects, some at a time."""
+    for first in range(0, len(values), _SLOTS_PER_STEP):
+        yield values[first : first + _SLOTS_PER_STEP].tolist()
+
+
+def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     """Sort rows by last use and keep the newest of each key.
 
     Keys are told apart by 64 bits: two that share them cost one chunk, never a wrong one.
@@ -253,7 +285,7 @@ def _order(keys: list[ChunkKey], numbers: npt.NDArray[np.int64]) -> StoredRows:
     if len(numbers) != len(keys):
         raise IndexDamagedError("its columns differ in length")
     slots, checksums, generations, last_uses = np.ascontiguousarray(numbers.T)
-    key_hashes = hash_keys(keys)
+    key_hashes = np.concatenate([hash_keys(()), *map(hash_keys, _by_step(keys))])
     by_key = np.lexsort((generations, key_hashes))
     newest = np.ones(len(keys), dtype=np.bool_)
     newest[:-1] = key_hashes[by_key][1:] != key_hashes[by_key][:-1]
@@ -263,7 +295,7 @@ def _order(keys: list[ChunkKey], numbers: npt.NDArray[np.int64]) -> StoredRows:
     if latest > _LATEST:
         raise IndexDamagedError(f"its clock stands at {latest}")
     return StoredRows(
-        keys=[keys[position] for position in kept.tolist()],
+        keys=keys[kept],
         slots=slots[kept],
         key_hashes=key_hashes[kept],
         checksums=checksums[kept].view(np.uint64),

@@ -164,9 +164,7 @@ class SlabTier(StorageTier):
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
         """Return what survived from earlier runs, least recently used first; once."""
         found, self._recovered = self._recovered, None
-        if found is None:
-            return iter(())
-        return zip(found.keys, found.slots.tolist(), strict=True)
+        return iter(() if found is None else found)
 
     async def write(
         self,
