@@ -65,7 +65,9 @@ def workers(ranks: int) -> dict[str, Any]:
 
 
 def connector(scenario: Scenario) -> KVTransferConfig | None:
-    """Return how vLLM is told of kvtier."""
+    """Return how vLLM is told of kvtier, or of what it is compared with."""
+    if scenario.connector is not None:
+        return KVTransferConfig(**scenario.connector)
     if scenario.config is None:
         return None
     settings = load_config(scenario.config)

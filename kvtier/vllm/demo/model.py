@@ -11,50 +11,84 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["BLOCK_TOKENS", "KV_NBYTES_PER_BLOCK", "VOCABULARY", "write_model"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "KV_NBYTES_PER_BLOCK",
+    "TINY",
+    "VOCABULARY",
+    "ModelShape",
+    "architecture",
+    "write_model",
+]
 
 VOCABULARY = 512
-HIDDEN = 256
-LAYERS = 4
-HEADS = 4
-KV_HEADS = 2
 HEAD = 64
-INNER = 512
 POSITIONS = 4096
 
 BLOCK_TOKENS = 32
 """Tokens of one block; the CPU attention of vLLM wants multiples of 32."""
 
-KV_NBYTES_PER_BLOCK = BLOCK_TOKENS * LAYERS * 2 * KV_HEADS * HEAD * 4
-"""Bytes of KV of one block, all layers and ranks."""
-
 QUERY_KEY_GAIN = 1.6
 ATTENTION_GAIN = 3.0
 
 
-def write_model(directory: Path, *, seed: int = 0) -> None:
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """How large a model is.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        layers: Layers.
+        heads: Attention heads.
+        kv_heads: Heads of keys and values.
+        inner: Width within an MLP.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+
+    @property
+    def kv_nbytes_per_block(self) -> int:
+        """Bytes of KV of one block, all layers and ranks."""
+        return BLOCK_TOKENS * self.layers * 2 * self.kv_heads * HEAD * 4
+
+
+TINY: Final = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, inner=512)
+"""Large enough to notice wrong KV, and a step of it takes milliseconds."""
+
+KV_NBYTES_PER_BLOCK: Final = TINY.kv_nbytes_per_block
+"""Bytes of KV of one block of the tiny model."""
+
+
+def write_model(directory: Path, *, seed: int = 0, shape: ModelShape = TINY) -> None:
     """Write ``config.json`` and ``model.safetensors``; equal seeds give equal files."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(architecture(), indent=1))
-    save_file(random_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(architecture(shape), indent=1))
+    weights = random_weights(seed, shape)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def architecture() -> dict[str, object]:
+def architecture(shape: ModelShape = TINY) -> dict[str, object]:
     """Return what ``config.json`` says."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "head_dim": HEAD,
         "max_position_embeddings": POSITIONS,
         "rms_norm_eps": 1e-5,
@@ -67,29 +101,30 @@ def architecture() -> dict[str, object]:
     }
 
 
-def random_weights(seed: int) -> dict[str, torch.Tensor]:
+def random_weights(seed: int, shape: ModelShape) -> dict[str, torch.Tensor]:
     """Draw the weights, each matrix scaled to keep the variance of what it is applied to."""
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=random).mul_(gain / math.sqrt(columns))
 
+    hidden, inner = shape.hidden, shape.inner
     weights = {
-        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=random),
-        "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": matrix(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, hidden, generator=random),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": matrix(VOCABULARY, hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         block = {
-            "self_attn.q_proj": matrix(HEADS * HEAD, HIDDEN, QUERY_KEY_GAIN),
-            "self_attn.k_proj": matrix(KV_HEADS * HEAD, HIDDEN, QUERY_KEY_GAIN),
-            "self_attn.v_proj": matrix(KV_HEADS * HEAD, HIDDEN, ATTENTION_GAIN),
-            "self_attn.o_proj": matrix(HIDDEN, HEADS * HEAD),
-            "mlp.gate_proj": matrix(INNER, HIDDEN),
-            "mlp.up_proj": matrix(INNER, HIDDEN),
-            "mlp.down_proj": matrix(HIDDEN, INNER),
-            "input_layernorm": torch.ones(HIDDEN),
-            "post_attention_layernorm": torch.ones(HIDDEN),
+            "self_attn.q_proj": matrix(shape.heads * HEAD, hidden, QUERY_KEY_GAIN),
+            "self_attn.k_proj": matrix(shape.kv_heads * HEAD, hidden, QUERY_KEY_GAIN),
+            "self_attn.v_proj": matrix(shape.kv_heads * HEAD, hidden, ATTENTION_GAIN),
+            "self_attn.o_proj": matrix(hidden, shape.heads * HEAD),
+            "mlp.gate_proj": matrix(inner, hidden),
+            "mlp.up_proj": matrix(inner, hidden),
+            "mlp.down_proj": matrix(hidden, inner),
+            "input_layernorm": torch.ones(hidden),
+            "post_attention_layernorm": torch.ones(hidden),
         }
         weights |= {f"model.layers.{layer}.{name}.weight": block[name] for name in block}
     return weights

@@ -66,6 +66,8 @@ class Scenario(_Value):
     model: Path
     config: Path | None = None
     """kvtier's YAML file; None runs vLLM alone."""
+    connector: dict[str, Any] | None = None
+    """Another connector than kvtier's, to compare with, as vLLM is told of it."""
     waves: tuple[Wave, ...]
     gpu_blocks: int = 140
     door: Door = Door.CONNECTOR
