@@ -219,14 +219,14 @@ class KVTierConnector(OffloadingConnector):
                 job.req_id, frozenset(map(int, blocks.block_ids)), job.src_spec.in_step
             )
         super().start_load_kv(forward_context, **kwargs)
-        if self._worker is not None:
-            self._worker.start_step()
+        if self._stepping is not None:
+            self._stepping.start_step()
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until the model may read a layer, or waited for it in vain."""
-        if self._wants_layers and self._worker is not None:
-            self._worker.wait_for_layer(layer_name)
+        if self._stepping is not None:
+            self._stepping.wait_for_layer(layer_name)
 
     @override
     def has_connector_metadata(self) -> bool:
@@ -239,8 +239,8 @@ class KVTierConnector(OffloadingConnector):
     @override
     def wait_for_save(self) -> None:
         """End the loads within the step, and keep what it computed until the next one."""
-        if self._worker is not None:
-            failed = self._worker.end_step()
+        if self._stepping is not None:
+            failed = self._stepping.end_step()
             self._spoiled.update(self._loading[job_id].req_id for job_id in failed)
         self._spoil(self._connector_metadata)
         super().wait_for_save()
@@ -249,7 +249,7 @@ class KVTierConnector(OffloadingConnector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return requests whose transfers are over, well or not."""
         sent, received = super().get_finished(finished_req_ids)
-        if self._worker is not None:
+        if received and self._worker is not None:
             # Nobody waits for a load within the step: its request is in the batch already.
             received -= self._note_ended(self._worker)
         # Computed again from the next step on; or else it ends, and is offered once more.
@@ -275,11 +275,16 @@ class KVTierConnector(OffloadingConnector):
         worker = self.connector_worker.worker
         return worker if isinstance(worker, KVTierWorker) else None
 
+    @property
+    def _stepping(self) -> KVTierWorker | None:
+        """The worker, if it is to load within the forward pass."""
+        return self._worker if self._wants_layers else None
+
     def _spoil(self, metadata: KVConnectorMetadata) -> None:
         """Keep what was computed from KV that did not arrive from being stored."""
-        if self._spoiled and self._worker is not None:
+        if self._spoiled and self._stepping is not None:
             jobs = metadata.store_jobs.items()
-            self._worker.spoil(job_id for job_id, job in jobs if job.req_id in self._spoiled)
+            self._stepping.spoil(job_id for job_id, job in jobs if job.req_id in self._spoiled)
 
     def _note_ended(self, worker: KVTierWorker) -> set[str]:
         """Note which loads failed; return the requests of those within the step."""
