@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.iopool import IoPool, Kept, settled
 from kvtier.tiers.base import TierStatistics
-from kvtier.tiers.hosted.frames import Frame, FrameParser, decode_error
+from kvtier.tiers.hosted.frames import Frame, decode_error
 from kvtier.tiers.hosted.process import HostProcess, end, relog
 from kvtier.types import Why
 
@@ -41,7 +41,6 @@ class Connection(asyncio.Protocol):
         self._host = host
         self._pool = pool
         self._transport: asyncio.WriteTransport
-        self._parser = FrameParser()
         self._burial: asyncio.Task[None]
         self._lost = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -114,7 +113,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take the answers that are whole."""
         try:
-            for frame in self._parser.feed(data):
+            for frame in self._host.parser.feed(data):
                 self._take(frame)
         except Exception:
             logger.exception("tier %s: its I/O process sent something strange", self._tier)

@@ -8,9 +8,7 @@ kept.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from kvtier.keys import ChunkKey
 from kvtier.types import Outcome
 
 __all__ = [
+    "READ_NBYTES",
     "Batch",
     "Frame",
     "FrameParser",
@@ -33,10 +32,11 @@ __all__ = [
     "encode_error",
     "encode_outcomes",
     "pack_keys",
-    "read_frame",
-    "receive_frame",
     "unpack_keys",
 ]
+
+READ_NBYTES: Final = 1 << 18
+"""Bytes to ask a socket for: the arrays of some thousand chunks."""
 
 _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
@@ -63,13 +63,13 @@ class Frame:
 
 
 class FrameParser:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames; there is one for each direction of a connection."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that are whole with ``data``."""
+        """Yield the frames that are whole with ``data``; what is not taken comes next time."""
         self._data += data
         while len(self._data) >= _LENGTHS.size:
             text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._data)
@@ -80,40 +80,6 @@ class FrameParser:
             text, arrays = self._data[_LENGTHS.size : arrays_at], self._data[arrays_at:end]
             del self._data[:end]
             yield Frame(json.loads(text), bytes(arrays))
-
-
-async def read_frame(reader: asyncio.StreamReader) -> Frame:
-    """Return the next frame.
-
-    Raises:
-        asyncio.IncompleteReadError: The other end is gone.
-    """
-    text_nbytes, arrays_nbytes = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
-    text = await reader.readexactly(text_nbytes)
-    return Frame(json.loads(text), await reader.readexactly(arrays_nbytes))
-
-
-def receive_frame(connection: socket.socket) -> Frame:
-    """Return the next frame from a blocking socket.
-
-    Raises:
-        EOFError: The other end is gone.
-        TimeoutError: The socket's timeout passed.
-    """
-    text_nbytes, arrays_nbytes = _LENGTHS.unpack(_receive(connection, _LENGTHS.size))
-    text = _receive(connection, text_nbytes)
-    return Frame(json.loads(text), bytes(_receive(connection, arrays_nbytes)))
-
-
-def _receive(connection: socket.socket, nbytes: int) -> bytearray:
-    data = bytearray(nbytes)
-    rest = memoryview(data)
-    while rest:
-        count = connection.recv_into(rest)
-        if not count:
-            raise EOFError
-        rest = rest[count:]
-    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import astuple
 from itertools import islice
 from typing import Any, Final
@@ -31,12 +31,13 @@ from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted.frames import (
+    READ_NBYTES,
     Batch,
     Frame,
+    FrameParser,
     encode_error,
     encode_outcomes,
     pack_keys,
-    read_frame,
 )
 from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint, Why
@@ -129,24 +130,17 @@ class _Server:
 
 async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    loop = asyncio.get_running_loop()
 
     def send(frame: Frame) -> None:
         if not writer.is_closing():
             writer.write(frame.encode())
 
-    log = logging.getLogger("kvtier")
-    log.addHandler(_LogToEngine(loop, send))
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    engine = os.pidfd_open(engine_pid)
-
-    def engine_died() -> None:
-        loop.remove_reader(engine)
-        reader.feed_eof()
-
-    loop.add_reader(engine, engine_died)
-    opening = await read_frame(reader)
+    _log_to_engine(send)
+    _end_with(engine_pid, reader)
+    frames = _frames(reader)
+    opening = await anext(frames, None)
+    if opening is None:
+        return  # the engine went away
     pool = IoPool(opening.header["threads"], name="kvtier-io")
     try:
         tier = await pool.run(functools.partial(_open, opening, pool, engine_pid), priority=0)
@@ -154,8 +148,9 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
         return
-    await _tell_opened(tier, writer)
-    call = await _until_closed(reader, _Server(tier, memory, send))
+    with contextlib.suppress(ConnectionError):  # an engine that went away is noticed below
+        await _tell_opened(tier, writer)
+    call = await _until_closed(frames, _Server(tier, memory, send))
     await tier.aclose()
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
     if call is not None:
@@ -176,6 +171,25 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
     options = options_of(header["options"]["kind"]).model_validate(header["options"])
     with bulk_loading():
         return open_tier(options, context)
+
+
+def _log_to_engine(send: Send) -> None:
+    log = logging.getLogger("kvtier")
+    log.addHandler(_LogToEngine(asyncio.get_running_loop(), send))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
+    """Let ``reader`` end when the engine dies, whoever else may hold the socket."""
+    loop = asyncio.get_running_loop()
+    engine = os.pidfd_open(engine_pid)
+
+    def engine_died() -> None:
+        loop.remove_reader(engine)
+        reader.feed_eof()
+
+    loop.add_reader(engine, engine_died)
 
 
 async def _tell_opened(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
@@ -200,18 +214,25 @@ def _opened(tier: StorageTier) -> Iterator[Frame]:
     yield Frame({"op": "opened", "capacity_slots": tier.capacity_slots})
 
 
-async def _until_closed(reader: asyncio.StreamReader, server: _Server) -> int | None:
+async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
+    """Yield what the engine sends, until it is gone."""
+    parser = FrameParser()
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(READ_NBYTES):
+            for frame in parser.feed(data):
+                yield frame
+
+
+async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> int | None:
     """Serve until the engine closes the tier; returns the number of that call, None if gone."""
     try:
-        while True:
-            frame = await read_frame(reader)
+        async for frame in frames:
             if frame.header["op"] == "close":
                 return int(frame.header["call"])
             server.take(frame)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
     finally:
         await server.drain()
+    return None
 
 
 def main() -> None:
@@ -225,10 +246,8 @@ def main() -> None:
     memory = memoryview(mmap.mmap(memory_descriptor, 0))
     os.close(memory_descriptor)
     connection = socket.socket(fileno=descriptor)
-    try:
+    with contextlib.suppress(ConnectionError):  # the engine went away
         asyncio.run(_serve(connection, memory, engine_pid))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return  # the engine went away while the tier was being opened
 
 
 if __name__ == "__main__":

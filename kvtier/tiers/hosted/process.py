@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from kvtier.config import child_environment
 from kvtier.errors import TierUnavailableError
-from kvtier.tiers.hosted.frames import Frame, decode_error, receive_frame
+from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
 from kvtier.types import SharedMemory
 
 __all__ = ["HostProcess", "Opened"]
@@ -42,10 +42,12 @@ class HostProcess:
     Attributes:
         process: The process.
         connection: The socket to it.
+        parser: What came through it and was not taken yet.
     """
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    parser: FrameParser
 
     @classmethod
     def start(
@@ -66,6 +68,7 @@ class HostProcess:
             TierUnavailableError: The process ended, or did not answer.
         """
         here, there = socket.socketpair()
+        parser = FrameParser()
         descriptors = (there.fileno(), memory.descriptor)
         arguments = [sys.executable, "-m", "kvtier.tiers.hosted.host", *map(str, descriptors)]
         with there:
@@ -78,7 +81,7 @@ class HostProcess:
         try:
             here.settimeout(_OPEN_TIMEOUT_S)
             here.sendall(Frame({"op": "open", **opening}).encode())
-            opened = _wait_until_open(here)
+            opened = _wait_until_open(here, parser)
         except BaseException as error:
             here.close()
             end(process)
@@ -90,22 +93,23 @@ class HostProcess:
                 ) from error
             raise
         here.setblocking(False)  # noqa: FBT003 - the standard library's signature
-        return cls(process, here), opened
+        return cls(process, here, parser), opened
 
 
-def _wait_until_open(connection: socket.socket) -> Opened:
+def _wait_until_open(connection: socket.socket, parser: FrameParser) -> Opened:
     recovered: deque[Frame] = deque()
-    while True:
-        frame = receive_frame(connection)
-        match frame.header["op"]:
-            case "recovered":
-                recovered.append(frame)
-            case "opened":
-                return Opened(frame.header["capacity_slots"], recovered)
-            case "refused":
-                raise decode_error(frame.header["error"])
-            case _:
-                relog(frame)
+    while data := connection.recv(READ_NBYTES):
+        for frame in parser.feed(data):
+            match frame.header["op"]:
+                case "recovered":
+                    recovered.append(frame)
+                case "opened":
+                    return Opened(frame.header["capacity_slots"], recovered)
+                case "refused":
+                    raise decode_error(frame.header["error"])
+                case _:
+                    relog(frame)
+    raise EOFError
 
 
 def relog(frame: Frame) -> None:
