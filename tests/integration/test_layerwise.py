@@ -153,7 +153,9 @@ def test_two_hundred_requests_keep_every_token(
     scenario = site.scenario(
         waves, ram_blocks=blocks // 3, nvme_blocks=blocks, blocks_per_chunk=blocks_per_chunk
     )
-    report = run_engine(layerwise(scenario), site.directory, "spill")
+    room = {"gpu_blocks": scenario.gpu_blocks, "context_tokens": scenario.context_tokens}
+    scenario = layerwise(scenario).model_copy(update=room)
+    report = run_engine(scenario, site.directory, "spill")
     reference.assert_equal(report, waves=waves)
     assert hit_tokens(report, "ram") > 0
     assert hit_tokens(report, "nvme") > 0
