@@ -182,6 +182,9 @@ class Demoter:
             parent = members.get(copy.parent)
             if parent is None or parent.state != _RESIDENT:
                 break
+            # It may have been stored anew since, behind another chunk.
+            if parent.depth != copy.depth - 1:
+                break
             chain.append(parent)
             copy = parent
         chain.reverse()

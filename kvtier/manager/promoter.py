@@ -186,6 +186,7 @@ class Promoter:
         """
         self.release(request)
         request.phase = Phase.FAILED
+        request.tails.clear()  # it offers its chunks again from the root
 
     def take_from_all(self, copy: ChunkCopy) -> None:
         """End the grants of a whole copy that must leave; it will be a miss for everybody."""

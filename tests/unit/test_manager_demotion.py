@@ -396,6 +396,22 @@ def test_a_corrupt_source_found_by_a_demotion_is_dropped() -> None:
     assert bench.tiers[1].slots.free == 1
 
 
+@pytest.mark.timeout(5)  # without the check the walk has no end
+def test_the_walk_to_the_root_ends_though_parents_stand_in_a_circle() -> None:
+    bench = Workbench(6, 32, placement=LadderPlacement(tiers=2, write="through", min_chunks=5))
+    bench.manager.begin_request("again")
+    keys = prefix(4)
+    bench.store(keys, "again")
+    bench.store(prefix(4, of=1))
+    assert bench.resident() >= {*keys[2:]}
+    # From the root again, though the manager counts on from the last one.
+    bench.store(keys, "again")
+    parents = {copy.key: copy.parent for copy in bench.ram.copies.values()}
+    assert [parents[key] for key in keys] == [keys[3], *keys[:3]]
+    bench.settle()
+    assert keys[0] in bench.resident(1)
+
+
 # -- shutting down ---------------------------------------------------------------------------
 
 

@@ -45,6 +45,15 @@ def test_the_request_is_answered_miss_until_it_ends_and_others_are_not() -> None
     assert bench.look(prefix(3)) == [HIT, RETRY, HIT]
 
 
+def test_what_it_then_computes_and_offers_stands_at_the_root_again() -> None:
+    bench = Workbench(4, 0)
+    loading(bench, chunks=2, fails=0)
+    bench.manager.complete_load("reader")
+    bench.store(prefix(2), "reader")
+    first = bench.ram.copies[prefix(1)[0]]
+    assert (first.depth, first.parent) == (0, None)
+
+
 def test_a_request_that_ended_meanwhile_is_forgotten_and_its_chunk_dropped_all_the_same() -> (
     None
 ):
