@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress
+from itertools import chain, compress
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
@@ -138,6 +138,10 @@ class Demoter:
                 self._queues[target].extend(group)
         self.flush()
 
+    def waiting(self) -> Iterator[ChunkCopy]:
+        """Yield the copies that wait to be sent down; some may be gone from RAM."""
+        return chain.from_iterable(self._queues)
+
     def clear(self) -> None:
         """Forget what is queued; for a reset of the cache."""
         for queue in self._queues:
@@ -177,7 +181,7 @@ class Demoter:
     def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
         """Return the chunks before ``copy`` that RAM holds without a gap, root to leaf."""
         members = self._ladder.ram.copies
-        chain: list[ChunkCopy] = []
+        before: list[ChunkCopy] = []
         while copy.depth and copy.parent is not None:
             parent = members.get(copy.parent)
             if parent is None or parent.state != _RESIDENT:
@@ -185,10 +189,10 @@ class Demoter:
             # It may have been stored anew since, behind another chunk.
             if parent.depth != copy.depth - 1:
                 break
-            chain.append(parent)
+            before.append(parent)
             copy = parent
-        chain.reverse()
-        return chain
+        before.reverse()
+        return before
 
     def _send_down(self, copies: Sequence[ChunkCopy]) -> None:
         """Queue ``copies`` for the tiers that must have them soon, or see that none is lost."""

@@ -28,14 +28,15 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def evacuate(self, loading: Iterable[ChunkCopy]) -> None:
+    def evacuate(self, pinned: Iterable[ChunkCopy]) -> None:
         """Make every chunk in every tier a miss, and free the slots that nobody can touch.
 
         Args:
-            loading: RAM copies that workers may be loading, some perhaps gone already.
+            pinned: RAM copies that workers may be loading or that were to be sent down, some
+                perhaps gone already: the pins that keep their slots end without a word.
         """
         moving = self._moving()
-        for copy in {copy for copy in loading if copy.state == CopyState.GONE}:
+        for copy in {copy for copy in pinned if copy.state == CopyState.GONE}:
             self._hold(copy, moving)
         for tier in self._ladder.tiers:
             for copy in list(tier.copies.values()):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
@@ -406,7 +406,7 @@ class TieredOffloadingManager:
             self._promoter.release(request)
         unsent = self.take_jobs()
         self._ladder.retention.clear()
-        self._quarantine.evacuate(self._loader.in_flight())
+        self._quarantine.evacuate(chain(self._loader.in_flight(), self._demoter.waiting()))
         self._loader.clear()
         self._demoter.clear()
         for gaps in self._ladder.gaps:

@@ -113,6 +113,18 @@ def test_chunks_queued_for_a_demotion_are_forgotten() -> None:
     assert bench.ram.slots.free == 4
 
 
+def test_a_condemned_chunk_that_was_to_be_demoted_gives_its_slot_back() -> None:
+    bench = Workbench(4, 8)
+    bench.store(prefix(2))
+    bench.truth.not_loaded = {bench.ram.copies[prefix(1)[0]].slot}
+    bench.load(prefix(2))
+    assert bench.ram.slots.free == 2, "what waits to be sent keeps its slot"
+    bench.manager.reset()
+    bench.step()
+    assert bench.ram.slots.free == 4
+    assert not bench.manager.has_work()
+
+
 def test_a_second_reset_leaves_the_quarantine_as_it_is() -> None:
     bench = Workbench(2, 0)
     bench.truth.not_quiet = {0}
