@@ -207,7 +207,7 @@ class Loader:
         if request is not None:
             self._promises.pop(request, None)
             self._promoter.release(request)
-            request.remember(load.keys)
+            request.remember(load.copies)
 
     def _stream(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None

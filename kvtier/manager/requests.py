@@ -96,14 +96,23 @@ class RequestState:
         self.broken = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
-    def remember(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that ``keys`` follow, group by group, on what was stored or loaded before."""
-        if keys and of_one_group(keys):
-            group = keys[0][-GROUP_NBYTES:]
-            _, depth = self.tails.get(group, (b"", -1))
-            self.tails[group] = (keys[-1], depth + len(keys))
+    def remember(self, copies: Sequence[ChunkCopy]) -> None:
+        """Note that ``copies`` follow, group by group, on what was stored or loaded before."""
+        if not copies:
             return
-        for key in keys:
-            group = key[-GROUP_NBYTES:]
-            tail = self.tails.get(group)
-            self.tails[group] = (key, 0 if tail is None else tail[1] + 1)
+        if of_one_group((copies[0].key, copies[-1].key)):
+            self._follow(copies)
+            return
+        for copy in copies:
+            self._follow((copy,))
+
+    def _follow(self, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`remember` for ``copies`` of one group.
+
+        Nobody knows how deep a chunk stands that survived a restart, nor whether the engine
+        itself had some of the prefix, so it is the deeper of what the two say.
+        """
+        last = copies[-1]
+        group = last.key[-GROUP_NBYTES:]
+        _, depth = self.tails.get(group, (b"", -1))
+        self.tails[group] = (last.key, max(last.depth, depth + len(copies)))

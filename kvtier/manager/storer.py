@@ -54,9 +54,7 @@ class Storer:
             return plan
         new = [key for key in keys if key not in members]
         if not new:
-            if request is not None and request.broken:
-                self._count_stranded(self._stranded(keys, request), request)
-            self._touch_offered(keys)
+            self._pass_over(keys, request)
             return _NOTHING
         stranded = self._stranded(keys, request)
         plan = self._store_rest(new, keys, request)
@@ -65,6 +63,14 @@ class Storer:
             if plan is not _NOTHING:
                 self._touch_offered(keys)
         return plan
+
+    def _pass_over(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
+        """Note that ``keys`` were offered and are all in RAM."""
+        if request is not None:
+            if request.broken:
+                self._count_stranded(self._stranded(keys, request), request)
+            request.remember([self._ram.copies[key] for key in keys])
+        self._touch_offered(keys)
 
     def _store_rest(
         self, new: Sequence[ChunkKey], keys: Sequence[ChunkKey], request: RequestState | None

@@ -183,6 +183,36 @@ def test_a_chunk_knows_its_place_in_the_prefix_of_its_group() -> None:
     assert copies[prefix(1, group=1)[0]].parent is None
 
 
+def test_a_chunk_follows_on_those_that_another_request_had_stored() -> None:
+    bench = Workbench(8, 0)
+    bench.store([*prefix(2), *prefix(2, group=1)])
+    bench.manager.begin_request("a")
+    bench.store([*prefix(2), *prefix(2, group=1)], "a")
+    bench.store([prefix(3)[2], prefix(3, group=1)[2]], "a")
+    for keys in (prefix(3), prefix(3, group=1)):
+        last = bench.ram.copies[keys[2]]
+        assert (last.depth, last.parent) == (2, keys[1])
+
+
+def test_a_chunk_follows_on_a_load_whose_beginning_the_engine_itself_had() -> None:
+    bench = Workbench(8, 0)
+    bench.store(prefix(4))
+    bench.manager.begin_request("a")
+    bench.load(prefix(4)[2:], "a")
+    bench.store(prefix(5)[4:], "a")
+    assert bench.ram.copies[prefix(5)[4]].depth == 4
+
+
+def test_chunks_that_survived_a_restart_count_for_the_depth_of_what_follows() -> None:
+    bench = Workbench(8, 8)
+    bench.manager.recover(1, zip(prefix(3), range(3), strict=True))
+    bench.look(prefix(3), "a")
+    bench.settle()
+    bench.load(prefix(3), "a")
+    bench.store(prefix(4)[3:], "a")
+    assert bench.ram.copies[prefix(4)[3]].depth == 3
+
+
 def test_a_preempted_request_begins_again_at_the_root() -> None:
     bench = Workbench(8, 0)
     bench.manager.begin_request("a")
