@@ -161,7 +161,7 @@ class KVTierConnector(OffloadingConnector):
         unhashed = loads.take(request, blocks) if loads and num_external_tokens else None
         super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
         if loads is not None and unhashed is not None:
-            loads.planned(request)
+            loads.planned(request, blocks)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -25,7 +25,7 @@ is computed, not loaded: were it loaded, the copy and the model would write to i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,7 +54,7 @@ _READ: Final = {
         "req",
         "transfer_jobs",
     },
-    "RequestGroupState": {"offload_keys"},
+    "RequestGroupState": {"next_stored_chunk_idx", "offload_keys"},
     "SchedulerOffloadConfig": {"kv_group_configs", "tokens_per_hash"},
     "GroupOffloadConfig": {"tokens_per_block", "tokens_per_chunk"},
 }
@@ -135,9 +135,14 @@ class _Unhashed:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load within the step: whose it is, and the hash of the first block it fills."""
+    """A load within the step: whose it is, and the hash of the first block it fills.
+
+    The request's blocks are noted here: one that is aborted while its step runs has none any
+    more when its load is found to have failed, and vLLM's cache has them all the same.
+    """
 
     status: Any
+    blocks: Sequence[int]
     first_block: int
     first_hash: bytes
 
@@ -206,12 +211,13 @@ class InStepLoads:
         fresh = [_Unhashed(block.block_id, block.is_null) for block in own[first:]]
         return KVCacheBlocks(([*own[:first], *fresh],))
 
-    def planned(self, request: Request) -> None:
-        """Note the load that vLLM's half just planned for ``request``."""
+    def planned(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Note the load that vLLM's half just planned for ``request``, which has ``blocks``."""
         status = self._half._req_status[request.request_id]  # noqa: SLF001
         first = self._first_block(request)
         (job_id,) = status.transfer_jobs
-        self._loads[job_id] = _Load(status, first, self._hash_of(request, first))
+        own = [block.block_id for block in blocks.blocks[0]]
+        self._loads[job_id] = _Load(status, own, first, self._hash_of(request, first))
 
     def hide(self) -> None:
         """Keep vLLM's half from seeing the loads while it looks for what to store."""
@@ -227,14 +233,19 @@ class InStepLoads:
     def unhash(self, invalid: Iterable[int], kv_cache_manager: KVCacheManager) -> None:
         """Take the hashes off the blocks that hold nothing right after a load that failed.
 
-        Those are the invalid ones, and all behind them of the requests that have them.
+        Those are the invalid ones, and all behind them of the requests that have them, or had
+        them until they were aborted. Of an aborted one nothing more is stored: vLLM's half
+        would do so in the next step, from these blocks.
         """
         wrong: set[int] = set()
         bad = set(invalid)
         for load in self._loads.values():
-            (own,) = kv_cache_manager.get_block_ids(load.status.req.request_id)
+            own = load.blocks
             first = next((at for at, block in enumerate(own) if block in bad), len(own))
             wrong.update(own[first:])
+            if first < len(own) and load.status.req.is_finished():
+                for group in load.status.group_states:
+                    group.next_stored_chunk_idx = len(group.offload_keys)
         if wrong:
             kv_cache_manager.evict_blocks(wrong)
 

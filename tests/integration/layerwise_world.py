@@ -221,7 +221,8 @@ class LayerwiseWorld:
 
     # -- what an engine does -------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, *, abort: bool = False) -> None:
+        """Take one step; with ``abort`` a request in it is aborted while its pass runs."""
         self.seen["steps"] += 1
         self.cache.tick()
         output = self.scheduler.schedule()
@@ -237,6 +238,8 @@ class LayerwiseWorld:
         worker.wait_for_save()
         answer = self._answer(output, wrong, self._results(output))
         worker.clear_connector_metadata()
+        if abort:
+            self._abort_one_of(output.num_scheduled_tokens)
         self.spied.calls.clear()
         self.scheduler.update_from_output(output, answer)
         for request in self.requests.values():
@@ -253,6 +256,13 @@ class LayerwiseWorld:
     def token_at(self, request: Request, place: int) -> int:
         """Return the token that a right pass generates as the ``place``-th of all."""
         return zlib.crc32(f"{request.prompt_token_ids[:8]}.{place}".encode()) % 500
+
+    def _abort_one_of(self, req_ids: Iterable[str]) -> None:
+        # vLLM's engine takes aborts between a pass and what the scheduler makes of it.
+        alive = [self.requests[req_id] for req_id in req_ids]
+        if alive:
+            self.seen["aborts within a step"] += 1
+            self.abort(self.draw.choice(alive))
 
     def _results(self, output: SchedulerOutput) -> KVConnectorOutput:
         results = self.worker.get_transfer_results(output.finished_req_ids)

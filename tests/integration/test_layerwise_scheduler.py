@@ -42,7 +42,7 @@ def random_tokens(draw: Random, low: int, high: int) -> list[int]:
 
 
 def traffic(world: LayerwiseWorld, *, steps: int, resets: bool) -> None:
-    """Hold conversations with a few common prefixes, aborting some."""
+    """Hold conversations with a few common prefixes, aborting some, also amid a step."""
     draw = world.draw
     prefixes = [random_tokens(draw, 64, 160) for _ in range(PREFIXES)]
     for _ in range(steps):
@@ -56,7 +56,7 @@ def traffic(world: LayerwiseWorld, *, steps: int, resets: bool) -> None:
             world.abort(draw.choice(alive))
         if resets and draw.random() < 0.01:
             world.reset()
-        world.step()
+        world.step(abort=draw.random() < 0.2)
     world.settle()
 
 
@@ -82,6 +82,28 @@ def test_no_block_of_a_failed_load_is_read_shared_or_stored(
     seen = world.seen
     assert seen["loads in step"] > 0
     assert seen["stored"] > 0
+    assert seen["aborts within a step"] > 0
     assert (seen["wrong passes"] > 0) == (setup.failing > 0)
     assert world.cache.service.statistics().internal_errors == 0
+    world.cache.service.shutdown()
+
+
+def test_what_a_failed_load_left_to_an_aborted_request_is_not_shared_or_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch)
+    setup = Setup(engine_blocks=48, failing=1.0)
+    world = LayerwiseWorld(setup, tmp_path / "model", seed=0)
+    prompt = random_tokens(world.draw, 100, 100)
+    world.submit(prompt, 1)
+    world.settle()
+    world.scheduler.reset_prefix_cache()
+    longer = prompt + random_tokens(world.draw, 60, 60)
+    world.submit(longer, 8)
+    world.step(abort=True)
+    assert world.seen["loads in step"] == world.seen["wrong passes"] == 1
+    request = world.submit(longer, 8)
+    world.settle()
+    assert_right(world, request)
+    assert len(request.output_token_ids) == 8
     world.cache.service.shutdown()
