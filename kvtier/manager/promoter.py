@@ -24,9 +24,9 @@ runs. So:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.manager.ladder import Ladder
@@ -41,6 +41,7 @@ from kvtier.types import Outcome, TransferResult
 __all__ = ["Promoter"]
 
 _RESIDENT = CopyState.RESIDENT
+_Waiters: TypeAlias = tuple[RequestState, ...]
 
 
 class _Found(NamedTuple):
@@ -74,7 +75,7 @@ class Promoter:
         self._queue: dict[RequestState, None] = {}
         self._waiting: dict[RequestState, None] = {}
         self._settled: dict[RequestState, None] = {}
-        self._waiters: dict[ChunkCopy, tuple[RequestState, ...]] = {}
+        self._waiters: dict[ChunkCopy, _Waiters] = {}
         self.step = 0
         self.granted = 0
         self.streaming = 0
@@ -191,8 +192,8 @@ class Promoter:
     def take_from_all(self, copy: ChunkCopy) -> None:
         """End the grants of a whole copy that must leave; it will be a miss for everybody."""
         for request in (*self._waiting, *self._settled):
-            while copy in request.granted:
-                self._give_back(request, copy)
+            if copy in request.granted:
+                self._give_back(request, (copy,))
 
     def settle(self, copy: ChunkCopy, *, arrived: bool) -> None:
         """Tell the requests that wait for ``copy`` that it is whole, or will not be in time."""
@@ -200,7 +201,7 @@ class Promoter:
         for request in waiters:
             request.pending -= 1
             if not arrived:
-                request.granted.remove(copy)
+                del request.granted[copy]
             if not request.pending and request.phase == Phase.WAITING:
                 self._settle_request(request)
         if not arrived and copy.grants:
@@ -212,10 +213,10 @@ class Promoter:
         """Do :meth:`settle` for copies that are whole; nothing where nobody waits for any."""
         if not self._waiters:
             return
-        # Copies that came in one job are mostly waited for by the same requests.
-        told = Counter(map(self._waiters.pop, copies, repeat(())))
-        for waiters, chunks in told.items():
-            for request in waiters:
+        waiting = list(map(self._waiters.pop, copies, repeat(())))
+        by_id = {id(waiters): waiters for waiters in waiting}
+        for each, chunks in Counter(map(id, waiting)).items():
+            for request in by_id[each]:
                 request.pending -= chunks
                 if not request.pending and request.phase == Phase.WAITING:
                     self._settle_request(request)
@@ -323,8 +324,7 @@ class Promoter:
         if brought is None:
             self._take_back(request)
             return False
-        for copy in _behind(found, brought):
-            self._give_back(request, copy)
+        self._give_back(request, _behind(found, brought))
         self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
@@ -432,31 +432,25 @@ class Promoter:
             if copy.state != _RESIDENT:
                 coming.append(copy)
         self._ladder.ram.pin_many(copies)
-        request.granted += copies
+        request.granted.update(dict.fromkeys(copies))
         if coming:
             request.pending += len(coming)
-            waiters = self._waiters
-            alone = (request,)
-            for copy in coming:
-                others = waiters.get(copy)
-                waiters[copy] = (*others, request) if others else alone
-
-    def _give_back(self, request: RequestState, copy: ChunkCopy) -> None:
-        """Keep ``copy`` no longer for ``request``."""
-        request.granted.remove(copy)
-        self._ungrant(request, (copy,))
+            self._rewait(coming, lambda others: (*others, request))
 
     def _take_back(self, request: RequestState) -> None:
         """Keep nothing for ``request``."""
-        granted, request.granted = request.granted, []
-        self._ungrant(request, granted)
+        self._give_back(request, list(request.granted))
 
-    def _ungrant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+    def _give_back(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """Keep ``copies`` no longer for ``request``."""
+        for copy in copies:
+            del request.granted[copy]
         if request.pending:
-            for copy in copies:
-                if copy.state != _RESIDENT:
-                    request.pending -= 1
-                    self._unwait(request, copy)
+            coming = [copy for copy in copies if copy.state != _RESIDENT]
+            request.pending -= len(coming)
+            self._rewait(
+                coming, lambda others: tuple(each for each in others if each is not request)
+            )
         for copy in copies:
             copy.grants -= 1
             if not copy.grants:
@@ -464,12 +458,25 @@ class Promoter:
         self._ladder.ram.unpin_many(copies)
         self._ladder.drop_passed(copies)
 
-    def _unwait(self, request: RequestState, copy: ChunkCopy) -> None:
-        others = tuple(other for other in self._waiters[copy] if other is not request)
-        if others:
-            self._waiters[copy] = others
-        else:
-            del self._waiters[copy]
+    def _rewait(
+        self, copies: Sequence[ChunkCopy], change: Callable[[_Waiters], _Waiters]
+    ) -> None:
+        """Let those wait for ``copies`` that ``change`` makes of those who did.
+
+        Chunks that the same requests wait for share one tuple, and still do afterwards: a chunk
+        that many requests wait for costs each of them no more than one that is its alone.
+        """
+        changed: dict[int, tuple[_Waiters, _Waiters]] = {}
+        for copy in copies:
+            before = self._waiters.get(copy, ())
+            # The old tuple is kept along, so that no other is given its id.
+            _, after = changed.get(id(before)) or changed.setdefault(
+                id(before), (before, change(before))
+            )
+            if after:
+                self._waiters[copy] = after
+            else:
+                del self._waiters[copy]
 
 
 def _cost(found: _Found) -> int:

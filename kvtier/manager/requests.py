@@ -82,7 +82,7 @@ class RequestState:
         self.asked: dict[ChunkKey, None] = {}
         self.asked_at = 0
         self.wanting = False
-        self.granted: list[ChunkCopy] = []
+        self.granted: dict[ChunkCopy, None] = {}
         self.pending = 0
         self.jobs: set[JobId] = set()
         self.deferred: dict[bytes, ChunkKey] = {}

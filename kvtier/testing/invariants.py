@@ -184,7 +184,7 @@ def _check_grants(manager: TieredOffloadingManager) -> None:
     promoter = manager._promoter
     granted: Counter[ChunkCopy] = Counter()
     for request in manager._requests.values():
-        granted.update(request.granted)
+        granted.update(request.granted.keys())
         pending = sum(copy.state != CopyState.RESIDENT for copy in request.granted)
         _expect(
             "pending equals a recount", request.req_id, counted=pending, noted=request.pending

@@ -431,3 +431,22 @@ def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> Non
     (job,) = bench.step()
     bench.finish(job, Outcome.DONE, Outcome.FAILED)
     assert bench.tiers[1].counters.promoted == (promote_after == 1)
+
+
+def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
+    bench = warmed(BELOW, BELOW, limits=limits(pin_budget=BELOW))
+    waiting = [f"reader{number}" for number in range(5)]
+    for req_id in waiting:
+        bench.look(prefix(BELOW), req_id)
+    (job,) = bench.step()
+    waiters = bench.manager._promoter._waiters
+    for left in (5, 4, 3):
+        assert len({id(each) for each in waiters.values()}) == 1, "or each chunk costs them all"
+        assert {len(each) for each in waiters.values()} == {left}
+        bench.manager.end_request(waiting[left - 1])
+    bench.finish(job)
+    assert not waiters
+    for req_id in waiting[:2]:
+        assert bench.look(prefix(BELOW), req_id) == [HIT] * BELOW
+    bench.step(started=waiting)
+    assert bench.manager.snapshot().granted == 0
