@@ -309,10 +309,11 @@ class Promoter:
             Whether the request left the queue.
         """
         budget = self._ladder.limits.pin_budget
-        held = self.granted + self.streaming + self._ladder.ledger.stuck
+        stuck = self._ladder.ledger.stuck
+        held = self.granted + self.streaming + stuck
         found, choice = self._worthwhile(self._survey(request))
         cost = _cost(found)
-        if cost > budget:
+        if cost > budget - stuck:  # nobody knows when those come back
             whole = False
         if cost > budget - held:
             if whole:

@@ -433,6 +433,15 @@ def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> Non
     assert bench.tiers[1].counters.promoted == (promote_after == 1)
 
 
+def test_nobody_waits_for_the_slots_of_a_read_that_is_stuck() -> None:
+    bench = warmed(8, 16, prompts=2, limits=limits())
+    bench.finish(asked(bench, 2, "stuck"), Outcome.EXPIRED, settled=False)
+    job = asked(bench, 3, of=1)
+    assert job.keys == prefix(2, of=1), "all that fits beside it"
+    bench.finish(job)
+    assert bench.look(prefix(3, of=1)) == [HIT, HIT, MISS]
+
+
 def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
     bench = warmed(BELOW, BELOW, limits=limits(pin_budget=BELOW))
     waiting = [f"reader{number}" for number in range(5)]
