@@ -12,7 +12,8 @@ runs. So:
 * Grants are bounded by a budget. A request that fits the budget but not what is left of it
   waits its turn, first come first served, for a bounded number of steps and seconds. One that
   could never fit, or that waited too long, is granted the head of its prefix that fits; the
-  rest is recomputed.
+  rest is recomputed. Of several KV cache groups nothing is brought up then: without the chunks
+  of one, those of the others are of no use.
 * When all its chunks have arrived or failed the request is *settled*: what is in RAM is a
   hit, all else a miss, whatever the slower tiers hold. So every request is answered within a
   bounded number of lookups.
@@ -55,9 +56,19 @@ class _Found(NamedTuple):
     copies: Sequence[ChunkCopy]
     tiers: Sequence[int]
 
+    @property
+    def groups(self) -> int:
+        """KV cache groups they belong to."""
+        return len({copy.key[-GROUP_NBYTES:] for copy in self.copies})
+
     def head(self, chunks: int) -> _Found:
         """Return the first ``chunks`` of them."""
         return _Found(self.copies[:chunks], self.tiers[:chunks])
+
+    def in_ram(self) -> _Found:
+        """Return those that need not be brought up."""
+        here = [copy for copy, tier in zip(*self, strict=True) if not tier]
+        return _Found(here, [0] * len(here))
 
 
 class Promoter:
@@ -318,9 +329,8 @@ class Promoter:
         if cost > budget - held:
             if whole:
                 return False
-            found = _head(found, grants=budget - held)
-        here = [copy for copy, tier in zip(*found, strict=True) if not tier]
-        self._grant(request, here)
+            found = _head(_divisible(found), grants=budget - held)
+        self._grant(request, found.in_ram().copies)
         brought = self._fetch(request, found, whole=whole)
         if brought is None:
             self._take_back(request)
@@ -340,9 +350,8 @@ class Promoter:
         """Return the head of ``found`` that is worth its time, and why no more is."""
         if not any(found.tiers):
             return found, None
-        groups = len({copy.key[-GROUP_NBYTES:] for copy in found.copies})
         now = self._ladder.ctx.now
-        choice = self._ladder.worth.choose(found.tiers, groups=groups, now=now)
+        choice = self._ladder.worth.choose(found.tiers, groups=found.groups, now=now)
         return (found, None) if choice is None else (found.head(choice.kept), choice)
 
     def _fetch(self, request: RequestState, found: _Found, *, whole: bool) -> int | None:
@@ -361,7 +370,8 @@ class Promoter:
                 ram.want(len(sources))
                 return None
             self._ladder.retention.give_way(short)
-            sources = sources[: ram.room]
+            if ram.room < len(sources):
+                sources = sources[: ram.room] if found.groups == 1 else []
         if not sources:
             return 0
         tiers = [tier for tier in found.tiers if tier][: len(sources)]
@@ -483,6 +493,11 @@ class Promoter:
 def _cost(found: _Found) -> int:
     """Return how many RAM slots granting ``found`` would newly hold."""
     return sum(bool(tier or not copy.grants) for copy, tier in zip(*found, strict=True))
+
+
+def _divisible(found: _Found) -> _Found:
+    """Return what of ``found`` is of use although not all of it is granted."""
+    return found if found.groups == 1 else found.in_ram()
 
 
 def _head(found: _Found, *, grants: int) -> _Found:

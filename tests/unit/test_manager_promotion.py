@@ -433,6 +433,20 @@ def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> Non
     assert bench.tiers[1].counters.promoted == (promote_after == 1)
 
 
+def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> None:
+    both = [*prefix(4), *prefix(4, group=1)]
+    for bound in (limits(pin_budget=6), limits(pin_budget=8, patience_lookups=1, patience_s=0)):
+        bench = Workbench(8, 16, limits=bound)
+        bench.manager.recover(1, zip(both, range(8), strict=True))
+        bench.store(prefix(4, of=1))
+        bench.settle()
+        bench.manager.prepare_load(prefix(4, of=1), "other")
+        assert bench.look(both) == [RETRY] * 8
+        assert bench.step() == []
+        assert bench.look(both) == [MISS]
+        assert bench.manager.snapshot().granted == 0
+
+
 def test_nobody_waits_for_the_slots_of_a_read_that_is_stuck() -> None:
     bench = warmed(8, 16, prompts=2, limits=limits())
     bench.finish(asked(bench, 2, "stuck"), Outcome.EXPIRED, settled=False)
