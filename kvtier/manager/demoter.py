@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 
-from kvtier.manager.ladder import Ladder
+from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
@@ -199,7 +199,7 @@ class Demoter:
         ladder = self._ladder
         new = [copy for copy in copies if not copy.dirty]
         if ladder.holds_any([copy.key for copy in new], slower_than=0):
-            new = [copy for copy in new if ladder.slower_copy(copy.key) is None]
+            new = [copy for copy in new if first_whole(ladder.slower, copy.key) is None]
         staying: Sequence[ChunkCopy] = new
         for target, group in self._placed(new).items():
             allowed = [copy for copy in group if copy.terms.may_store_in(target)]
@@ -354,14 +354,13 @@ class Demoter:
         used: dict[TierState, list[ChunkCopy]] = {}
         slower = ladder.tiers[tier.index + 1 :]
         for victim in victims:
-            for below in slower:
-                copy = below.copies.get(victim.key)
-                if copy is not None and copy.state == _RESIDENT:
-                    used.setdefault(below, []).append(copy)
-                    gone.append(victim)
-                    break
-            else:
+            found = first_whole(slower, victim.key)
+            if found is None:
                 alone.append(victim)
+                continue
+            below, copy = found
+            used.setdefault(below, []).append(copy)
+            gone.append(victim)
         for below, copies in used.items():
             # They were used up here, which the slower tier did not hear of.
             below.use(copies, ladder.ctx)

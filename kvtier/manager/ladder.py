@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.events import EventLog
@@ -15,9 +15,20 @@ from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
-__all__ = ["Ladder"]
+__all__ = ["Ladder", "first_whole"]
 
 _RESIDENT = CopyState.RESIDENT
+
+
+def first_whole(
+    tiers: Iterable[TierState], key: ChunkKey
+) -> tuple[TierState, ChunkCopy] | None:
+    """Return the first of ``tiers`` that has ``key`` whole, and its copy."""
+    for tier in tiers:
+        copy = tier.copies.get(key)
+        if copy is not None and copy.state == _RESIDENT:
+            return tier, copy
+    return None
 
 
 class Ladder:
@@ -26,6 +37,7 @@ class Ladder:
     Attributes:
         tiers: The tiers; index 0 is RAM.
         ram: The same as ``tiers[0]``.
+        slower: The others.
         names: The tiers' names.
         placement: Decides what crosses tiers.
         limits: Bounds to keep to.
@@ -53,7 +65,7 @@ class Ladder:
     ) -> None:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
-        self._slower = [self.tiers[index + 1 :] for index in range(len(self.tiers))]
+        self.slower = self.tiers[1:]
         self.names = tuple(tier.name for tier in tiers)
         self.placement = placement
         self.limits = limits
@@ -78,24 +90,6 @@ class Ladder:
         self._generation += 1
         return self._generation
 
-    def slower_copy(
-        self, key: ChunkKey, *, than: int = 0, within: Collection[int] | None = None
-    ) -> tuple[TierState, ChunkCopy] | None:
-        """Return the fastest resident copy of ``key`` in a tier slower than ``than``.
-
-        Args:
-            key: The chunk.
-            than: Index of a tier.
-            within: Tiers to look at; None for all.
-        """
-        for tier in self._slower[than]:
-            if within is not None and tier.index not in within:
-                continue
-            copy = tier.copies.get(key)
-            if copy is not None and copy.state == CopyState.RESIDENT:
-                return tier, copy
-        return None
-
     def holds_any(self, keys: Collection[ChunkKey], *, slower_than: int = -1) -> bool:
         """Return whether a tier slower than ``slower_than`` has any of ``keys``."""
         for tier in self.tiers[slower_than + 1 :]:
@@ -109,32 +103,22 @@ class Ladder:
         Args:
             within: Tiers to choose from; None for all.
         """
-        slower = self._slower[0]
         if within is None and not self.out_of_service:
-            return slower
+            return self.slower
         return [
             tier
-            for tier in slower
+            for tier in self.slower
             if tier.index not in self.out_of_service
             and (within is None or tier.index in within)
         ]
-
-    def reachable_copy(
-        self, key: ChunkKey, *, within: Collection[int] | None = None
-    ) -> tuple[TierState, ChunkCopy] | None:
-        """Do :meth:`slower_copy`, passing over tiers that are out of service."""
-        for tier in self.readable(within):
-            copy = tier.copies.get(key)
-            if copy is not None and copy.state == _RESIDENT:
-                return tier, copy
-        return None
 
     def held_within(self, key: ChunkKey, within: Collection[int]) -> bool:
         """Return whether one of the tiers ``within`` holds ``key`` or sent it up to RAM."""
         copy = self.ram.copies.get(key)
         if copy is not None and copy.origin in within:
             return True
-        return self.slower_copy(key, within=within) is not None
+        allowed = [tier for tier in self.slower if tier.index in within]
+        return first_whole(allowed, key) is not None
 
     def serve(self, req_id: str, request: RequestState | None) -> None:
         """Tell policies whose chunks the next uses and insertions are."""
@@ -173,7 +157,7 @@ class Ladder:
         """
         found = 0
         in_ram = self.ram.copies
-        below = [tier.copies for tier in self._slower[0]]
+        below = [tier.copies for tier in self.slower]
         for key in keys:
             if key in in_ram:
                 break

@@ -34,7 +34,7 @@ from itertools import compress
 
 from kvtier.keys import ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
-from kvtier.manager.ladder import Ladder
+from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
@@ -225,12 +225,11 @@ class Loader:
             whole = {copy.key for copy in resident}
             raise KeyError(next(key for key in keys if key not in whole))
         self._use(resident)  # pinned, they cannot make room for the others
-        within = None if request is None else request.terms.load_tiers
+        readable = ladder.readable(None if request is None else request.terms.load_tiers)
         wanted = [
             found
             for key in keys
-            if key not in members
-            and (found := ladder.reachable_copy(key, within=within)) is not None
+            if key not in members and (found := first_whole(readable, key)) is not None
         ]
         rises: Sequence[Rise] | None = ()
         if wanted:

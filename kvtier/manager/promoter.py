@@ -30,7 +30,7 @@ from itertools import compress, repeat
 from typing import NamedTuple, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
-from kvtier.manager.ladder import Ladder
+from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
@@ -420,13 +420,11 @@ class Promoter:
             copy = in_ram.get(key)
             index = 0
             if copy is None:
-                for tier in below:
-                    copy = tier.copies.get(key)
-                    if copy is not None and copy.state == _RESIDENT:
-                        index = tier.index
-                        break
-                else:
+                whole = first_whole(below, key)
+                if whole is None:
                     break
+                tier, copy = whole
+                index = tier.index
             elif copy.state == CopyState.LATE:
                 break
             copies.append(copy)

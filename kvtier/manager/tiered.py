@@ -21,7 +21,7 @@ from itertools import chain, islice
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.events import ResidencyEvent
-from kvtier.manager.ladder import Ladder
+from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.loader import Loader
 from kvtier.manager.plans import (
@@ -489,8 +489,8 @@ class TieredOffloadingManager:
         if request.phase == _ASKING:
             self._ladder.asked(key)
             if copy is None:
-                within = request.terms.load_tiers
-                found = self._ladder.reachable_copy(key, within=within)
+                readable = self._ladder.readable(request.terms.load_tiers)
+                found = first_whole(readable, key)
                 if found is not None:
                     promised = self._loader.promise(request, key, found[0])
                     self._promoter.note(request, key)
