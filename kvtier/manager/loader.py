@@ -240,8 +240,8 @@ class Loader:
         coming = [
             copy for copy in chunks if copy and copy.state == CopyState.WRITING and copy.origin
         ]
+        ram.pin_many(coming)
         for copy in coming:
-            ram.pin(copy)
             copy.hits += 1
         usable = {*resident, *coming}
         chosen = [copy if copy in usable else None for copy in chunks]

@@ -79,8 +79,7 @@ class Storer:
         # The prefix that is offered along is no victim for its own tail.
         members = self._ram.copies
         there = [copy for key in keys if (copy := members.get(key)) is not None]
-        for copy in there:
-            self._ram.pin(copy)
+        self._ram.pin_many(there)
         plan = self._store_new(new, keys, request)
         self._ram.unpin_many(there)
         return plan
