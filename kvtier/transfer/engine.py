@@ -2,7 +2,7 @@
 
 The engine's scheduler and the model runner are synchronous and must not block, so every
 engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Everything else
-follows from four rules:
+follows from five rules:
 
 * **One settled result per job.** Whatever happens, refusal and shutdown included, each
   submitted job ends in exactly one settled :class:`~kvtier.types.TransferResult`.
@@ -11,6 +11,8 @@ follows from four rules:
   longer; the slots stay the job's until the call returned and the settled result says so.
 * **Urgent first.** A queue ordered by :class:`~kvtier.types.Why`; running bytes per channel are
   bounded, so that little that is not urgent is ever ahead of a load.
+* **A tier's fault is a job's failure.** Whatever a tier raises, or returns in place of one
+  outcome per chunk, ends the one job. A thread that dies all the same answers every job first.
 * **A sick tier is left alone.** After some consecutive failures a channel's breaker opens: jobs
   are refused at once for a back-off time, then one job is let through to probe.
 """
@@ -18,6 +20,7 @@ follows from four rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
@@ -71,6 +74,9 @@ class TransferEngine:
         openers: Awaited in order on the engine's loop before anything else is; one that fails
             is logged.
         closers: Awaited in order on the engine's loop once everything is settled at close.
+
+    Raises:
+        ClosedError: The thread could not start its loop.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class TransferEngine:
         self._pauses = 0
         self._poked = False
         self._closing = False
+        self._death: BaseException | None = None
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._changed: asyncio.Event
@@ -114,6 +121,8 @@ class TransferEngine:
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
         self._thread.start()
         self._started.wait()
+        if self._death is not None:
+            raise ClosedError(f"transfer engine {name} cannot start") from self._death
 
     # -- called from any one thread; none of these blocks -------------------------------------
 
@@ -129,14 +138,14 @@ class TransferEngine:
         once, and a caller that computes gets its interpreter back once.
 
         Raises:
-            ClosedError: The engine is closing.
+            ClosedError: The engine is closing, or its thread died; none is queued.
             KeyError: No route leads from a job's source to its destination; none is queued.
         """
-        if self._closing:
-            raise ClosedError(f"transfer engine {self._name} is closed")
         channels = [self._channels[job.source, job.destination] for job in jobs]
         now = time.monotonic()
         with self._settled:
+            if self._closing:
+                raise ClosedError(f"transfer engine {self._name} is closed")
             for job, channel in zip(jobs, channels, strict=True):
                 self._enqueue(job, channel, now)
         if self._inbox:
@@ -212,7 +221,12 @@ class TransferEngine:
 
         Returns:
             Whether it is over; False when ``timeout_s`` passed first, and it still goes on.
+
+        Raises:
+            ClosedError: The engine's thread died.
         """
+        if self._death is not None:
+            raise ClosedError(f"transfer engine {self._name} is closed") from self._death
         future = asyncio.run_coroutine_threadsafe(self._exclusively(action), self._loop)
         try:
             future.result(timeout_s)
@@ -228,7 +242,7 @@ class TransferEngine:
             stuck; the thread is a daemon and dies with the process.
         """
         if self._closing:
-            return not self._thread.is_alive()
+            return not (self._unsettled or self._thread.is_alive())
         deadline = time.monotonic() + timeout_s
         with self._settled:
             drained = self._settled.wait_for(lambda: not self._unsettled, timeout=timeout_s)
@@ -247,13 +261,44 @@ class TransferEngine:
     # -- on the engine's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
-        asyncio.run(self._main())
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            logger.critical("transfer engine %s: its thread died", self._name, exc_info=error)
+            with self._settled:  # so that no job is submitted that nobody answers
+                self._death = error
+                self._closing = True
+            self._answer_all("the transfer engine's thread died")
+        finally:
+            self._started.set()
+
+    def _answer_all(self, error: str) -> None:
+        """Answer whoever waits for a job of a thread that died.
+
+        Jobs that ran are not settled: other threads may still write into their slots.
+        """
+        for pending in self._running.values():
+            self._answer_early(pending, error)
+        for pending in (*self._inbox, *self._queued.values()):
+            self._finish(pending, Outcome.FAILED, error=error)
+
+    def _answer_early(self, pending: _Pending, error: str) -> None:
+        """Answer whoever waits for a job whose slots are still in use."""
+        job = pending.job
+        pending.channel.route.abandon(job)
+        outcomes = [Outcome.EXPIRED] * len(job.source_slots)
+        with self._settled:
+            self._results.append(
+                TransferResult(job.job_id, outcomes, settled=False, error=error)
+            )
+            self._settled.notify_all()
 
     def _poke(self) -> None:
         """Wake the engine's thread, unless it is about to look anyway."""
         if not self._poked:
             self._poked = True
-            self._loop.call_soon_threadsafe(self._turn)
+            with contextlib.suppress(RuntimeError):  # the thread died, and answered all jobs
+                self._loop.call_soon_threadsafe(self._turn)
 
     def _turn(self) -> None:
         """Take what was submitted and start what may start.
@@ -287,7 +332,7 @@ class TransferEngine:
         for action in actions:
             try:
                 await action()
-            except Exception:
+            except (Exception, asyncio.CancelledError):
                 logger.exception("transfer engine %s: %s", self._name, what)
 
     def _admit(self) -> None:
@@ -348,13 +393,7 @@ class TransferEngine:
         """See one job to its settled result; the top of its task, so nothing escapes."""
         job, channel = pending.job, pending.channel
         began_s = pending.began_s
-        try:
-            moved = await moving
-            outcomes, error = moved.outcomes, moved.error
-        except Exception as raised:
-            logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
-            outcomes = [Outcome.FAILED] * len(job.source_slots)
-            error = f"{type(raised).__name__}: {raised}"
+        outcomes, error = await self._outcomes(job, moving)
         ended_s = time.monotonic()
         channel.running_bytes -= pending.nbytes
         del self._running[job.job_id]
@@ -383,6 +422,20 @@ class TransferEngine:
         )
         self._turn()
 
+    async def _outcomes(
+        self, job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
+    ) -> tuple[Sequence[Outcome], str]:
+        """Return what became of each chunk; a tier that breaks its word is one that failed."""
+        chunks = len(job.source_slots)
+        try:
+            moved = await moving
+            _require_outcomes(moved.outcomes, chunks)
+        # Nobody cancels a job's task: a cancellation is that of something the tier waited for.
+        except (Exception, asyncio.CancelledError, SystemExit) as raised:
+            logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
+            return [Outcome.FAILED] * chunks, f"{type(raised).__name__}: {raised}"
+        return moved.outcomes, moved.error
+
     def _expire(self, pending: _Pending) -> None:
         """Answer whoever waits for a job whose deadline passed."""
         if pending.done:
@@ -406,14 +459,7 @@ class TransferEngine:
             job.destination,
             job.timeout_s,
         )
-        channel.route.abandon(job)
-        outcomes = [Outcome.EXPIRED] * len(job.source_slots)
-        error = f"no answer after {job.timeout_s:.1f} s"
-        with self._settled:
-            self._results.append(
-                TransferResult(job.job_id, outcomes, settled=False, error=error)
-            )
-            self._settled.notify_all()
+        self._answer_early(pending, f"no answer after {job.timeout_s:.1f} s")
 
     def _record(self, pending: _Pending, *, failed: bool, now: float) -> None:
         """Tell a channel's breaker how a job ended, and the operator when that opened it."""
@@ -464,6 +510,11 @@ class TransferEngine:
             self._results.append(result)
             self._unsettled.discard(pending.job.job_id)
             self._settled.notify_all()
+
+
+def _require_outcomes(outcomes: Sequence[Outcome], chunks: int) -> None:
+    if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
+        raise TypeError(f"not one outcome per chunk, but {outcomes!r:.80}")
 
 
 async def _raise(error: Exception) -> NoReturn:

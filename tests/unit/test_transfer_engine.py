@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -404,3 +404,107 @@ def test_of_jobs_without_a_route_none_is_queued(make_engine: MakeEngine) -> None
     with pytest.raises(KeyError, match="tape"):
         engine.submit(job(), stray)
     assert engine.idle
+
+
+class Odd(Route):
+    """Ends a job in a way that a tier should not."""
+
+    def __init__(self, way: Callable[[], Awaitable[Any]]) -> None:
+        self._way = way
+
+    async def run(self, job: Job) -> SlotOutcomes:
+        found: SlotOutcomes = await self._way()
+        return found
+
+
+async def nothing() -> object:
+    return None
+
+
+async def no_outcomes() -> object:
+    return SlotOutcomes(cast("Any", None))
+
+
+async def too_few_outcomes() -> object:
+    return SlotOutcomes([Outcome.DONE])
+
+
+async def no_such_outcomes() -> object:
+    return SlotOutcomes(cast("Any", ["done", "done"]))
+
+
+async def cancelled() -> object:
+    inner = asyncio.get_running_loop().create_future()
+    inner.cancel()
+    return await inner
+
+
+async def leave() -> object:
+    raise SystemExit(3)
+
+
+def engine_of(route: Route, **options: Any) -> TransferEngine:
+    return TransferEngine(
+        "test",
+        {("nvme", "ram"): route},
+        chunk_nbytes=CHUNK_NBYTES,
+        limits=EngineLimits(queued_bytes=1 << 20, running_bytes=CHUNK_NBYTES),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "way", [nothing, no_outcomes, too_few_outcomes, no_such_outcomes, cancelled, leave]
+)
+def test_a_tier_that_breaks_its_word_fails_its_job_and_the_engine_lives_on(
+    way: Callable[[], Awaitable[Any]],
+) -> None:
+    engine = engine_of(Odd(way))
+    for _ in range(2):
+        work = job(chunks=2)
+        engine.submit(work)
+        assert wait_for(engine, work) == {work.job_id: ([Outcome.FAILED] * 2, True)}
+    assert engine.close(timeout_s=10)
+
+
+def test_an_opener_that_is_cancelled_is_one_that_failed() -> None:
+    engine = engine_of(Scripted(), openers=[cancelled])
+    work = job()
+    engine.submit(work)
+    assert wait_for(engine, work) == {work.job_id: ([Outcome.DONE], True)}
+    assert engine.close(timeout_s=10)
+
+
+def test_an_engine_whose_loop_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(main: Coroutine[Any, Any, None]) -> None:
+        main.close()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "run", fail)
+    with pytest.raises(ClosedError, match="cannot start") as raised:
+        engine_of(Scripted())
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_thread_that_dies_answers_every_job(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+
+    async def act() -> None:
+        raise AssertionError
+
+    def die() -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(engine, "_admit", die)
+    jobs = [job(), job()]
+    engine.submit(*jobs)
+    assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.FAILED], True) for each in jobs}
+    with pytest.raises(ClosedError):
+        engine.submit(job())
+    with pytest.raises(ClosedError):
+        engine.exclusively(act, timeout_s=10)
+    engine.cancel(jobs[0].job_id)
+    engine._thread.join(10)
+    assert engine.close(timeout_s=10)
