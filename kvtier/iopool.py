@@ -99,6 +99,10 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Return what ``call`` returned, or what it raised; in a frame that knows of no future."""
     try:
         return call(), None
+    except StopIteration as raised:  # which no future takes, so nobody would ever be told
+        error = RuntimeError("a blocking call raised StopIteration")
+        error.__cause__ = raised
+        return None, error
     except BaseException as raised:  # noqa: BLE001 - delivered to the awaiting task
         return None, raised
 

@@ -37,6 +37,11 @@ async def test_a_call_that_raises_raises_in_the_task(pool: IoPool) -> None:
         await pool.run(fail, priority=0)
 
 
+async def test_an_iterator_that_ends_in_a_call_is_an_error_of_the_task(pool: IoPool) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(pool.run(lambda: next(iter(())), priority=0), 5)
+
+
 async def test_calls_run_together_and_answer_in_their_order(pair: IoPool) -> None:
     meeting = threading.Barrier(2)
 
