@@ -230,6 +230,8 @@ class StepLoader:
     def _work(self) -> None:
         try:
             compute_alone()
+        except Exception:  # a slower copy, and no reason to be without one
+            logger.exception("copies layer by layer may disturb the model")
         finally:
             self._ready.set()
         while (step := self._steps.get()) is not None:

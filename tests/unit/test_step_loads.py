@@ -308,6 +308,24 @@ def test_a_model_that_does_not_wait_for_a_layer_is_found_out(
     assert load.error.startswith("the model did not wait for layer c")
 
 
+def test_a_thread_that_could_not_be_prepared_copies_all_the_same(
+    make: MakeLoader,
+    copier: Gated,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(step_loads, "compute_alone", fail)
+    loader = make(timeout_s=1.0)
+    assert "no more threads" in caplog.text
+    loader.add(load_of(1, [2]))
+    loader.start()
+    copier.let(4)
+    assert pass_through(loader) == {1: ""}
+
+
 def test_closing_amid_a_step_lets_the_copy_end_and_begins_no_other(
     make: MakeLoader, copier: Gated
 ) -> None:
