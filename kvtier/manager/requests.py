@@ -110,9 +110,13 @@ class RequestState:
         """Do :meth:`remember` for ``copies`` of one group.
 
         Nobody knows how deep a chunk stands that survived a restart, nor whether the engine
-        itself had some of the prefix, so it is the deeper of what the two say.
+        itself had some of the prefix, so it is the deeper of what the two say. What was loaded
+        may be offered again.
         """
         last = copies[-1]
         group = last.key[-GROUP_NBYTES:]
-        _, depth = self.tails.get(group, (b"", -1))
-        self.tails[group] = (last.key, max(last.depth, depth + len(copies)))
+        depth, again = -1, 0
+        if group in self.tails:
+            tail, depth = self.tails[group]
+            again = next((at for at, copy in enumerate(copies, 1) if copy.key == tail), 0)
+        self.tails[group] = (last.key, max(last.depth, depth + len(copies) - again))

@@ -220,13 +220,14 @@ def _places(
     wanted = iter(new)
     expected = next(wanted, None)
     group, parent, depth = b"\0", None, -1
+    tail = _ROOT
     for key in offered:
         if parent is None or not key.endswith(group):
             if parent is not None:
                 tails[group] = (parent, depth)
             group = key[-GROUP_NBYTES:]
-            parent, depth = tails.get(group, _ROOT)
-        depth += 1
+            parent, depth = tail = tails.get(group, _ROOT)
+        depth = tail[1] if key == tail[0] else depth + 1
         if key is expected:
             parents.append(parent)
             depths.append(depth)

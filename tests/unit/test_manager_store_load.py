@@ -203,6 +203,18 @@ def test_a_chunk_follows_on_a_load_whose_beginning_the_engine_itself_had() -> No
     assert bench.ram.copies[prefix(5)[4]].depth == 4
 
 
+def test_what_was_loaded_and_is_offered_again_counts_once() -> None:
+    for stored in (5, 6):
+        bench = Workbench(8, 0)
+        bench.store(prefix(stored))
+        bench.manager.begin_request("a")
+        bench.load(prefix(4), "a")
+        bench.store(prefix(6), "a")
+        bench.store(prefix(7)[6:], "a")
+        copies = bench.ram.copies
+        assert [copies[key].depth for key in prefix(7)] == list(range(7))
+
+
 def test_chunks_that_survived_a_restart_count_for_the_depth_of_what_follows() -> None:
     bench = Workbench(8, 8)
     bench.manager.recover(1, zip(prefix(3), range(3), strict=True))
