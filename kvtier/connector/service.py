@@ -26,7 +26,7 @@ from kvtier.connector.storage import Storage
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
-from kvtier.types import JobId, TransferResult
+from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
 
@@ -426,12 +426,15 @@ class CacheService:
     def _take_results(self) -> None:
         for result in self._engine.poll():
             self._note_transfer(result)
-            try:
-                self._manager.apply(result)
-            except Exception as error:  # noqa: BLE001 - the other results must not be lost
-                self.note_internal_error("apply", error)
+            self._apply(result)
         for tier, slot in self._manager.take_corrupt():
             self._storage.tiers[tier - 1].forget((slot,))
+
+    def _apply(self, result: TransferResult) -> None:
+        try:
+            self._manager.apply(result)
+        except Exception as error:  # noqa: BLE001 - the other results must not be lost
+            self.note_internal_error("apply", error)
 
     def _note_transfer(self, result: TransferResult) -> None:
         if not result.settled:
@@ -443,10 +446,17 @@ class CacheService:
     def _hand_over(self) -> list[int]:
         """Give the storage engine the jobs and cancellations planned since the last call."""
         jobs = self._manager.take_jobs()
+        try:
+            if jobs:
+                self._engine.submit(*jobs)
+        except Exception as error:  # noqa: BLE001 - requests wait for an answer to each job
+            self.note_internal_error("submit", error)
+            for job in jobs:
+                outcomes = [Outcome.FAILED] * len(job.keys)
+                self._apply(TransferResult(job.job_id, outcomes))
+            return []
         for job in jobs:
             self._ways[job.job_id] = job.source, job.destination
-        if jobs:
-            self._engine.submit(*jobs)
         for job_id in self._manager.take_cancels():
             self._engine.cancel(job_id)
         return [job.job_id for job in jobs]

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvtier.errors import ClosedError
 from kvtier.manager import Lookup, ManagerLimits
 from kvtier.testing.stepped import SteppedCache
 from kvtier.testing.workbench import prefix
+from kvtier.types import Job
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,27 @@ def test_events_that_cannot_be_taken_neither_end_the_engine_nor_keep_it_stepping
     assert cache.service.statistics().internal_errors == 16
     assert cache.bench.manager.has_events
     assert not cache.service.has_pending_work()
+
+
+def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache()
+    service, manager = cache.service, cache.bench.manager
+    manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(3))])
+
+    def fail(*jobs: Job) -> None:
+        raise ClosedError("its thread died")
+
+    monkeypatch.setattr(service._engine, "submit", fail)
+    service.begin_request(Context("a"))
+    assert service.lookup(prefix(1)[0], "a") is Lookup.RETRY
+    for _ in range(16):
+        step(cache)
+        if (answer := service.lookup(prefix(1)[0], "a")) is not Lookup.RETRY:
+            break
+    assert answer is Lookup.MISS
+    service.end_request(Context("a"))
+    step(cache)
+    assert not manager.has_work()
+    assert not service._ways
