@@ -67,7 +67,11 @@ class _Load:
 
 
 class Loader:
-    """Plans loads and ends them."""
+    """Plans loads and ends them.
+
+    Attributes:
+        promised_to: The request that was promised slots last in this step.
+    """
 
     def __init__(self, ladder: Ladder, promoter: Promoter, demoter: Demoter) -> None:
         self._ladder = ladder
@@ -76,7 +80,7 @@ class Loader:
         self._demoter = demoter
         self._loads: dict[str, list[_Load]] = {}
         self._promises: Counter[RequestState] = Counter()
-        self._promised_to: RequestState | None = None
+        self.promised_to: RequestState | None = None
         self._left = 0
         self._fits = 0
         self._plain: dict[int, int] = {}
@@ -90,7 +94,7 @@ class Loader:
             return False
         if key in request.asked:
             return True
-        if request is not self._promised_to:
+        if request is not self.promised_to:
             # An engine asks for one request after the other, so this is not done for every key.
             self._turn_to(request)
         plain = self._plain[tier.index]
@@ -101,13 +105,17 @@ class Loader:
         self._promises[request] += 1
         return True
 
+    def has_overpromised(self, request: RequestState) -> bool:
+        """Say whether what ``request`` found in RAM is what was to make room for the rest."""
+        return request in self._promises and len(request.asked) > self._fits
+
     def _turn_to(self, request: RequestState) -> None:
         """Work out what can be promised to ``request``."""
         ladder, promoter = self._ladder, self._promoter
         promised = self._promises.total()
         held = promoter.granted + promoter.streaming + promised + ladder.ledger.stuck
         others = (other for other in promoter.asked_for() if other is not request)
-        self._promised_to = request
+        self.promised_to = request
         self._left = ladder.limits.pin_budget - held
         self._fits = self._ram.room - sum(len(other.asked) for other in others)
         self._plain = {
@@ -118,7 +126,7 @@ class Loader:
     def end_step(self) -> None:
         """Take back what was promised in this step and not used."""
         self._promises.clear()
-        self._promised_to = None
+        self.promised_to = None
 
     # -- loads ------------------------------------------------------------------------------
 
@@ -202,7 +210,7 @@ class Loader:
 
     def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)
-        self._promised_to = None
+        self.promised_to = None
         self._promoter.streaming += load.streamed
         if request is not None:
             self._promises.pop(request, None)

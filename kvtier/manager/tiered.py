@@ -130,9 +130,7 @@ class TieredOffloadingManager:
             return self._look_below(request, copy, key)
         if self._ram.leaving:
             self._ram.stay(copy, self._ladder.ctx)
-        if phase == _ASKING:
-            self._promoter.note(request, key)
-        return _HIT
+        return _HIT if phase == _SETTLED else self._note_hit(request, key)
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
         """Return how many leading ``keys`` can be loaded now, or None to be asked again.
@@ -481,6 +479,14 @@ class TieredOffloadingManager:
             # Whether it has KV again is not said when it is scheduled again, so it still counts
             # as having some.
             request.is_stale = False
+
+    def _note_hit(self, request: RequestState, key: ChunkKey) -> Lookup:
+        """Note that ``request`` found ``key`` whole in RAM."""
+        self._promoter.note(request, key)
+        if self._loader.promised_to is request and self._loader.has_overpromised(request):
+            request.wanting = True  # it waits its turn instead, for all of it
+            return Lookup.RETRY
+        return _HIT
 
     def _look_below(
         self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey

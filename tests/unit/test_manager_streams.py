@@ -119,6 +119,20 @@ def test_a_promise_counts_what_the_request_has_in_ram_already() -> None:
     assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
 
 
+def test_what_it_finds_in_ram_makes_no_room_for_what_a_request_was_promised() -> None:
+    bench = streaming(3, below=1)
+    bench.store(prefix(4)[1:])
+    bench.settle()
+    assert bench.ram.room == 3
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
+    (job,) = bench.step()
+    bench.finish(job)
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, MISS]
+    plan, jobs = begin(bench, 3)
+    assert NO_SLOT not in plan.slots
+    assert not jobs
+
+
 def test_promises_to_several_requests_of_a_step_add_up_and_end_with_it() -> None:
     bench = streaming(4, below=3)
     bench.manager.recover(1, zip(prefix(3, of=1), range(3, 6), strict=True))
