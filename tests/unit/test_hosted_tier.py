@@ -6,7 +6,6 @@ That it is a storage tier like any other is in tests/contract/test_tiers.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -24,13 +23,12 @@ from kvtier.errors import (
     ConfigError,
     StoreDamagedError,
     StoreLockedError,
-    TierUnavailableError,
 )
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext, TierStatistics
-from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted import HostedTier, client, connection, process
 from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
@@ -153,10 +151,36 @@ async def test_a_reset_reaches_a_store_whose_host_has_died(shelf: Shelf[HostedTi
     keys = make_keys([1])
     await shelf.put(keys, [0])
     kill(shelf.tier, signal.SIGKILL)
-    with contextlib.suppress(TierUnavailableError):  # the death may not be known yet
-        await shelf.tier.reset()
     await shelf.tier.reset()
     assert await shelf.reopen() == []
+
+
+async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
+    shelf: Shelf[HostedTier],
+) -> None:
+    keys = make_keys(range(2))
+    await shelf.put(keys, range(2))
+    kill(shelf.tier, signal.SIGKILL)
+    assert await shelf.get(keys, range(2)) == [FAILED] * 2
+    shelf.tier.touch([0])
+    shelf.tier.forget([0])
+    await asyncio.sleep(0)
+    assert await shelf.get(keys[1:], [1]) == [DONE]
+    assert await shelf.reopen() == [(keys[1], 1)]
+
+
+async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_sent(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+    kill(shelf.tier, signal.SIGSTOP)
+    for _ in range(200):
+        shelf.tier.touch([*range(CAPACITY)] * 64)
+    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    assert shelf.tier.host_pid is not None
+    with pytest.raises(ProcessLookupError):
+        kill(shelf.tier, signal.SIGKILL)
 
 
 def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:

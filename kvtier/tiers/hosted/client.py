@@ -160,7 +160,8 @@ class HostedTier(StorageTier):
     @override
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent along with the next call."""
-        self._note("touch", slots)
+        if self._connection is not None and self._connection.usable:
+            self._note("touch", slots)  # else it is not worth keeping for the next host
 
     @override
     async def reset(self) -> None:
@@ -172,9 +173,10 @@ class HostedTier(StorageTier):
         """
         self._require_open()
         self._recovered.clear()
-        connection = await self._connect()
-        self._send_notes()
-        await connection.call("reset")
+        try:
+            await self._reset()
+        except TierUnavailableError:
+            await self._reset()  # its host had died: another one can do it
 
     @override
     async def aclose(self) -> None:
@@ -205,6 +207,11 @@ class HostedTier(StorageTier):
         if self._connection is None or not self._connection.usable:
             return self._outcomes(self._send_later(op, batch, why), batch)
         return self._outcomes(self._send(self._connection, op, batch, why), batch)
+
+    async def _reset(self) -> None:
+        connection = await self._connect()
+        self._send_notes()
+        await connection.call("reset")
 
     async def _send_later(self, op: str, batch: Batch, why: Why) -> Frame:
         return await self._send(await self._connect(), op, batch, why)
@@ -267,8 +274,8 @@ class HostedTier(StorageTier):
             self._notes.append(frame)
 
     def _send_notes(self) -> None:
-        if self._connection is None:
-            return
+        if self._connection is None or not self._connection.usable:
+            return  # what is to be forgotten is kept for the next host
         with self._notes_lock:
             notes, self._notes = self._notes, []
         for frame in notes:

@@ -105,7 +105,8 @@ class Connection(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """Close the socket and wait until the host has ended, one way or the other."""
-        self._transport.close()
+        # Not close(), which first waits until a host that may hang has taken what it was sent.
+        self._transport.abort()
         await self._lost.wait()
         await self._burial
 
