@@ -315,12 +315,15 @@ class DeviceEngine:
         return bool(self._ended) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Let running copies end and release the memory. Idempotent."""
+        """Let running copies end and release the memory, if they do. Idempotent."""
         self._begin()
-        if self._steps is not None:
-            self._steps.close(timeout_s=self._close_timeout_s)
-        self._engine.close(timeout_s=self._close_timeout_s)
-        self._pool.close(timeout_s=self._close_timeout_s)
+        timeout_s = self._close_timeout_s
+        steps_ended = self._steps is None or self._steps.close(timeout_s=timeout_s)
+        self._engine.close(timeout_s=timeout_s)
+        copies_ended = self._pool.close(timeout_s=timeout_s)
+        if not (steps_ended and copies_ended):
+            logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
+            return
         self._copier.close()
         self._region.close()
 

@@ -186,15 +186,21 @@ class StepLoader:
             load.error = load.error or error
         return list(step.loads)
 
-    def close(self, *, timeout_s: float) -> None:
-        """Abandon the step under way, if any, and end the thread. Idempotent."""
+    def close(self, *, timeout_s: float) -> bool:
+        """Abandon the step under way, if any, and end the thread. Idempotent.
+
+        Returns:
+            Whether the thread ended, so that nothing is copied any more.
+        """
         if self._step is not None:
             with self._changed:
                 self._step.abandoned = True
         self._steps.put(None)
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self._copier.close()
+        if self._thread.is_alive():
+            return False
+        self._copier.close()
+        return True
 
     # -- the model's thread --------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -120,6 +121,35 @@ def test_closing_brings_down_what_is_held(
     store(device, region, 0)
     device.close()
     assert copied == [True]
+
+
+def test_closing_leaves_the_memory_to_a_copy_that_does_not_end(
+    device: DeviceEngine,
+    region: HostRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    began, gate, freed = threading.Event(), threading.Event(), threading.Event()
+
+    def stick(*_: object, **__: object) -> None:
+        began.set()
+        gate.wait(SOON_S)
+
+    monkeypatch.setattr(BlockCopier, "store", stick)
+    monkeypatch.setattr(BlockCopier, "close", lambda _: freed.set())
+    store(device, region, 0)
+    assert device.poll() == []
+    assert began.wait(SOON_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_close_timeout_s", 0.01)
+        patch.setattr(device._engine, "close", lambda **_: False)  # waits a second at least
+        device.close()
+    assert not freed.is_set()
+    assert "their memory is not freed" in caplog.text
+    assert region.slot(0).nbytes == PAGE_NBYTES
+    gate.set()
+    device.close()
+    assert freed.is_set()
 
 
 def test_a_store_after_the_end_fails_alone(device: DeviceEngine, region: HostRegion) -> None:
