@@ -107,21 +107,29 @@ def open_storage(
         )
         manager = _build_manager(setup, region, recorder, record_events=record_events)
         _recover(manager, tiers, slot_nbytes)
+        engine = _start_engine(config, region, tiers)
     except BaseException:
         if recorder is not None:
             recorder.close(timeout_s=transfer.close_timeout_s)
-        asyncio.run(_close_all(tiers))
+        asyncio.run(_close_all(tiers, timeout_s=transfer.close_timeout_s))
         pool.close(timeout_s=transfer.close_timeout_s)
         raise
+    return Storage(manager, engine, tiers, pool, region, recorder, observer)
+
+
+def _start_engine(
+    config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
+) -> TransferEngine:
+    transfer = config.transfer
     ram = config.tiers[0].name
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
         routes[ram, tier.name] = ToTier(region, tier)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
-    engine = TransferEngine(
+    return TransferEngine(
         "storage",
         routes,
-        chunk_nbytes=slot_nbytes,
+        chunk_nbytes=region.geometry.slot_nbytes,
         limits=EngineLimits(
             # The manager keeps to the configured limits itself; this is only a backstop, and
             # it must let through the promotion of as much as RAM can hold.
@@ -133,12 +141,15 @@ def open_storage(
         openers=[tier.aopen for tier in tiers],
         closers=[tier.aclose for tier in tiers],
     )
-    return Storage(manager, engine, tiers, pool, region, recorder, observer)
 
 
-async def _close_all(tiers: Sequence[StorageTier]) -> None:
+async def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
+    """Close ``tiers``, each within ``timeout_s``, and all of them whatever one does."""
     for tier in tiers:
-        await tier.aclose()
+        try:
+            await asyncio.wait_for(tier.aclose(), timeout_s)
+        except Exception:
+            logger.exception("tier %s: not closed", tier.name)
 
 
 def _open_recorder(setup: ManagerSetup) -> Recorder | None:

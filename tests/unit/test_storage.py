@@ -1,0 +1,64 @@
+"""Opening an engine's tiers when something fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import parse_config
+from kvtier.connector import storage
+from kvtier.errors import ClosedError
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.types import LayoutFingerprint
+
+SLOT_NBYTES = 4096
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    geometry = RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1, 1)
+    region = HostRegion.create(f"storage-{os.getpid()}", geometry, attachers=0, timeout_s=1)
+    yield region
+    region.close()
+
+
+def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_does(
+    region: HostRegion,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed: list[str] = []
+
+    async def aclose(tier: MemoryTier) -> None:
+        closed.append(tier.name)
+        if tier.name == "raises":
+            raise OSError(5, "no")
+        if tier.name == "hangs":
+            await asyncio.Event().wait()
+
+    def fail(*_: object, **__: object) -> None:
+        raise ClosedError("cannot start")
+
+    monkeypatch.setattr(MemoryTier, "aclose", aclose)
+    monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
+    monkeypatch.setattr(storage, "TransferEngine", fail)
+    names = ("raises", "hangs", "last")
+    tiers = [
+        f"- {{kind: nvme, name: {name}, path: {tmp_path / name}, capacity: 1MiB}}\n"
+        for name in names
+    ]
+    text = "tiers:\n- {kind: ram, capacity: 1MiB}\n" + "".join(tiers)
+    config = parse_config(text + "transfer: {close_timeout: 10ms}\n", source="test")
+    with pytest.raises(ClosedError, match="cannot start"):
+        storage.open_storage(
+            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
+        )
+    assert closed == list(names)
+    assert "tier raises: not closed" in caplog.text
+    assert "tier hangs: not closed" in caplog.text
