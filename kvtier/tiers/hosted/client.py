@@ -160,8 +160,9 @@ class HostedTier(StorageTier):
     @override
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent along with the next call."""
-        if self._connection is not None and self._connection.usable:
-            self._note("touch", slots)  # else it is not worth keeping for the next host
+        lost = self._connection is not None and not self._connection.usable
+        if self._host is not None and not lost:  # not worth keeping for another host
+            self._note("touch", slots)
 
     @override
     async def reset(self) -> None:
