@@ -13,6 +13,8 @@ its oldest keys are those that LRU let go of.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from kvtier.policies.base import ChunkCopy
 
 __all__ = ["Run", "Timeline"]
@@ -42,6 +44,18 @@ class Run:
         self.live = 0
         self.away = 0
         self.beyond = False
+
+    def take(self, count: int) -> list[ChunkCopy]:
+        """Take the ``count`` oldest copies off, or all there are; the oldest comes last.
+
+        They keep their ``queued``, and count as live until somebody says otherwise.
+        """
+        copies, first = self.copies, self.first
+        taken = list(islice(filter(None, islice(copies, first, None)), count))
+        self.first = end = taken[-1].queued + 1
+        copies[first:end] = [None] * (end - first)
+        taken.reverse()
+        return taken
 
 
 class Timeline:

@@ -46,9 +46,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import repeat, takewhile
 from math import ceil
-from operator import attrgetter
+from operator import is_not
 from typing import Final
 
 from typing_extensions import override
@@ -68,7 +68,7 @@ _USED: Final = _NEW + _LENGTHS
 _MOST_USES: Final = 4
 _KINDS: Final = _USED + _MOST_USES
 _NOWHERE: Final = -1
-_RUN_OF: Final = attrgetter("policy")
+_ENDED: Final = [None]
 
 _AFTER: Final = [max(_USED, min(kind + 1, _KINDS - 1)) for kind in range(_KINDS)]
 """The class that a use makes of each."""
@@ -119,20 +119,20 @@ class HedgedLhd(Eviction):
         self._lessons = 0
         self._members = 0
         self._shy = 0
-        # One run may be evicted from: so many copies were granted, so many are left of them.
+        # Victims of one run, the next one last, out of so many that the budget allowed.
         self._victims = Run(_NOWHERE, 0)
-        self._granted = 0
+        self._granted: list[ChunkCopy] = []
         self._grant = 0
-        # A stretch of copies moves to the newest run, which offered room and has some left:
-        # from the run where they are, or are remembered and return, or from outside.
+        # A stretch of copies moves to the newest run, until that is so long: from the run where
+        # they are, or from one that remembers them, or from outside.
         self._outside = Run(_NOWHERE, 0)
         self._outside.beyond = True
         self._newest = self._timeline.open(_TAIL, 0)
         self._queues[_TAIL].append(self._newest)
         self._source: Run | None = None
-        self._returns = False
-        self._offered = 0
-        self._room = 0
+        self._returning: Run | None = None
+        self._limit = 0
+        self._settled = 0
         self._depth = 0
         # The parent of the last new chunk, and the class it has if it is new as well.
         self._next_new: ChunkKey | None = None
@@ -141,51 +141,82 @@ class HedgedLhd(Eviction):
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         key = copy.key
-        source = self._ghosts.pop(key, None) or self._ghosts_before.pop(key, None)
-        if source is not None:
-            if source is not self._source or not self._room or not self._returns:
-                self._begin(copy, source, _AFTER[source.kind], returns=True)
+        came_from = self._ghosts.pop(key, None) or self._ghosts_before.pop(key, None)
+        order = self._newest.copies
+        if came_from is not None:
+            if came_from is not self._returning or len(order) >= self._limit:
+                self._begin(copy, came_from, _AFTER[came_from.kind], returns=True)
+                order = self._newest.copies
         else:
-            if key != self._next_new or not self._room or self._source is not self._outside:
+            if (
+                key != self._next_new
+                or self._source is not self._outside
+                or len(order) >= self._limit
+            ):
                 self._begin_new(copy)
+                order = self._newest.copies
             self._next_new = copy.parent
-        run = copy.policy = self._newest
-        copy.queued = len(run.copies)
-        run.copies.append(copy)
-        self._room -= 1
+        copy.policy = self._newest
+        copy.queued = len(order)
+        order.append(copy)
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        downwards = bool(copies) and copies[0].depth < copies[-1].depth
-        for copy in reversed(copies) if downwards else copies:
-            self.on_insert(copy, ctx)
+        if copies and copies[0].depth < copies[-1].depth:
+            copies = copies[::-1]
+        keys = [copy.key for copy in copies]
+        parents = [copy.parent for copy in copies]
+        if (
+            keys[1:] != parents[:-1]
+            or not self._ghosts.keys().isdisjoint(keys)
+            or not self._ghosts_before.keys().isdisjoint(keys)
+        ):
+            for copy in copies:
+                self.on_insert(copy, ctx)
+            return
+        at = 0
+        while at < len(copies):
+            if (
+                keys[at] != self._next_new
+                or self._source is not self._outside
+                or len(self._newest.copies) >= self._limit
+            ):
+                self._begin_new(copies[at])
+            part = copies[at : at + self._limit - len(self._newest.copies)]
+            self._append(part)
+            at += len(part)
+            self._next_new = parents[at - 1]
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         source: Run = copy.policy
-        if source is not self._source or not self._room or self._returns:
+        order = self._newest.copies
+        if source is not self._source or len(order) >= self._limit:
             self._begin(copy, source, _AFTER[source.kind], returns=False)
+            order = self._newest.copies
         source.copies[copy.queued] = None
-        run = copy.policy = self._newest
-        copy.queued = len(run.copies)
-        run.copies.append(copy)
-        self._room -= 1
+        copy.policy = self._newest
+        copy.queued = len(order)
+        order.append(copy)
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
-        for source, stretch in groupby(copies, _RUN_OF):
-            moving = list(dict.fromkeys(stretch))
-            while moving:
-                if source is not self._source or not self._room or self._returns:
-                    self._begin(moving[0], source, _AFTER[source.kind], returns=False)
-                run, part = self._newest, moving[: self._room]
-                for place, copy in enumerate(part, len(run.copies)):
-                    source.copies[copy.queued] = None
-                    copy.policy = run
-                    copy.queued = place
-                run.copies += part
-                self._room -= len(part)
-                del moving[: len(part)]
+        used = list(copies)
+        at = 0
+        while at < len(used):
+            copy = used[at]
+            source: Run = copy.policy
+            if source is not self._source or len(self._newest.copies) >= self._limit:
+                self._begin(copy, source, _AFTER[source.kind], returns=False)
+            # Those that stand in the source as they are used move as one.
+            place = copy.queued
+            part = used[at : at + self._limit - len(self._newest.copies)]
+            there = source.copies[place : place + len(part)]
+            if there != part:
+                part = part[: list(map(is_not, there + _ENDED, part)).index(True)]
+            source.copies[place : place + len(part)] = repeat(None, len(part))
+            self._append(part)
+            at += len(part)
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
@@ -197,29 +228,53 @@ class HedgedLhd(Eviction):
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        refused = 0
         if self._shy:
             self._shy -= 1
             self._stop()
-        while True:
-            if not self._grant:
-                self._choose()
-                if refused >= self._members:
-                    return None
-            run = self._victims
-            copies, place = run.copies, run.first
-            while (copy := copies[place]) is None:
-                place += 1
-            run.first = place
-            if evictable(copy):
-                copies[place] = copy.policy = None
-                self._grant -= 1
-                self._ghosts[copy.key] = run
-                return copy
-            refused += 1
-            self._spare(copy)
+        if not self._granted:
+            self._choose()
+            if not self._granted:
+                return None
+        copy = self._granted.pop()
+        if evictable(copy):
+            self._ghosts[copy.key] = self._victims
+            return copy
+        return self._search(copy, evictable)
+
+    @override
+    def pick_many(
+        self, count: int, evictable: Evictable, ctx: PolicyContext
+    ) -> list[ChunkCopy]:
+        victims: list[ChunkCopy] = []
+        while len(victims) < count:
+            granted = self._granted
+            if self._shy or not granted:
+                victim = self.pick(evictable, ctx)
+                if victim is None:
+                    break
+                victims.append(victim)
+                continue
+            part = granted[: -1 - count + len(victims) : -1]
+            good = list(takewhile(evictable, part))
+            del granted[len(granted) - len(good) :]
+            self._ghosts.update(zip([copy.key for copy in good], repeat(self._victims)))
+            victims += good
+            if len(good) < len(part):
+                victim = self._search(granted.pop(), evictable)
+                if victim is None:
+                    break
+                victims.append(victim)
+        return victims
 
     # -- uses -------------------------------------------------------------------------------
+
+    def _append(self, copies: Sequence[ChunkCopy]) -> None:
+        """Let ``copies`` stand last in the newest run, which has room for them."""
+        run = self._newest
+        for place, copy in enumerate(copies, len(run.copies)):
+            copy.policy = run
+            copy.queued = place
+        run.copies += copies
 
     def _begin_new(self, copy: ChunkCopy) -> None:
         """Make ready for new copies that go the way of ``copy``, which is one."""
@@ -229,44 +284,43 @@ class HedgedLhd(Eviction):
         self._begin(copy, self._outside, _TAIL, returns=False)
         self._prompt = _NEW + min((copy.depth + 1).bit_length() // 2, _LENGTHS - 1)
         # The one after it is of another class.
-        self._room = self._offered = 1
+        self._limit = len(self._newest.copies) + 1
 
     def _begin(self, copy: ChunkCopy, source: Run, kind: int, *, returns: bool) -> None:
         """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``."""
         self._settle()
         if source is self._victims and not returns:
-            self._granted = self._grant = 0
+            self._recall()
         run = self._newest
-        room = self._span - len(run.copies)
-        if run.kind != kind or room <= 0:
-            self._open(kind)
-            room = self._span
-        self._source = source
-        self._returns = returns
-        self._room = self._offered = room
+        if run.kind != kind or len(run.copies) >= self._span:
+            run = self._open(kind)
+        self._source, self._returning = (None, source) if returns else (source, None)
+        self._limit = self._span
+        self._settled = len(run.copies)
         self._depth = copy.depth
 
-    def _open(self, kind: int) -> None:
+    def _open(self, kind: int) -> Run:
         """Begin a new run, the newest."""
         if self._clock >= self._learn_at:
             self._learn()
         run = self._newest = self._timeline.open(kind, self._clock)
         self._queues[kind].append(run)
+        return run
 
     def _settle(self) -> None:
         """Account for the copies that left or moved since the last time."""
-        if self._grant < self._granted:
+        if len(self._granted) < self._grant:
             self._settle_victims()
-        count = self._offered - self._room
-        source = self._source
+        source = self._source or self._returning
+        newest = self._newest
+        count = len(newest.copies) - self._settled
         if not count or source is None:
             return
-        self._offered = self._room
-        newest, density = self._newest, self._density
+        self._settled += count
         newest.live += count
+        density, stake = self._density, self._stake
         density.came(newest.kind, newest.since, count)
         self._clock += count
-        stake = self._stake
         stake.uses += count
         stake.depths += count * (self._depth + 1)
         if source is self._outside:
@@ -274,7 +328,7 @@ class HedgedLhd(Eviction):
             self._timeline.enter(count)
             return
         density.used(source.kind, source.since, self._clock - source.since, count)
-        if self._returns:
+        if self._returning is not None:
             self._settle_returns(source, count)
         else:
             self._lose(source, count)
@@ -285,8 +339,18 @@ class HedgedLhd(Eviction):
     def _stop(self) -> None:
         """Let neither what leaves nor what moves go on as it does."""
         self._settle()
-        self._source = None
-        self._granted = self._grant = 0
+        self._source = self._returning = None
+        self._recall()
+
+    def _recall(self) -> None:
+        """Put the granted victims back that were not picked."""
+        granted, run = self._granted, self._victims
+        if granted:
+            run.first = granted[-1].queued
+            for copy in granted:
+                run.copies[copy.queued] = copy
+            granted.clear()
+        self._grant = 0
 
     def _settle_returns(self, source: Run, count: int) -> None:
         """Account for ``count`` chunks that came back and had left from ``source``."""
@@ -302,8 +366,8 @@ class HedgedLhd(Eviction):
 
     def _settle_victims(self) -> None:
         """Account for the copies that were evicted since :meth:`_choose`."""
-        count, run = self._granted - self._grant, self._victims
-        self._granted = self._grant
+        count, run = self._grant - len(self._granted), self._victims
+        self._grant -= count
         self._members -= count
         self._lose(run, count)
         run.away += count
@@ -348,10 +412,25 @@ class HedgedLhd(Eviction):
                 run, grant = worst, worst.live
                 if not run.beyond:
                     grant = min(grant, ceil(budget))
-        if run is self._source:
-            self._source = None
+        if run is self._source or run is self._returning:
+            self._source = self._returning = None
         self._victims = run
-        self._granted = self._grant = min(grant, self.capacity - len(self._ghosts))
+        self._granted = run.take(min(grant, self.capacity - len(self._ghosts)))
+        self._grant = len(self._granted)
+
+    def _search(self, copy: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
+        """Return a victim other than ``copy``, which was granted but may not go."""
+        refused = 0
+        while True:
+            refused += 1
+            self._spare(copy)
+            self._choose()
+            if refused >= self._members:
+                return None
+            copy = self._granted.pop()
+            if evictable(copy):
+                self._ghosts[copy.key] = self._victims
+                return copy
 
     def _worst(self, oldest: Run) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""
@@ -377,7 +456,8 @@ class HedgedLhd(Eviction):
         self._ghosts = {}
 
     def _spare(self, copy: ChunkCopy) -> None:
-        """Put ``copy``, which may not go, where it is asked for last."""
+        """Put ``copy``, a granted victim that may not go, where it is asked for last."""
+        self._granted.append(copy)
         self._stop()
         self._shy += 1
         source: Run = copy.policy
