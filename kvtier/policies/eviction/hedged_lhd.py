@@ -131,12 +131,12 @@ class HedgedLhd(Eviction):
         self._queues[_TAIL].append(self._newest)
         self._source: Run | None = None
         self._returning: Run | None = None
-        self._limit = 0
         self._settled = 0
         self._depth = 0
-        # The parent of the last new chunk, and the class it has if it is new as well.
+        self._deeper = 0
+        # The parent of the last new chunk, and the depth of the last that began a prompt.
         self._next_new: ChunkKey | None = None
-        self._prompt = _NEW
+        self._tail = 0
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -144,15 +144,22 @@ class HedgedLhd(Eviction):
         came_from = self._ghosts.pop(key, None) or self._ghosts_before.pop(key, None)
         order = self._newest.copies
         if came_from is not None:
-            if came_from is not self._returning or len(order) >= self._limit:
+            if came_from is not self._returning or len(order) >= self._span:
                 self._begin(copy, came_from, _AFTER[came_from.kind], returns=True)
                 order = self._newest.copies
         else:
-            if (
-                key != self._next_new
-                or self._source is not self._outside
-                or len(order) >= self._limit
-            ):
+            if self._source is not self._outside or len(order) >= self._span:
+                self._begin_new(copy)
+                order = self._newest.copies
+            elif key != self._next_new:
+                if self._newest.kind != _TAIL:
+                    self._begin_new(copy)
+                    order = self._newest.copies
+                else:
+                    # One more prompt's last chunk: the stretch goes on, of another length.
+                    self._tail = depth = copy.depth
+                    self._deeper += depth - self._depth
+            elif self._newest.kind == _TAIL:
                 self._begin_new(copy)
                 order = self._newest.copies
             self._next_new = copy.parent
@@ -179,10 +186,12 @@ class HedgedLhd(Eviction):
             if (
                 keys[at] != self._next_new
                 or self._source is not self._outside
-                or len(self._newest.copies) >= self._limit
+                or len(self._newest.copies) >= self._span
+                or self._newest.kind == _TAIL
             ):
                 self._begin_new(copies[at])
-            part = copies[at : at + self._limit - len(self._newest.copies)]
+            tail = self._newest.kind == _TAIL
+            part = copies[at : at + (1 if tail else self._span - len(self._newest.copies))]
             self._append(part)
             at += len(part)
             self._next_new = parents[at - 1]
@@ -191,7 +200,7 @@ class HedgedLhd(Eviction):
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         source: Run = copy.policy
         order = self._newest.copies
-        if source is not self._source or len(order) >= self._limit:
+        if source is not self._source or len(order) >= self._span:
             self._begin(copy, source, _AFTER[source.kind], returns=False)
             order = self._newest.copies
         source.copies[copy.queued] = None
@@ -206,11 +215,11 @@ class HedgedLhd(Eviction):
         while at < len(used):
             copy = used[at]
             source: Run = copy.policy
-            if source is not self._source or len(self._newest.copies) >= self._limit:
+            if source is not self._source or len(self._newest.copies) >= self._span:
                 self._begin(copy, source, _AFTER[source.kind], returns=False)
             # Those that stand in the source as they are used move as one.
             place = copy.queued
-            part = used[at : at + self._limit - len(self._newest.copies)]
+            part = used[at : at + self._span - len(self._newest.copies)]
             there = source.copies[place : place + len(part)]
             if there != part:
                 part = part[: list(map(is_not, there + _ENDED, part)).index(True)]
@@ -228,14 +237,16 @@ class HedgedLhd(Eviction):
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        if self._shy:
-            self._shy -= 1
-            self._stop()
-        if not self._granted:
+        granted = self._granted
+        if not granted:
+            if self._shy:
+                self._shy -= 1
+                self._stop()
             self._choose()
-            if not self._granted:
+            granted = self._granted
+            if not granted:
                 return None
-        copy = self._granted.pop()
+        copy = granted.pop()
         if evictable(copy):
             self._ghosts[copy.key] = self._victims
             return copy
@@ -248,7 +259,7 @@ class HedgedLhd(Eviction):
         victims: list[ChunkCopy] = []
         while len(victims) < count:
             granted = self._granted
-            if self._shy or not granted:
+            if not granted:
                 victim = self.pick(evictable, ctx)
                 if victim is None:
                     break
@@ -279,12 +290,11 @@ class HedgedLhd(Eviction):
     def _begin_new(self, copy: ChunkCopy) -> None:
         """Make ready for new copies that go the way of ``copy``, which is one."""
         if copy.key == self._next_new:
-            self._begin(copy, self._outside, self._prompt, returns=False)
+            length = min((self._tail + 1).bit_length() // 2, _LENGTHS - 1)
+            self._begin(copy, self._outside, _NEW + length, returns=False)
             return
         self._begin(copy, self._outside, _TAIL, returns=False)
-        self._prompt = _NEW + min((copy.depth + 1).bit_length() // 2, _LENGTHS - 1)
-        # The one after it is of another class.
-        self._limit = len(self._newest.copies) + 1
+        self._tail = copy.depth
 
     def _begin(self, copy: ChunkCopy, source: Run, kind: int, *, returns: bool) -> None:
         """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``."""
@@ -295,7 +305,6 @@ class HedgedLhd(Eviction):
         if run.kind != kind or len(run.copies) >= self._span:
             run = self._open(kind)
         self._source, self._returning = (None, source) if returns else (source, None)
-        self._limit = self._span
         self._settled = len(run.copies)
         self._depth = copy.depth
 
@@ -322,7 +331,8 @@ class HedgedLhd(Eviction):
         density.came(newest.kind, newest.since, count)
         self._clock += count
         stake.uses += count
-        stake.depths += count * (self._depth + 1)
+        stake.depths += count * (self._depth + 1) + self._deeper
+        self._deeper = 0
         if source is self._outside:
             self._members += count
             self._timeline.enter(count)
@@ -426,6 +436,7 @@ class HedgedLhd(Eviction):
             self._spare(copy)
             self._choose()
             if refused >= self._members:
+                self._recall()
                 return None
             copy = self._granted.pop()
             if evictable(copy):
