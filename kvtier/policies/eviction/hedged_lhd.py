@@ -136,6 +136,7 @@ class HedgedLhd(Eviction):
         self._deeper = 0
         # The parent of the last new chunk, and the depth of the last that began a prompt.
         self._next_new: ChunkKey | None = None
+        self._goes_on = False
         self._tail = 0
 
     @override
@@ -145,24 +146,11 @@ class HedgedLhd(Eviction):
         order = self._newest.copies
         if came_from is not None:
             if came_from is not self._returning or len(order) >= self._span:
-                self._begin(copy, came_from, _AFTER[came_from.kind], returns=True)
-                order = self._newest.copies
-        else:
-            if self._source is not self._outside or len(order) >= self._span:
-                self._begin_new(copy)
-                order = self._newest.copies
-            elif key != self._next_new:
-                if self._newest.kind != _TAIL:
-                    self._begin_new(copy)
-                    order = self._newest.copies
-                else:
-                    # One more prompt's last chunk: the stretch goes on, of another length.
-                    self._tail = depth = copy.depth
-                    self._deeper += depth - self._depth
-            elif self._newest.kind == _TAIL:
-                self._begin_new(copy)
-                order = self._newest.copies
+                order = self._begin(copy, came_from, _AFTER[came_from.kind], returns=True)
+        elif key == self._next_new and self._goes_on and len(order) < self._span:
             self._next_new = copy.parent
+        else:
+            order = self._begin_new(copy)
         copy.policy = self._newest
         copy.queued = len(order)
         order.append(copy)
@@ -183,15 +171,10 @@ class HedgedLhd(Eviction):
             return
         at = 0
         while at < len(copies):
-            if (
-                keys[at] != self._next_new
-                or self._source is not self._outside
-                or len(self._newest.copies) >= self._span
-                or self._newest.kind == _TAIL
-            ):
-                self._begin_new(copies[at])
-            tail = self._newest.kind == _TAIL
-            part = copies[at : at + (1 if tail else self._span - len(self._newest.copies))]
+            room = self._span - len(self._newest.copies)
+            if keys[at] != self._next_new or not self._goes_on or not room:
+                room = self._span - len(self._begin_new(copies[at]))
+            part = copies[at : at + (room if self._goes_on else 1)]
             self._append(part)
             at += len(part)
             self._next_new = parents[at - 1]
@@ -201,8 +184,7 @@ class HedgedLhd(Eviction):
         source: Run = copy.policy
         order = self._newest.copies
         if source is not self._source or len(order) >= self._span:
-            self._begin(copy, source, _AFTER[source.kind], returns=False)
-            order = self._newest.copies
+            order = self._begin(copy, source, _AFTER[source.kind], returns=False)
         source.copies[copy.queued] = None
         copy.policy = self._newest
         copy.queued = len(order)
@@ -287,26 +269,50 @@ class HedgedLhd(Eviction):
             copy.queued = place
         run.copies += copies
 
-    def _begin_new(self, copy: ChunkCopy) -> None:
-        """Make ready for new copies that go the way of ``copy``, which is one."""
-        if copy.key == self._next_new:
+    def _begin_new(self, copy: ChunkCopy) -> list[ChunkCopy | None]:
+        """Make ready for ``copy``, which is new, and what goes its way; return their order."""
+        continues = copy.key == self._next_new
+        self._next_new = copy.parent
+        if continues:
             length = min((self._tail + 1).bit_length() // 2, _LENGTHS - 1)
-            self._begin(copy, self._outside, _NEW + length, returns=False)
-            return
-        self._begin(copy, self._outside, _TAIL, returns=False)
-        self._tail = copy.depth
+            order = self._begin(copy, self._outside, _NEW + length, returns=False)
+            self._goes_on = True
+            return order
+        self._tail = depth = copy.depth
+        newest = self._newest
+        if (
+            newest.kind == _TAIL
+            and self._source is self._outside
+            and len(newest.copies) < self._span
+        ):
+            # One more prompt's last chunk: the stretch goes on, only of another length.
+            self._deeper += depth - self._depth
+            return newest.copies
+        return self._begin(copy, self._outside, _TAIL, returns=False)
 
-    def _begin(self, copy: ChunkCopy, source: Run, kind: int, *, returns: bool) -> None:
-        """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``."""
+    def _begin(
+        self, copy: ChunkCopy, source: Run, kind: int, *, returns: bool
+    ) -> list[ChunkCopy | None]:
+        """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``.
+
+        Returns:
+            Where they are to be appended.
+        """
         self._settle()
         if source is self._victims and not returns:
             self._recall()
         run = self._newest
         if run.kind != kind or len(run.copies) >= self._span:
             run = self._open(kind)
-        self._source, self._returning = (None, source) if returns else (source, None)
-        self._settled = len(run.copies)
+        if returns:
+            self._source, self._returning = None, source
+        else:
+            self._source, self._returning = source, None
+        self._goes_on = False
+        order = run.copies
+        self._settled = len(order)
         self._depth = copy.depth
+        return order
 
     def _open(self, kind: int) -> Run:
         """Begin a new run, the newest."""
@@ -320,36 +326,38 @@ class HedgedLhd(Eviction):
         """Account for the copies that left or moved since the last time."""
         if len(self._granted) < self._grant:
             self._settle_victims()
-        source = self._source or self._returning
         newest = self._newest
         count = len(newest.copies) - self._settled
-        if not count or source is None:
+        if not count:
+            return
+        source = self._source
+        if source is None and self._returning is None:
             return
         self._settled += count
         newest.live += count
-        density, stake = self._density, self._stake
-        density.came(newest.kind, newest.since, count)
+        self._density.came(newest.kind, newest.since, count)
         self._clock += count
+        stake = self._stake
         stake.uses += count
         stake.depths += count * (self._depth + 1) + self._deeper
         self._deeper = 0
         if source is self._outside:
             self._members += count
             self._timeline.enter(count)
-            return
-        density.used(source.kind, source.since, self._clock - source.since, count)
-        if self._returning is not None:
-            self._settle_returns(source, count)
-        else:
+        elif source is not None:
+            self._density.used(source.kind, source.since, self._clock - source.since, count)
             self._lose(source, count)
             if source.beyond:
                 stake.lead += count
                 self._timeline.enter(count)
+        elif self._returning is not None:
+            self._settle_returns(self._returning, count)
 
     def _stop(self) -> None:
         """Let neither what leaves nor what moves go on as it does."""
         self._settle()
         self._source = self._returning = None
+        self._goes_on = False
         self._recall()
 
     def _recall(self) -> None:
@@ -365,6 +373,7 @@ class HedgedLhd(Eviction):
     def _settle_returns(self, source: Run, count: int) -> None:
         """Account for ``count`` chunks that came back and had left from ``source``."""
         timeline = self._timeline
+        self._density.used(source.kind, source.since, self._clock - source.since, count)
         timeline.enter(0)  # nothing; but the run at the end of LRU's reach may be empty by now
         self._members += count
         source.away -= count
@@ -424,6 +433,7 @@ class HedgedLhd(Eviction):
                     grant = min(grant, ceil(budget))
         if run is self._source or run is self._returning:
             self._source = self._returning = None
+            self._goes_on = False
         self._victims = run
         self._granted = run.take(min(grant, self.capacity - len(self._ghosts)))
         self._grant = len(self._granted)
@@ -449,13 +459,16 @@ class HedgedLhd(Eviction):
         worst = oldest
         least = _CLEARLY * table[worst.kind][(clock - worst.since).bit_length()]
         for queue, worths in zip(self._queues, table, strict=True):
-            while queue and not queue[0].live and queue[0] is not newest:
-                queue.popleft()
-            if queue:
+            while queue:
                 run = queue[0]
-                worth = worths[(clock - run.since).bit_length()]
-                if worth < least and run.live:
-                    worst, least = run, worth
+                if run.live:
+                    worth = worths[(clock - run.since).bit_length()]
+                    if worth < least:
+                        worst, least = run, worth
+                    break
+                if run is newest:
+                    break
+                queue.popleft()
         return worst
 
     def _forget(self) -> None:
