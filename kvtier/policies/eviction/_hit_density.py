@@ -35,6 +35,7 @@ FloatArray = NDArray[np.float64]
 _PRIOR: Final = 8.0
 _FIRST: Final = 4
 """Bits of the ages that share the first octave."""
+_YOUNG: Final = 1 << _FIRST
 _TURNS: Final = 4
 """Longest age that is told apart, in turns of the tier."""
 _BITS: Final = 64
@@ -62,6 +63,7 @@ class HitDensity:
         octaves: Octaves of the table.
         table: Hit density by class and bits of the age; as it was at the last :meth:`learn`.
             Ages beyond the last octave count as the last.
+        lowest: The least of it by class.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class HitDensity:
             np.frombuffer(count).reshape(len(below), self.octaves) for count in counts
         )
         self.table: list[array[float]] = []
+        self.lowest: list[float] = []
         self.learn()
 
     def came(self, kind: int, now: int, count: int) -> None:
@@ -118,12 +121,14 @@ class HitDensity:
             count: How many.
         """
         self.went(kind, since, count)
-        octave = min(max(age.bit_length() - _FIRST, 0), self.octaves - 1)
-        place = kind * self.octaves + octave
-        self._uses[place] += count
-        if not octave:
+        place = kind * self.octaves
+        if age < _YOUNG:
             # Those that are used that soon are not there to be counted when they grow older.
             self._entered[place] += count
+        else:
+            octave = age.bit_length() - _FIRST
+            place += octave if octave < self.octaves else self.octaves - 1
+        self._uses[place] += count
 
     def grow_older(self, now: int) -> None:
         """Note which chunks came to another octave unused since the last time."""
@@ -151,6 +156,7 @@ class HitDensity:
             if lower:
                 np.maximum(table[kind], table[lower].max(0), out=table[kind])
         self.table = [array("d", row) for row in table[:, self._octave_of_bits]]
+        self.lowest = table.min(1).tolist()
         uses *= self._keep
         entered *= self._keep
 

@@ -455,14 +455,18 @@ class HedgedLhd(Eviction):
 
     def _worst(self, oldest: Run) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""
-        clock, table, newest = self._clock, self._density.table, self._newest
+        clock, queues, newest = self._clock, self._queues, self._newest
+        table = self._density.table
         worst = oldest
         least = _CLEARLY * table[worst.kind][(clock - worst.since).bit_length()]
-        for queue, worths in zip(self._queues, table, strict=True):
+        for kind, lowest in enumerate(self._density.lowest):
+            if lowest >= least:
+                continue
+            queue = queues[kind]
             while queue:
                 run = queue[0]
                 if run.live:
-                    worth = worths[(clock - run.since).bit_length()]
+                    worth = table[kind][(clock - run.since).bit_length()]
                     if worth < least:
                         worst, least = run, worth
                     break
