@@ -98,6 +98,45 @@ def chain(length: int, start: int = 0) -> list[ChunkCopy]:
     ]
 
 
+class _Filled:
+    """A tier that serves prompts whole, in bulk or chunk by chunk."""
+
+    def __init__(self, policy: HedgedLhd, *, in_bulk: bool) -> None:
+        self.members: dict[bytes, ChunkCopy] = {}
+        self._policy = policy
+        self._in_bulk = in_bulk
+        self._ctx = PolicyContext()
+
+    def serve(self, prompt: list[ChunkCopy], pinned: set[int]) -> None:
+        """Use what is here of ``prompt``, evict what may go for the rest, and let that in."""
+        here, new = self.members, [copy for copy in prompt if copy.key not in self.members]
+        used = [here[copy.key] for copy in reversed(prompt) if copy.key in here]
+        policy, ctx = self._policy, self._ctx
+
+        def may_go(copy: ChunkCopy) -> bool:
+            return int.from_bytes(copy.key[:8], "big") not in pinned
+
+        short = max(len(here) + len(new) - policy.capacity, 0)
+        if self._in_bulk:
+            policy.on_hit_many(used, ctx)
+            victims = policy.pick_many(short, may_go, ctx)
+        else:
+            for copy in used:
+                policy.on_hit(copy, ctx)
+            victims = []
+            while len(victims) < short and (victim := policy.pick(may_go, ctx)) is not None:
+                victims.append(victim)
+        for victim in victims:
+            del here[victim.key]
+        new = new[: policy.capacity - len(here)]
+        if self._in_bulk:
+            policy.on_insert_many(new, ctx)
+        else:
+            for copy in reversed(new):
+                policy.on_insert(copy, ctx)
+        here.update((copy.key, copy) for copy in new)
+
+
 @pytest.mark.parametrize("downwards", [True, False])
 def test_a_prompt_goes_leaf_first_however_it_came(downwards: bool) -> None:
     policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(8)
@@ -107,6 +146,51 @@ def test_a_prompt_goes_leaf_first_however_it_came(downwards: bool) -> None:
         for copy in reversed(copies):
             policy.on_insert(copy, ctx)
     assert policy.pick_many(8, lambda _: True, ctx) == copies[::-1]
+
+
+def test_what_one_batch_uses_twice_moves_twice() -> None:
+    single, batch, ctx = HedgedLhd(16), HedgedLhd(16), PolicyContext()
+    orders = []
+    for policy in (single, batch):
+        copies = chain(8)
+        policy.on_insert_many(copies, ctx)
+        used = [copies[place] for place in (5, 2, 1, 5, 0, 0, 6)]
+        if policy is batch:
+            policy.on_hit_many(used, ctx)
+        else:
+            for copy in used:
+                policy.on_hit(copy, ctx)
+        orders.append([copy.slot for copy in policy.pick_many(8, lambda _: True, ctx)])
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == list(range(8))
+
+
+def test_a_use_of_what_may_go_next_takes_back_the_choice() -> None:
+    policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(8)
+    policy.on_insert_many(copies, ctx)
+    first = policy.pick_many(2, lambda _: True, ctx)
+    assert first == [copies[7], copies[6]]
+    policy.on_hit(copies[4], ctx)
+    policy.on_remove(copies[3])
+    rest = policy.pick_many(8, lambda _: True, ctx)
+    assert rest == [copies[place] for place in (5, 2, 1, 0, 4)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**16), capacity=st.sampled_from([8, 48, 200]), is_pinning=st.booleans()
+)
+def test_bulk_calls_choose_as_single_ones_do(
+    seed: int, capacity: int, is_pinning: bool
+) -> None:
+    rng = random.Random(seed)
+    ours = [_Filled(HedgedLhd(capacity), in_bulk=in_bulk) for in_bulk in (True, False)]
+    for _ in range(40):
+        start, length = 100 * rng.randrange(12), rng.randint(1, capacity // 2)
+        pinned = rng.sample(range(1200), 300 if is_pinning else 0)
+        for tier in ours:
+            tier.serve(chain(length, start), set(pinned))
+        assert ours[0].members.keys() == ours[1].members.keys()
 
 
 @settings(max_examples=40)
@@ -122,7 +206,7 @@ def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -
         tier.access(make_key(number.to_bytes(8, "big"), 0))
         if step in removals:
             tier.remove(next(iter(tier.members)))
-    policy._settle()
+    policy._stop()
     timeline = policy._timeline
     within = [run for run in timeline.runs if not run.beyond]
     # The run at the edge counts as a whole, and the tier's own removals leave room.

@@ -14,10 +14,14 @@ its oldest keys are those that LRU let go of.
 from __future__ import annotations
 
 from itertools import islice
+from typing import Final
 
 from kvtier.policies.base import ChunkCopy
 
 __all__ = ["Run", "Timeline"]
+
+_EMPTY: Final[list[ChunkCopy | None]] = []
+"""Of every run that will have no copy again; most runs only count what left."""
 
 
 class Run:
@@ -44,6 +48,11 @@ class Run:
         self.live = 0
         self.away = 0
         self.beyond = False
+
+    def clear(self) -> None:
+        """Let go of what is left of a list without a copy; there will be none again."""
+        self.copies = _EMPTY
+        self.first = 0
 
     def take(self, count: int) -> list[ChunkCopy]:
         """Take the ``count`` oldest copies off, or all there are; the oldest comes last.

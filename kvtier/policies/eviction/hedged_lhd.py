@@ -36,6 +36,10 @@ chosen by age alone, and each of those picks moves on.
 Keys that left are remembered with their run: as many as there are slots, and as many again
 until the older half is forgotten at once, which is cheaper than one by one.
 
+Copies that stand in their run as they are used, and victims of one run, move as a block. A
+choice takes as many copies off a run as the budget allows, and each of them is granted to the
+next pick; a use of the run or anything else that could change the choice puts back the rest.
+
 Accounts are kept by the stretch. Copies that go the same way one after the other, from one run
 to the newest, are a stretch, and so are victims out of one run. Each of them costs a few
 attribute writes; counts, ages and LRU's reach are put right when the stretch ends or somebody
@@ -68,7 +72,7 @@ _USED: Final = _NEW + _LENGTHS
 _MOST_USES: Final = 4
 _KINDS: Final = _USED + _MOST_USES
 _NOWHERE: Final = -1
-_ENDED: Final = [None]
+_ENDED: Final[list[ChunkCopy | None]] = [None]
 
 _AFTER: Final = [max(_USED, min(kind + 1, _KINDS - 1)) for kind in range(_KINDS)]
 """The class that a use makes of each."""
@@ -397,8 +401,7 @@ class HedgedLhd(Eviction):
         """Note that ``count`` copies of ``run`` are there no more."""
         run.live -= count
         if not run.live and run is not self._newest:
-            run.copies.clear()
-            run.first = 0
+            run.clear()
 
     def _learn(self) -> None:
         """Look at the runs: how old they grew unused and, now and then, which are empty."""
