@@ -149,7 +149,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         await writer.drain()
         return
     with contextlib.suppress(ConnectionError):  # an engine that went away is noticed below
-        await _tell_opened(tier, writer)
+        await _tell_recovered(tier, writer)
+    send(Frame({"op": "opened", "capacity_slots": tier.capacity_slots}))
     call = await _until_closed(frames, _Server(tier, memory, send))
     await tier.aclose()
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
@@ -192,18 +193,18 @@ def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
     loop.add_reader(engine, engine_died)
 
 
-async def _tell_opened(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
+async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
     with bulk_loading():
-        for frame in _opened(tier):
+        for frame in _recovered(tier):
             writer.write(frame.encode())
             await writer.drain()
-        # What Python keeps of them for reuse lies all over the heap and holds its pages.
+        # What Python keeps of them for reuse lies all over the heap and holds its pages. It
+        # takes a while, so it is done before the tier is open.
         gc.collect()
 
 
-def _opened(tier: StorageTier) -> Iterator[Frame]:
-    """Yield what the engine is told of an open tier."""
-    # Some at a time, for a million objects leave holes in the heap when they go.
+def _recovered(tier: StorageTier) -> Iterator[Frame]:
+    """Yield what survived, some at a time: a million objects leave holes in the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)
@@ -211,7 +212,6 @@ def _opened(tier: StorageTier) -> Iterator[Frame]:
         slots = np.array(places, dtype=np.int64).tobytes()
         header = {"op": "recovered", "count": len(keys), "widths": widths}
         yield Frame(header, b"".join((slots, packed)))
-    yield Frame({"op": "opened", "capacity_slots": tier.capacity_slots})
 
 
 async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
