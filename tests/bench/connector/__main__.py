@@ -56,8 +56,8 @@ WARM_UP = 2
 NVME_BAR, RAM_BAR, STEP_BAR = 0.25, 0.20, 1.01
 PATHS = ("staged", "direct")
 WAVE_PROMPTS, WAVE_PROMPT_TOKENS, WAVE_TOKENS = 8, 200, 48
-LARGE = ModelShape(hidden=1024, layers=12, heads=16, kv_heads=4, inner=2816)
-"""137 million parameters, 550 MB that every step reads."""
+LARGE = ModelShape(hidden=1024, layers=8, heads=16, kv_heads=4, inner=2816)
+"""94 million parameters, 376 MB that every step reads."""
 SHAPES = {"tiny": TINY, "large": LARGE}
 STEPS_TIMEOUT_S = 3600.0
 IDLE = {
