@@ -117,7 +117,7 @@ class Ladder:
         copy = self.ram.copies.get(key)
         if copy is not None and copy.origin in within:
             return True
-        allowed = [tier for tier in self.slower if tier.index in within]
+        allowed = (tier for tier in self.slower if tier.index in within)
         return first_whole(allowed, key) is not None
 
     def serve(self, req_id: str, request: RequestState | None) -> None:

@@ -241,13 +241,8 @@ class StorageTierContract(ABC):
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
             sources = shelf.sources(keys)
-            writing = asyncio.ensure_future(
-                shelf.tier.write(keys, slots, sources, why=Why.STORE)
-            )
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            writing.cancel()
-            await asyncio.wait([writing])
+            writing = shelf.tier.write(keys, slots, sources, why=Why.STORE)
+            await _cancel_after(turns, writing)
             for source in sources:
                 source[:] = bytes(self.slot_nbytes)
             assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
@@ -286,11 +281,7 @@ class StorageTierContract(ABC):
     ) -> None:
         """Cancel a read after ``turns`` of the loop; it leaves the buffers alone."""
         slots, buffers = range(len(keys)), shelf.buffers(len(keys))
-        reading = asyncio.ensure_future(read(keys, slots, buffers, why=Why.LOAD))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.wait([reading])
+        await _cancel_after(turns, read(keys, slots, buffers, why=Why.LOAD))
         for buffer in buffers:
             buffer[:] = bytes(self.slot_nbytes)
         assert await shelf.get(keys, slots) == [DONE] * len(keys)
@@ -316,3 +307,12 @@ class StorageTierContract(ABC):
         assert counted.written_bytes == 4 * self.slot_nbytes
         assert counted.read_bytes == 4 * self.slot_nbytes
         assert (counted.corrupt, counted.read_failures, counted.write_failures) == (1, 0, 0)
+
+
+async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> None:
+    """Cancel ``call`` after ``turns`` of the loop, and wait until it is over."""
+    task = asyncio.ensure_future(call)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
