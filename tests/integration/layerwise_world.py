@@ -61,6 +61,11 @@ class Notes(KVTierWorker):
         self.lost: set[int] = set()
         """Blocks that this step's failed loads left as they were."""
 
+    @property
+    @override
+    def is_idle(self) -> bool:
+        return not self._finished
+
     @override
     def open_steps(self, layers: Sequence[str], *, timeout_s: float) -> None:
         raise NotImplementedError
