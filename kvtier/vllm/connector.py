@@ -180,6 +180,8 @@ class KVTierConnector(OffloadingConnector):
             generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
             self._kvtier.computing(0 if generates else prompt_tokens(tokens.values()))
         busy, in_step = self._busy, self._in_step
+        if in_step is not None:
+            in_step.end_offers()
         shown = scheduler_output if busy is None else busy.of(scheduler_output)
         if busy is not None and shown is None:
             return busy.pass_over()

@@ -180,12 +180,13 @@ class InStepLoads:
     def offer(self, request: Request, local_tokens: int, hit_tokens: int) -> int:
         """Return how many of ``hit_tokens`` to load within the step; 0 to load them ahead.
 
+        An offer holds until the step is scheduled.
+
         Args:
             request: Who asks.
             local_tokens: What vLLM's own prefix cache has of it.
             hit_tokens: What can be loaded behind that.
         """
-        self._offered.discard(request.request_id)
         status = self._half._req_status[request.request_id]  # noqa: SLF001
         tokens = hit_tokens
         if local_tokens + hit_tokens >= request.num_tokens:
@@ -218,6 +219,10 @@ class InStepLoads:
         (job_id,) = status.transfer_jobs
         own = [block.block_id for block in blocks.blocks[0]]
         self._loads[job_id] = _Load(status, own, first, self._hash_of(request, first))
+
+    def end_offers(self) -> None:
+        """Forget what was offered in this step and not taken: its request got no blocks."""
+        self._offered.clear()
 
     def hide(self) -> None:
         """Keep vLLM's half from seeing the loads while it looks for what to store."""
