@@ -357,7 +357,6 @@ class CacheService:
         if self._closed:
             return
         self._closed = True
-        self._note_logs(time.monotonic())
         self._bring_down(time.monotonic() + self._close_timeout_s)
         if self._observer is not None:
             self._observer.close()
@@ -473,6 +472,7 @@ class CacheService:
     def _bring_down(self, deadline: float) -> None:
         """Run demotions until nothing is dirty, or until ``deadline``."""
         try:
+            self._note_logs(time.monotonic())
             while (left_s := deadline - time.monotonic()) > 0:
                 self._manager.flush()
                 if not self._hand_over() and self._engine.idle:

@@ -144,3 +144,16 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     step(cache)
     assert not manager.has_work()
     assert not service._ways
+
+
+def test_what_was_dropped_last_is_told_before_the_cache_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = make_cache()
+    step(cache)
+    cache.service._logs_due_s = float("inf")  # no quarter of a second passes
+    cache.bench.manager._ladder.tiers[1].counters.dropped = 3
+    step(cache)
+    assert "keep up" not in caplog.text
+    cache.service.shutdown()
+    assert "does not keep up: 3 new chunks" in caplog.text
