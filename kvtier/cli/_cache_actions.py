@@ -22,11 +22,11 @@ from rich.progress import (
 )
 
 from kvtier.cli import _cache_render as render
+from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
-from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.inspect import (
     Entry,
     IndexReader,
@@ -38,7 +38,6 @@ from kvtier.tiers.slab.inspect import (
 )
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.schema import IndexDamagedError
-from kvtier.tiers.slab.trail import Reason, find_hash
 from kvtier.tiers.slab.verify import Verification
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import UnitError, parse_duration
@@ -217,15 +216,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
         if entry is not None:
             answer.less_recent = reader.less_recent(entry)
         else:
-            trail = list(reader.departures())
-            rows = [(row.at, row.reason, row.key_hashes) for row in trail]
-            for key in pattern.whole_keys():
-                left = find_hash(rows, hash_key(key))
-                answer.left_at, answer.reason = left or (answer.left_at, answer.reason)
-            answer.trail_begins_at = trail[-1].at if trail else 0
-            answer.damaged_at = max(
-                (row.at for row in trail if row.reason == Reason.DAMAGED.value), default=0
-            )
+            explain_absence(answer, pattern, list(reader.departures()))
     return answer
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from kvtier.errors import ClosedError
+from kvtier.keys import ChunkKey, short
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits
@@ -402,9 +403,15 @@ class TransferEngine:
             channel.late -= 1
         else:
             self._record(pending, failed=failed, now=ended_s)
-        if failed:
+        lost = _lost_keys(job, outcomes)
+        if failed or lost:
             logger.warning(
-                "job %d, %s -> %s: %s", job.job_id, job.source, job.destination, error
+                "job %d, %s -> %s: %s%s",
+                job.job_id,
+                job.source,
+                job.destination,
+                f"chunk {short(lost[0])}, of {len(lost)} lost: " if lost else "",
+                error,
             )
         done = sum(outcome is Outcome.DONE for outcome in outcomes)
         channel.seconds += ended_s - began_s
@@ -515,6 +522,15 @@ class TransferEngine:
 def _require_outcomes(outcomes: Sequence[Outcome], chunks: int) -> None:
     if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
         raise TypeError(f"not one outcome per chunk, but {outcomes!r:.80}")
+
+
+def _lost_keys(job: Job, outcomes: Sequence[Outcome]) -> list[ChunkKey]:
+    """Return the keys of the chunks that failed or are corrupt; a device's job names none."""
+    return [
+        key
+        for key, outcome in zip(job.keys, outcomes, strict=False)
+        if outcome in {Outcome.FAILED, Outcome.CORRUPT}
+    ]
 
 
 async def _raise(error: Exception) -> NoReturn:

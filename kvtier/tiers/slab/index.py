@@ -27,7 +27,7 @@ from kvtier.tiers.slab.change import Change, Notes, Row, Statement, statements_o
 from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, bring_up
-from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyHashes, Reason, make_rows
+from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, Reason, make_rows, mark_keys
 
 __all__ = [
     "Change",
@@ -46,7 +46,7 @@ KeyArray: TypeAlias = npt.NDArray[Any]
 _SLOTS_PER_STEP: Final = 1 << 16
 _LATEST: Final = 1 << 62  # an honest clock, one tick per chunk, takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
-_APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?)"
+_APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
 _TRIM: Final = "DELETE FROM departures WHERE end <= ?"
 _LOAD: Final = """
 SELECT count(*),
@@ -79,7 +79,8 @@ class StoredRows:
         keys: The chunks' keys; an array, for a million objects leave holes in the heap when
             they go.
         slots: Where they are.
-        key_hashes: 64 bits of each key.
+        key_hashes: 64 bits that stand for each key.
+        key_marks: What the trail keeps of each key when it leaves.
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row elsewhere.
         clock: A time later than any in the index.
@@ -88,6 +89,7 @@ class StoredRows:
     keys: KeyArray
     slots: npt.NDArray[np.int64]
     key_hashes: npt.NDArray[np.uint64]
+    key_marks: KeyMarks
     checksums: npt.NDArray[np.uint64]
     outdated: npt.NDArray[np.int64]
     clock: int
@@ -155,10 +157,10 @@ class IndexDatabase:
         """Delete all rows; this survives loss of power, whatever the durability."""
         self._execute_durably("DELETE FROM chunks")
 
-    def note_departures(self, reason: Reason, key_hashes: KeyHashes) -> None:
+    def note_departures(self, reason: Reason, key_marks: KeyMarks) -> None:
         """Add to the trail why chunks left; their rows are the caller's business."""
         notes = Notes()
-        notes.depart(reason, key_hashes)
+        notes.depart(reason, key_marks)
         self.apply(Change(notes=notes))
 
     def note(self, name: str) -> str:
@@ -218,7 +220,7 @@ class IndexDatabase:
         if found is not None:
             self._connection.execute(f"DELETE {where}", (capacity_slots,))
             keys = [bytes.fromhex(key) for key in found.split(",")]
-            self.note_departures(Reason.BEYOND, hash_keys(keys))
+            self.note_departures(Reason.BEYOND, mark_keys(keys))
 
     def _departures(self, notes: Notes, now: int) -> Iterator[Statement]:
         rows = make_rows(notes.departures, end=self._trail_end, at=now)
@@ -291,20 +293,22 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     newest[:-1] = key_hashes[by_key][1:] != key_hashes[by_key][:-1]
     kept = by_key[newest]
     kept = kept[np.argsort(last_uses[kept], kind="stable")]
+    kept_keys = keys[kept]
     latest = max(generations.max(initial=0), last_uses.max(initial=0))
     if latest > _LATEST:
         raise IndexDamagedError(f"its clock stands at {latest}")
     return StoredRows(
-        keys=keys[kept],
+        keys=kept_keys,
         slots=slots[kept],
         key_hashes=key_hashes[kept],
+        key_marks=np.concatenate([mark_keys(()), *map(mark_keys, _by_step(kept_keys))]),
         checksums=checksums[kept].view(np.uint64),
         outdated=slots[by_key[~newest]],
         clock=int(latest) + 1,
     )
 
 
-def hash_keys(keys: Sequence[ChunkKey]) -> KeyHashes:
+def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:
     """Return 64 bits for each of ``keys``."""
     return np.fromiter(map(hash_key, keys), dtype=np.uint64, count=len(keys))
 

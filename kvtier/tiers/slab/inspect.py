@@ -35,9 +35,9 @@ from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, read_layout
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
+from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
-    "Departure",
     "Entry",
     "IndexReader",
     "StoredNamespace",
@@ -57,16 +57,20 @@ def _cast(*columns: str) -> str:
 
 _INTEGERS: Final = ("checksum", "generation", "last_use", "stored_at", "used_at", "hits")
 # A value of another type reads as the number or bytes it resembles, as the engine reads it.
-_COLUMNS: Final = {
-    2: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}",
-    1: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
-    "0 AS stored_at, 0 AS used_at, 0 AS hits",
-}
+_COLUMNS_1: Final = (
+    f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
+    "0 AS stored_at, 0 AS used_at, 0 AS hits"
+)
+_COLUMNS: Final = f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}"
 _TRAIL: Final = """(
     SELECT end, CAST(at AS INTEGER) AS at, CAST(reason AS TEXT) AS reason,
-           CAST(key_hashes AS BLOB) AS key_hashes
+           CAST(key_hashes AS BLOB) AS key_marks, {marked} AS marked
     FROM departures WHERE length(key_hashes) % 8 = 0
 )"""
+_TRAILS: Final = {
+    2: _TRAIL.format(marked="0"),
+    3: _TRAIL.format(marked="CAST(marked AS INTEGER)"),
+}
 _ORDERS: Final = {
     "last-use": "last_use DESC",
     "stored": "generation DESC",
@@ -123,21 +127,6 @@ class Entry:
     stored_at: int
     used_at: int
     hits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """One row of the trail.
-
-    Attributes:
-        at: Seconds since the epoch.
-        reason: A value of :class:`kvtier.tiers.slab.trail.Reason`, or one of a later version.
-        key_hashes: Little-endian 64-bit hashes of the keys; empty if they are not known.
-    """
-
-    at: int
-    reason: str
-    key_hashes: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +246,14 @@ class IndexReader:
             " CAST(min(nullif(stored_at, 0)) AS INTEGER), CAST(max(stored_at) AS INTEGER)"
             " FROM (SELECT {columns} FROM chunks)"
         )
-        departures = self._departures("reason, sum(length(key_hashes) / 8)", "GROUP BY reason")
+        departures = self._departures("reason, sum(length(key_marks) / 8)", "GROUP BY reason")
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(departures))
 
     def departures(self) -> Iterator[Departure]:
         """Yield the trail, newest first."""
-        rows = self._departures("at, reason, key_hashes", "ORDER BY end DESC")
-        for at, reason, key_hashes in rows:
-            yield Departure(at, reason, key_hashes)
+        rows = self._departures("at, reason, key_marks, marked", "ORDER BY end DESC")
+        for at, reason, key_marks, marked in rows:
+            yield Departure(at, reason, key_marks, bool(marked))
 
     def entries(self, order: Order, limit: int) -> list[Entry]:
         """Return the first ``limit`` rows in ``order``, all of them if it is negative."""
@@ -295,12 +284,13 @@ class IndexReader:
         self._connect()
         if self._version == 1:
             return []
-        return self._query(f"SELECT {columns} FROM {_TRAIL} {tail}")
+        return self._query(f"SELECT {columns} FROM {_TRAILS[self._version]} {tail}")
 
     def _query(self, sql: str, parameters: _Parameters = ()) -> list[tuple[Any, ...]]:
         connection = self._connect()
         with blame():
-            sql = sql.replace("{columns}", _COLUMNS[self._version])
+            columns = _COLUMNS_1 if self._version == 1 else _COLUMNS
+            sql = sql.replace("{columns}", columns)
             return connection.execute(sql, parameters).fetchall()
 
     def _connect(self) -> sqlite3.Connection:

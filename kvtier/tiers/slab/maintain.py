@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes, hash_keys
+from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, holder_of, index_nbytes
 from kvtier.tiers.slab.lock import LOCK, name_holder, try_acquire
-from kvtier.tiers.slab.trail import Reason
+from kvtier.tiers.slab.trail import Reason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
 
@@ -63,7 +63,7 @@ def drop_chunks(space: StoredNamespace, entries: Sequence[Entry]) -> None:
         sqlite3.Error: The index cannot be written.
     """
     notes = Notes()
-    notes.depart(Reason.DROPPED, hash_keys([entry.key for entry in entries]))
+    notes.depart(Reason.DROPPED, mark_keys([entry.key for entry in entries]))
     with _index(space) as database:
         database.apply(Change(rows=dict.fromkeys(entry.slot for entry in entries), notes=notes))
 
