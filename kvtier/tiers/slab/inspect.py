@@ -32,7 +32,7 @@ from urllib.parse import quote
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.lock import LOCK
+from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, read_layout
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
@@ -76,6 +76,8 @@ _ORDERS: Final = {
     "stored": "generation DESC",
     "hits": "hits DESC, last_use DESC",
 }
+
+_AT_ONCE: Final = Patience(timeout_s=0)
 
 Order = Literal["last-use", "stored", "hits"]
 _Parameters = Sequence[int | str]
@@ -179,7 +181,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     return chosen
 
 
-def holder_of(directory: Path) -> str | None:
+def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
     """Return what the lock file of a namespace says of the process that has it open.
 
     The lock is tried for a moment, and only while the lock of the whole store keeps engines
@@ -189,10 +191,13 @@ def holder_of(directory: Path) -> str | None:
         None if nobody has it open.
 
     Raises:
+        ConfigError: A process keeps us from looking for longer than ``patience`` lasts.
         OSError: The files cannot be read.
     """
-    with _shared(directory.parent / ROOT_LOCK, wait=True), _shared(directory / LOCK) as free:
-        if free:
+    with contextlib.ExitStack() as stack:
+        if not stack.enter_context(_shared(directory.parent / ROOT_LOCK, patience)):
+            raise ConfigError(f"another process is opening {directory.parent}; try again")
+        if stack.enter_context(_shared(directory / LOCK, _AT_ONCE)):
             return None
         text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
         return "".join(filter(str.isprintable, text)) or "another process"
@@ -207,7 +212,8 @@ class IndexReader:
     """Reads the index of one namespace; a context manager. Not thread-safe.
 
     Its methods raise :class:`IndexDamagedError` for an index nobody can use,
-    :class:`sqlite3.Error` and :class:`OSError` when the machine fails.
+    :class:`sqlite3.Error` and :class:`OSError` when the machine fails, and what
+    :func:`holder_of` raises.
     """
 
     def __init__(self, space: StoredNamespace) -> None:
@@ -324,21 +330,15 @@ class IndexReader:
 
 
 @contextlib.contextmanager
-def _shared(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock of ``path`` together with other readers; yields whether it was free."""
+def _shared(path: Path, patience: Patience) -> Iterator[bool]:
+    """Hold the lock of ``path`` together with other readers; yields whether it got free."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         yield True  # a copy, which no engine has ever opened
         return
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        free = False
-    else:
-        free = True
-    try:
-        yield free
+        yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
     finally:
         os.close(fd)
 

@@ -34,7 +34,7 @@ def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
         remedy: What to do if an engine has it, for the message.
 
     Raises:
-        ConfigError: It is in use.
+        ConfigError: It is in use, or just being opened.
         OSError: The file system failed.
     """
     io = BlockIo()
