@@ -11,9 +11,10 @@ loaded. Nothing depends on them, so a clock that goes backwards harms nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +45,7 @@ KeyArray: TypeAlias = npt.NDArray[Any]
 """Keys as ``V<width>``, or as objects where they differ in length."""
 
 _SLOTS_PER_STEP: Final = 1 << 16
+_INSTRUCTIONS_PER_SIGN: Final = 4096  # of SQLite's machine: some 0.2 ms
 _LATEST: Final = 1 << 62  # an honest clock, one tick per chunk, takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
 _APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
@@ -176,6 +178,29 @@ class IndexDatabase:
         before the first payload is written, or it is of no use.
         """
         self._execute_durably("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    @contextlib.contextmanager
+    def giving_signs(self, on_sign: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_sign`` every now and then while a statement runs in the body.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted a statement, which did nothing then.
+        """
+
+        def sign() -> int:
+            on_sign()
+            return 0
+
+        self._connection.set_progress_handler(sign, _INSTRUCTIONS_PER_SIGN)
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            # What is raised in the handler is lost; only that it was raised is known.
+            if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            self._connection.set_progress_handler(None, 0)
 
     def compact(self) -> None:
         """Write the file anew, without the room that deleted rows left; durable."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
@@ -54,8 +54,15 @@ def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
         io.close(fd)
 
 
-def drop_chunks(space: StoredNamespace, entries: Sequence[Entry]) -> None:
+def drop_chunks(
+    space: StoredNamespace, entries: Sequence[Entry], on_sign: Callable[[], None]
+) -> None:
     """Remove ``entries`` from the index of ``space``, which is held; durable.
+
+    Args:
+        space: Where they are.
+        entries: What to remove.
+        on_sign: Called every now and then, as a sign of life.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -64,12 +71,17 @@ def drop_chunks(space: StoredNamespace, entries: Sequence[Entry]) -> None:
     """
     notes = Notes()
     notes.depart(Reason.DROPPED, mark_keys([entry.key for entry in entries]))
-    with _index(space) as database:
+    with _index(space, on_sign) as database:
         database.apply(Change(rows=dict.fromkeys(entry.slot for entry in entries), notes=notes))
 
 
-def compact_index(space: StoredNamespace) -> CompactedIndex:
+def compact_index(space: StoredNamespace, on_sign: Callable[[], None]) -> CompactedIndex:
     """Write the index of ``space``, which is held, anew without gaps.
+
+    Args:
+        space: Whose index.
+        on_sign: Called every now and then, as a sign of life: how much is left, SQLite does
+            not say.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -77,16 +89,17 @@ def compact_index(space: StoredNamespace) -> CompactedIndex:
         sqlite3.Error: The index cannot be written, for lack of room for example.
     """
     before_nbytes = index_nbytes(space)
-    with _index(space) as database:
+    with _index(space, on_sign) as database:
         database.compact()
     return CompactedIndex(before_nbytes, index_nbytes(space))
 
 
 @contextlib.contextmanager
-def _index(space: StoredNamespace) -> Iterator[IndexDatabase]:
+def _index(space: StoredNamespace, on_sign: Callable[[], None]) -> Iterator[IndexDatabase]:
     spec = IndexSpec(space.index_path, checksum="xxh3", durability="power")
     database = IndexDatabase.open(spec, BlockIo())
     try:
-        yield database
+        with database.giving_signs(on_sign):
+            yield database
     finally:
         database.close()
