@@ -16,6 +16,7 @@ An engine may start at any time, so who is there is asked again before every que
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -191,7 +192,8 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
         None if nobody has it open.
 
     Raises:
-        ConfigError: A process keeps us from looking for longer than ``patience`` lasts.
+        ConfigError: A process keeps us from looking for longer than ``patience`` lasts, or a
+            symbolic link is where a lock belongs.
         OSError: The files cannot be read.
     """
     with contextlib.ExitStack() as stack:
@@ -337,6 +339,12 @@ def _shared(path: Path, patience: Patience) -> Iterator[bool]:
     except FileNotFoundError:
         yield True  # a copy, which no engine has ever opened
         return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{path} is a symbolic link, which is not followed; remove it"
+        ) from error
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
     finally:
