@@ -157,8 +157,10 @@ class TestExplain:
         self, shell: Shell, store: Store
     ) -> None:
         store.filled().become_version_2(evicted=[KEYS[40]])
+        seen = store.seen()
         for restart in (False, True):
             if restart:
+                assert store.seen() == seen
                 store.start()
                 store.put([KEYS[20]], [0])
                 store.stop()

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from kvtier.keys import make_key, short
-from kvtier.tiers.slab import group_commit, index
+from kvtier.tiers.slab import group_commit, index, maintain
 from kvtier.tiers.slab.change import Change, Row
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import IndexDatabase, IndexSpec, hash_keys
+from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.schema import bring_up
 from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, MarkPattern, Reason, mark_keys
 from tests.unit.stores import KEYS, SLOTS, Store
 
@@ -122,6 +124,17 @@ class TestVersions:
             (1000, "evicted", hash_keys([KEYS[40]]).tobytes(), 0),
             (1040, "evicted", mark_keys([KEYS[0]]).tobytes(), 1),
         ]
+
+    def test_who_reads_while_an_engine_brings_version_2_up_reads_on(self, store: Store) -> None:
+        store.filled().become_version_2(evicted=[KEYS[40]])
+        (space,) = find_namespaces(store.root)
+        with maintain.hold(space, "stop that engine"), IndexReader(space) as reader:
+            before = (reader.totals(), list(reader.departures()))
+            connection = sqlite3.connect(store.index)
+            bring_up(connection)
+            connection.close()
+            assert reader.live
+            assert (reader.totals(), list(reader.departures())) == before
 
     def test_an_upgrade_of_version_2_cut_short_costs_the_cache_and_not_the_start(
         self, store: Store
