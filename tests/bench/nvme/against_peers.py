@@ -50,7 +50,7 @@ def against_peers(lab: Lab) -> Iterator[Row]:
         fio.fill()
         for chunk_nbytes in CHUNK_SIZES:
             figures = _run_rounds(lab, lab.plan.workload(chunk_nbytes), fio)
-            yield from _throughput_rows(chunk_nbytes, figures)
+            yield from _throughput_rows(chunk_nbytes, figures, fio.memory)
             yield from _cost_rows(chunk_nbytes, figures)
 
 
@@ -85,7 +85,7 @@ def _measure_fio(lab: Lab, fio: Fio, workload: Workload, figures: _Figures) -> N
             lab.say(f"    {direction} at queue depth {depth}: {measured:.0f} MB/s")
 
 
-def _throughput_rows(chunk_nbytes: int, figures: _Figures) -> Iterator[Row]:
+def _throughput_rows(chunk_nbytes: int, figures: _Figures, fio_memory: str) -> Iterator[Row]:
     benches: tuple[tuple[str, Direction, Callable[[Passes], float]], ...] = (
         ("promote", "read", lambda passes: passes.promote.mb_per_s),
         ("store", "write", lambda passes: passes.store.mb_per_s),
@@ -99,7 +99,8 @@ def _throughput_rows(chunk_nbytes: int, figures: _Figures) -> Iterator[Row]:
             "fio",
             (both[0], measured),
             "MB/s",
-            remark=f"fio {direction}s {approximate_size(chunk_nbytes)} best at depth {depth}.",
+            remark=f"fio {direction}s {approximate_size(chunk_nbytes)} best at depth {depth}, "
+            f"buffers in {'huge pages' if fio_memory == 'shmhuge' else 'small pages'}.",
         )
         yield Row.over_rounds(
             bench,
