@@ -6,14 +6,17 @@ That it is a storage tier like any other is in tests/contract/test_tiers.py.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -23,13 +26,14 @@ from kvtier.errors import (
     ConfigError,
     StoreDamagedError,
     StoreLockedError,
+    TierUnavailableError,
 )
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext, TierStatistics
 from kvtier.tiers.hosted import HostedTier, client, connection, process
-from kvtier.tiers.hosted.frames import Batch, Frame
+from kvtier.tiers.hosted.frames import Batch, Frame, FrameParser
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
@@ -266,6 +270,79 @@ async def test_errors_of_opening_cross_over_as_they_are(
     layout.write_text("{")
     with pytest.raises(StoreDamagedError, match=r"layout\.json"):
         await opened(options, context)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Chatterbox:
+    """A host that always has something to say, of which nothing is that the store is open.
+
+    Each word takes a second on a clock of the test's own.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.timeouts_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def settimeout(self, timeout_s: float) -> None:
+        self.timeouts_s.append(timeout_s)
+
+    def sendall(self, data: bytes) -> None:
+        self.now_s += 1
+
+    def recv(self, nbytes: int) -> bytes:
+        self.now_s += 1
+        header = {"op": "log", "level": logging.DEBUG, "logger": "kvtier", "text": "wait"}
+        return Frame(header).encode()
+
+
+def test_the_deadline_is_that_of_the_whole_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 4)
+    talk = Chatterbox()
+    host = process.HostProcess(cast("Any", None), cast("Any", talk), FrameParser())
+    with pytest.raises(TimeoutError):
+        host.open({}, clock=talk.clock)
+    assert talk.timeouts_s == [4, 3, 2, 1]
+
+
+def test_a_store_that_is_not_open_in_time_is_an_error_that_says_so(
+    options: NvmeTierConfig, context: TierContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 0.01)
+    late = r"tier nvme: .* not opened the store after 0\.01 s and was ended; .* start the eng"
+    with pytest.raises(TierUnavailableError, match=late):
+        HostedTier.open(options, context)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOMEM, "Cannot allocate memory; free memory"),
+        (errno.EMFILE, "Too many open files; allow the engine more open files"),
+        (errno.ENOENT, f"No such file or directory; check that {sys.executable} is there"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
+    options: NvmeTierConfig,
+    context: TierContext,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    words: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    error = f"tier nvme: .*{re.escape(words)}.*own_process: false"
+    before = open_descriptors()
+    with pytest.raises(TierUnavailableError, match=error):
+        HostedTier.open(options, context)
+    assert open_descriptors() == before, "a socket was left open"
 
 
 ENGINE = """

@@ -262,7 +262,7 @@ class HostedTier(StorageTier):
             host, _ = await self._context.pool.run(
                 lambda: _start(self._options, self._context), priority=int(Why.LOAD)
             )
-        except (KvtierError, OSError) as error:
+        except KvtierError as error:
             raise TierUnavailableError(
                 self.name, f"its I/O process could not be started again: {error}"
             ) from error
