@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,10 +31,11 @@ from kvtier.errors import (
     TierUnavailableError,
 )
 from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
 from kvtier.testing.chunks import Arena, make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext, TierStatistics
-from kvtier.tiers.hosted import HostedTier, client, connection, process
+from kvtier.tiers.hosted import HostedTier, client, connection, host, process
 from kvtier.tiers.hosted.frames import Batch, Frame, FrameParser
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
@@ -272,6 +275,43 @@ async def test_errors_of_opening_cross_over_as_they_are(
         await opened(options, context)
 
 
+@dataclass
+class Survivors:
+    """A tier in which so many chunks survived."""
+
+    chunks: int
+
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
+        return ((number.to_bytes(36), number) for number in range(self.chunks))
+
+
+class CountingWriter:
+    """An engine that takes what it is sent."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    def write(self, data: bytes) -> None:
+        self.frames += 1
+
+    async def drain(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("chunks", "frames", "cleanings"), [(0, 0, 0), (8, 1, 0), (9, 2, 1)], ids=str
+)
+async def test_the_host_cleans_its_heap_only_of_what_many_chunks_left_there(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, frames: int, cleanings: int
+) -> None:
+    monkeypatch.setattr(host, "_RECOVERED_AT_ONCE", 8)
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    engine = CountingWriter()
+    await host._tell_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
+    assert (engine.frames, len(collected)) == (frames, cleanings)
+
+
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -304,9 +344,9 @@ class Chatterbox:
 def test_the_deadline_is_that_of_the_whole_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 4)
     talk = Chatterbox()
-    host = process.HostProcess(cast("Any", None), cast("Any", talk), FrameParser())
+    hosting = process.HostProcess(cast("Any", None), cast("Any", talk), FrameParser())
     with pytest.raises(TimeoutError):
-        host.open({}, clock=talk.clock)
+        hosting.open({}, clock=talk.clock)
     assert talk.timeouts_s == [4, 3, 2, 1]
 
 
