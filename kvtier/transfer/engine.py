@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from kvtier.errors import ClosedError
 from kvtier.tiers.base import SlotOutcomes
@@ -43,6 +43,9 @@ __all__ = ["TransferEngine"]
 logger = logging.getLogger(__name__)
 
 Pair = tuple[str, str]
+
+_DRAINING_SHARE: Final = 0.75
+"""Of the time that closing may take, for the jobs that are queued."""
 
 
 @dataclass(slots=True)
@@ -237,23 +240,31 @@ class TransferEngine:
     def close(self, *, timeout_s: float) -> bool:
         """Run what is queued, then stop; what does not finish in time is cancelled. Idempotent.
 
+        A quarter of the time is kept for the tiers, which then end what runs and close.
+
         Returns:
             Whether everything settled and the thread ended. False means that a system call is
-            stuck; the thread is a daemon and dies with the process.
+            stuck, or a tier not closed yet; that goes on in the thread, which is a daemon and
+            dies with the process.
         """
         if self._closing:
             return not (self._unsettled or self._thread.is_alive())
         deadline = time.monotonic() + timeout_s
         with self._settled:
-            drained = self._settled.wait_for(lambda: not self._unsettled, timeout=timeout_s)
+            drained = self._settled.wait_for(
+                lambda: not self._unsettled, timeout=_DRAINING_SHARE * timeout_s
+            )
         self._closing = True
         self._poke()
-        self._thread.join(max(deadline - time.monotonic(), 1.0))
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.error(
-                "transfer engine %s: jobs %s are stuck in the operating system",
+                "transfer engine %s: not closed within %.1f s: %s",
                 self._name,
-                sorted(self._running),
+                timeout_s,
+                f"jobs {sorted(self._running)} are stuck in the operating system"
+                if self._running
+                else "its tiers take longer",
             )
             return False
         return drained

@@ -16,15 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import (
     CapacityError,
+    ClosedError,
     ConfigError,
     StoreDamagedError,
     StoreLockedError,
@@ -188,6 +189,88 @@ async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_se
     assert shelf.tier.host_pid is not None
     with pytest.raises(ProcessLookupError):
         kill(shelf.tier, signal.SIGKILL)
+
+
+async def test_a_host_that_is_killed_while_it_closes_loses_nothing_that_was_committed(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(range(3))
+    assert await shelf.put(keys, range(3)) == [DONE] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+        patch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+        kill(shelf.tier, signal.SIGSTOP)
+        await shelf.tier.aclose()
+    assert sorted(await shelf.open()) == sorted(zip(keys, range(3), strict=True))
+    assert await shelf.get(keys, range(3)) == [DONE] * 3
+
+
+async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    pool = IoPool(1, name="kvtier-own")
+    tier = await opened(options, replace(context, pool=pool))
+    await tier.aopen()
+    assert await context.pool.run(lambda: pool.close(timeout_s=10), priority=0)
+    await tier.aclose()
+    assert tier._host is not None
+    assert tier._host.process.returncode == 0
+
+
+async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
+    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never_ends(process: object) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(connection, "aend", never_ends)
+    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 0.01)
+    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    held = shelf.tier._host
+    assert held is not None
+    await pool.run(lambda: held.process.wait(10), priority=0)
+
+
+async def test_a_reset_that_a_hung_host_keeps_from_ending_starts_none_for_a_closed_tier(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+    await shelf.tier.aopen()
+    first = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)
+    resetting = asyncio.ensure_future(shelf.tier.reset())
+    await asyncio.sleep(0)
+    await shelf.tier.aclose()
+    with pytest.raises(ClosedError):
+        await resetting
+    assert shelf.tier.host_pid == first
+
+
+async def test_a_host_that_starts_again_too_late_is_ended(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[process.HostProcess] = []
+    start = client._start
+
+    def close_meanwhile(
+        options: TierConfig, context: TierContext
+    ) -> tuple[process.HostProcess, process.Opened]:
+        found = start(options, context)
+        started.append(found[0])
+        asyncio.run_coroutine_threadsafe(shelf.tier.aclose(), loop).result(10)
+        return found
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(client, "_start", close_meanwhile)
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    while not started:
+        assert await shelf.get(keys, [0]) == [FAILED]
+    assert "is closed" in shelf.error
+    assert started[0].process.returncode == 0
 
 
 def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
@@ -388,7 +471,7 @@ def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
 ENGINE = """
 import os, sys, asyncio, signal
 from pathlib import Path
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_keys
 from kvtier.testing.shelf import Shelf

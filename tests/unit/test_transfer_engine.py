@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kvtier.errors import ClosedError
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import EngineLimits, Route, TransferEngine
+from kvtier.transfer import engine as engine_module
 from kvtier.types import Job, Outcome, TransferResult, Why
 
 CHUNK_NBYTES = 4096
@@ -322,6 +324,34 @@ def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
     assert wait_for(engine, waiting) == {waiting.job_id: ([Outcome.CANCELLED], True)}
     gate.set()
     assert wait_for(engine, stuck) == {stuck.job_id: ([Outcome.DONE], True)}
+
+
+def test_closing_takes_no_longer_than_it_may_and_keeps_some_of_that_for_the_tiers(
+    make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    stuck = job()
+    route.hold(stuck)
+    engine.submit(stuck)
+    assert route.entered[stuck.job_id].wait(10)
+    now_s = 0.0
+    waited_s: list[float] = []
+
+    def wait(timeout_s: float) -> None:
+        nonlocal now_s
+        now_s += timeout_s
+        waited_s.append(timeout_s)
+
+    def wait_for(predicate: Callable[[], bool], timeout: float) -> bool:
+        wait(timeout)
+        return predicate()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr(engine._settled, "wait_for", wait_for)
+        patch.setattr(engine._thread, "join", wait)
+        assert not engine.close(timeout_s=8)
+    assert waited_s == [6, 2]
 
 
 def test_a_job_without_a_route_is_the_callers_mistake(make_engine: MakeEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -20,10 +21,12 @@ from kvtier.errors import TierUnavailableError
 from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
 from kvtier.types import SharedMemory
 
-__all__ = ["HostProcess", "Opened"]
+__all__ = ["HostProcess", "Opened", "aend", "relog"]
 
 _OPEN_TIMEOUT_S: Final = 600.0
 _EXIT_TIMEOUT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.05
 _REMEDIES: Final[dict[int | None, str]] = {
     errno.ENOMEM: "free memory or give the RAM tier less",
     errno.EAGAIN: "allow this user and its container more processes",
@@ -199,17 +202,39 @@ def relog(frame: Frame) -> None:
     logging.getLogger(header["logger"]).log(header["level"], "%s", header["text"])
 
 
-def end(process: subprocess.Popen[bytes]) -> bool:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Wait a while for ``process`` to end, kill it otherwise; blocks.
+
+    One that is stuck in a system call lives on.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_EXIT_TIMEOUT_S)
+        return
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_EXIT_TIMEOUT_S)
+
+
+async def aend(process: subprocess.Popen[bytes]) -> bool:
+    """Wait a while for ``process`` to end, kill it otherwise.
+
+    It needs no thread: those of the engine may be closed by now, or hang on a disk.
 
     Returns:
         Whether it ended. False means that it is stuck in a system call.
     """
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_EXIT_TIMEOUT_S)
+    if await _has_ended_within(process, _EXIT_TIMEOUT_S):
         return True
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_EXIT_TIMEOUT_S)
-        return True
-    return False
+    return await _has_ended_within(process, _EXIT_TIMEOUT_S)
+
+
+async def _has_ended_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    while process.poll() is None:
+        if time.monotonic() >= deadline_s:
+            return False
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
