@@ -307,13 +307,13 @@ def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
 ) -> None:
     engine = make_engine()
     turns = itertools.count()
-    admit = engine._admit
+    admit = engine._runner._admit
 
     def counted() -> None:
         next(turns)
         admit()
 
-    monkeypatch.setattr(engine, "_admit", counted)
+    monkeypatch.setattr(engine._runner, "_admit", counted)
     stuck, waiting = job(), job()
     gate = route.hold(stuck)
     engine.submit(stuck)
@@ -348,7 +348,7 @@ def test_closing_takes_no_longer_than_it_may_and_keeps_some_of_that_for_the_tier
 
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-        patch.setattr(engine._settled, "wait_for", wait_for)
+        patch.setattr(engine._answers.changed, "wait_for", wait_for)
         patch.setattr(engine._thread, "join", wait)
         assert not engine.close(timeout_s=8)
     assert waited_s == [6, 2]
@@ -527,7 +527,7 @@ def test_a_thread_that_dies_answers_every_job(
     def die() -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr(engine, "_admit", die)
+    monkeypatch.setattr(engine._runner, "_admit", die)
     jobs = [job(), job()]
     engine.submit(*jobs)
     assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.FAILED], True) for each in jobs}
