@@ -198,6 +198,25 @@ class TransferEngine:
             lambda: self._runner.exclusively(action, self._channels), timeout_s
         )
 
+    def exclusively_each(self, actions: Mapping[str, Action], *, timeout_s: float) -> bool:
+        """Do :meth:`exclusively` for each tier by itself, side by side.
+
+        Only jobs from or to a tier make its action wait, and only they wait for it: a tier that
+        hangs holds up no other.
+
+        Args:
+            actions: What to await, by the name of the tier it is for.
+            timeout_s: Longest this blocks.
+
+        Returns:
+            Whether all are over; False when ``timeout_s`` passed first, and some still go on.
+
+        Raises:
+            ClosedError: The engine's thread died.
+            ExceptionGroup: What went wrong; all are over.
+        """
+        return self._await_on_loop(lambda: self._runner.exclusively_each(actions), timeout_s)
+
     def close(self, *, timeout_s: float) -> bool:
         """Run what is queued, then stop; what does not finish in time is cancelled. Idempotent.
 

@@ -7,14 +7,16 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any
 
+from kvtier.errors import TierUnavailableError
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.answers import Answers
 from kvtier.transfer.channel import Channel, EngineLimits
 from kvtier.transfer.jobs import JobQueue, Pair, Pending
-from kvtier.types import Job, JobId, Outcome, TransferResult
+from kvtier.transfer.moving import begin, outcomes_of
+from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Action", "Runner"]
 
@@ -119,22 +121,53 @@ class Runner:
 
         What is queued there is cancelled, and what comes meanwhile waits.
         """
-        channels = [self._channels[pair] for pair in pairs]
+        self._pause(pairs)
+        await self._act(action, pairs)
+
+    async def exclusively_each(self, actions: Mapping[str, Action]) -> None:
+        """Await each action while nothing runs from or to the tier it is for.
+
+        Raises:
+            ExceptionGroup: What went wrong, once all are over.
+        """
+        errors: list[Exception] = []
+
+        async def attempt(tier: str, action: Action, pairs: Collection[Pair]) -> None:
+            try:
+                await self._act(action, pairs)
+            except Exception as error:  # noqa: BLE001 - raised below, after the other tiers
+                errors.append(error)
+            except asyncio.CancelledError:  # of something that the tier waited for
+                errors.append(TierUnavailableError(tier, "it gave up an exclusive action"))
+
+        async with asyncio.TaskGroup() as attempts:
+            for tier, action in actions.items():
+                pairs = [pair for pair in self._channels if tier in pair]
+                self._pause(pairs)
+                attempts.create_task(attempt(tier, action, pairs))
+        if errors:
+            raise ExceptionGroup("tiers that failed", errors)
+
+    def _pause(self, pairs: Collection[Pair]) -> None:
+        """Let jobs of ``pairs`` wait, and nobody for those there are."""
         self._exclusive_actions += 1
-        for channel in channels:
-            channel.pauses += 1
+        for pair in pairs:
+            self._channels[pair].pauses += 1
+        self._admit()
+        self._cancel_queued("the cache was reset", pairs)
+        for pending in self._running_on(pairs):
+            pending.channel.route.abandon(pending.job)
+
+    async def _act(self, action: Action, pairs: Collection[Pair]) -> None:
+        """Await ``action`` when nothing runs any more on channels that are paused for it."""
         try:
-            self._admit()
-            self._cancel_queued("the cache was reset", pairs)
-            for pending in self._running_on(pairs):
-                pending.channel.route.abandon(pending.job)
             while self._running_on(pairs):
                 self._changed.clear()
                 await self._changed.wait()
             await action()
         finally:
-            for channel in channels:
-                channel.pauses -= 1
+            for pair in pairs:
+                self._channels[pair].pauses -= 1
             self._exclusive_actions -= 1
             self._turn()
 
@@ -184,7 +217,7 @@ class Runner:
             self._running[pending.job.job_id] = pending
             channel.running_bytes += pending.nbytes
             pending.began_s = time.monotonic()
-            self._tasks.create_task(self._execute(pending, _begin(pending)))
+            self._tasks.create_task(self._execute(pending, begin(pending)))
 
     def _refuse(self, pending: Pending) -> None:
         pending.channel.refused += 1
@@ -201,7 +234,7 @@ class Runner:
         """See one job to its settled result; the top of its task, so nothing escapes."""
         job, channel = pending.job, pending.channel
         began_s = pending.began_s
-        outcomes, error = await _outcomes(job, moving)
+        outcomes, error = await outcomes_of(job, moving)
         ended_s = time.monotonic()
         channel.running_bytes -= pending.nbytes
         del self._running[job.job_id]
@@ -272,36 +305,3 @@ class Runner:
 
     def _running_on(self, pairs: Collection[Pair]) -> list[Pending]:
         return [pending for pending in self._running.values() if pending.pair in pairs]
-
-
-def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
-    """Begin to move a job's chunks at once; never raises."""
-    try:
-        return pending.channel.route.run(pending.job)
-    except Exception as raised:  # noqa: BLE001 - raised again where the job ends
-        pending.channel.route.abandon(pending.job)
-        return _raise(raised)
-
-
-async def _outcomes(
-    job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
-) -> tuple[Sequence[Outcome], str]:
-    """Return what became of each chunk; a tier that breaks its word is one that failed."""
-    chunks = len(job.source_slots)
-    try:
-        moved = await moving
-        _require_outcomes(moved.outcomes, chunks)
-    # Nobody cancels a job's task: a cancellation is that of something the tier waited for.
-    except (Exception, asyncio.CancelledError, SystemExit) as raised:
-        logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
-        return [Outcome.FAILED] * chunks, f"{type(raised).__name__}: {raised}"
-    return moved.outcomes, moved.error
-
-
-def _require_outcomes(outcomes: Sequence[Outcome], chunks: int) -> None:
-    if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
-        raise TypeError(f"not one outcome per chunk, but {outcomes!r:.80}")
-
-
-async def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import EngineLimits, Route, TransferEngine
 from kvtier.transfer import engine as engine_module
@@ -254,6 +254,71 @@ def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_t
     assert sorted(route.abandoned) == [running.job_id, waiting.job_id]
     assert seen == [[running.job_id]]
     assert route.began == [running.job_id, later.job_id]
+
+
+def test_what_is_done_exclusively_to_a_tier_that_hangs_keeps_no_other_tier_waiting(
+    route: Scripted,
+) -> None:
+    engine = TransferEngine(
+        "test",
+        {("nvme", "ram"): route, ("ram", "nvme"): route, ("tape", "ram"): route},
+        chunk_nbytes=CHUNK_NBYTES,
+        limits=EngineLimits(queued_bytes=1 << 20, running_bytes=CHUNK_NBYTES),
+    )
+    hung, waiting = job(), job()
+    gate = route.hold(hung)
+    engine.submit(hung)
+    assert route.entered[hung.job_id].wait(10)
+    engine.submit(waiting)
+    reset: list[str] = []
+    release, tape_is_reset = threading.Event(), threading.Event()
+
+    async def reset_nvme() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, release.wait)
+        reset.append("nvme")
+
+    async def reset_tape() -> None:
+        reset.append("tape")
+        tape_is_reset.set()
+
+    def check_that_only_nvme_waits() -> None:
+        behind, beside = job(Why.DEMOTE), job()._replace(source="tape")
+        engine.submit(behind, beside)
+        assert wait_for(engine, beside)[beside.job_id] == ([Outcome.DONE], True)
+        assert reset == ["tape"]
+        assert behind.job_id not in route.began
+
+    actions = {"nvme": reset_nvme, "tape": reset_tape}
+    assert not engine.exclusively_each(actions, timeout_s=0.01)
+    assert tape_is_reset.wait(10)
+    check_that_only_nvme_waits()  # for a job that hangs
+    gate.set()
+    wait_for(engine, hung)
+    check_that_only_nvme_waits()  # for a reset that hangs
+    release.set()
+    assert engine.close(timeout_s=10)
+    assert reset == ["tape", "nvme"]
+
+
+def test_what_goes_wrong_with_one_tier_is_told_when_all_are_over(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    reset: list[str] = []
+
+    async def reset_ram() -> None:
+        reset.append("ram")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.exclusively_each({"nvme": cancelled_tier, "ram": reset_ram}, timeout_s=10)
+    assert [type(error) for error in raised.value.exceptions] == [TierUnavailableError]
+    assert reset == ["ram"]
+
+
+async def cancelled_tier() -> None:
+    inner = asyncio.get_running_loop().create_future()
+    inner.cancel()
+    await inner
 
 
 def test_closing_runs_what_is_queued_then_the_closers(route: Scripted) -> None:
