@@ -70,14 +70,14 @@ class JobQueue:
     def in_order(self) -> Iterator[Pending]:
         """Yield what waits, most urgent first; what is not removed meanwhile waits on."""
         kept: list[Pending] = []
+        queued = self._queued
         try:
             while self._heap:
                 pending = heapq.heappop(self._heap)
-                if pending not in self:
-                    continue
-                kept.append(pending)
-                yield pending
+                if pending.job.job_id in queued:
+                    kept.append(pending)
+                    yield pending
         finally:
             for pending in kept:
-                if pending in self:
+                if pending.job.job_id in queued:
                     heapq.heappush(self._heap, pending)
