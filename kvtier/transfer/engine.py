@@ -182,27 +182,12 @@ class TransferEngine:
         """
         return self._answers.wait_any(timeout_s=timeout_s)
 
-    def exclusively(self, action: Action, *, timeout_s: float) -> bool:
-        """Cancel what is queued, let what runs finish, then await ``action`` before all else.
-
-        Jobs submitted meanwhile wait until it is over. Whoever waits for chunks of jobs that
-        run is told at once not to.
-
-        Returns:
-            Whether it is over; False when ``timeout_s`` passed first, and it still goes on.
-
-        Raises:
-            ClosedError: The engine's thread died.
-        """
-        return self._await_on_loop(
-            lambda: self._runner.exclusively(action, self._channels), timeout_s
-        )
-
     def exclusively_each(self, actions: Mapping[str, Action], *, timeout_s: float) -> bool:
-        """Do :meth:`exclusively` for each tier by itself, side by side.
+        """Do something to each tier while no job runs from or to it.
 
-        Only jobs from or to a tier make its action wait, and only they wait for it: a tier that
-        hangs holds up no other.
+        What is queued for it is cancelled, what runs is waited for, and what is submitted
+        meanwhile waits. Whoever waits for chunks of jobs that run is told at once not to. A
+        tier that hangs holds up no other.
 
         Args:
             actions: What to await, by the name of the tier it is for.

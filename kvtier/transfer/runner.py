@@ -116,14 +116,6 @@ class Runner:
                 await self._changed.wait()
                 self._changed.clear()
 
-    async def exclusively(self, action: Action, pairs: Collection[Pair]) -> None:
-        """Await ``action`` while nothing runs on the channels of ``pairs``.
-
-        What is queued there is cancelled, and what comes meanwhile waits.
-        """
-        self._pause(pairs)
-        await self._act(action, pairs)
-
     async def exclusively_each(self, actions: Mapping[str, Action]) -> None:
         """Await each action while nothing runs from or to the tier it is for.
 

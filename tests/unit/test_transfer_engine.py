@@ -245,7 +245,7 @@ def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_t
     async def act() -> None:
         seen.append(list(route.began))
 
-    assert not engine.exclusively(act, timeout_s=0.01)
+    assert not engine.exclusively_each({"ram": act}, timeout_s=0.01)
     engine.submit(later)
     assert not engine.wait([later.job_id], timeout_s=0.01)
     assert engine.wait([waiting.job_id], timeout_s=10)
@@ -462,7 +462,7 @@ def test_overlapping_exclusive_actions_each_keep_others_out(
         seen.append("second")
 
     for act in (second, first):
-        assert not engine.exclusively(act, timeout_s=0.01)
+        assert not engine.exclusively_each({"ram": act}, timeout_s=0.01)
     engine.submit(later)
     gate.set()
     wait_for(engine, running)
@@ -599,7 +599,7 @@ def test_a_thread_that_dies_answers_every_job(
     with pytest.raises(ClosedError):
         engine.submit(job())
     with pytest.raises(ClosedError):
-        engine.exclusively(act, timeout_s=10)
+        engine.exclusively_each({"ram": act}, timeout_s=10)
     engine.cancel(jobs[0].job_id)
     engine._thread.join(10)
     assert engine.close(timeout_s=10)
