@@ -35,10 +35,11 @@ class Run:
         first: Place before which there is none any more.
         live: How many there are.
         away: Keys that were evicted from it and are remembered.
+        away_before: Those of them that are forgotten next.
         beyond: Whether LRU would have let all of it go.
     """
 
-    __slots__ = ("away", "beyond", "copies", "first", "kind", "live", "since")
+    __slots__ = ("away", "away_before", "beyond", "copies", "first", "kind", "live", "since")
 
     def __init__(self, kind: int, since: int) -> None:
         self.kind = kind
@@ -47,6 +48,7 @@ class Run:
         self.first = 0
         self.live = 0
         self.away = 0
+        self.away_before = 0
         self.beyond = False
 
     def clear(self) -> None:
