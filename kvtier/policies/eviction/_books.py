@@ -145,8 +145,10 @@ class Books:
     def note_evicted(self, run: Run, count: int) -> None:
         """Note that ``count`` copies of ``run`` were evicted."""
         self.members -= count
-        self.lose(run, count)
+        run.live -= count
         run.away += count
+        if not run.live and run is not self.newest:
+            run.clear()
         if not run.beyond:
             self.timeline.departed += count
 

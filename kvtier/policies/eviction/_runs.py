@@ -121,8 +121,8 @@ class Timeline:
     @property
     def departures(self) -> int:
         """Keys that LRU holds and that are not here."""
-        edge = self.runs[self._edge]
-        return self.departed - min(self.past_reach(edge), edge.away)
+        away = self.runs[self._edge].away
+        return self.departed - min(max(self._held - self._capacity, 0), away)
 
     def forget(self, run: Run, count: int) -> None:
         """Note that ``count`` keys of ``run`` that were away are forgotten."""

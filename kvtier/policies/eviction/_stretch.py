@@ -81,18 +81,26 @@ class Stretch:
         elif returning is not None:
             books.note_returns(returning, count)
 
-    def begin(self, copy: ChunkCopy, source: Run, kind: int) -> None:
-        """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``.
+    def begin(
+        self, copy: ChunkCopy, source: Run | None, returning: Run | None, kind: int
+    ) -> None:
+        """Make ready for copies that go where ``copy`` goes; what moved before is settled.
 
-        What moved before is settled.
+        Args:
+            copy: The first of them.
+            source: The run they come from, or outside.
+            returning: Instead, the run that remembers them.
+            kind: The class they go to.
         """
-        self.source, self.returning = source, None
-        self._begin(copy, kind)
-
-    def begin_return(self, copy: ChunkCopy, source: Run, kind: int) -> None:
-        """Do :meth:`begin` for keys that had left from ``source``."""
-        self.source, self.returning = None, source
-        self._begin(copy, kind)
+        self.source, self.returning = source, returning
+        books = self._books
+        run = books.newest
+        if run.kind != kind or len(run.copies) >= books.span:
+            run = books.open(kind)
+        self.is_prompt = False
+        self.order = run.copies
+        self._settled = len(run.copies)
+        self._depth = copy.depth
 
     def kind_of(self, copy: ChunkCopy) -> int:
         """Return the class of ``copy``, which is new, and expect the next of its prompt."""
@@ -114,13 +122,3 @@ class Stretch:
             return False
         self._deeper += copy.depth - self._depth
         return True
-
-    def _begin(self, copy: ChunkCopy, kind: int) -> None:
-        books = self._books
-        run = books.newest
-        if run.kind != kind or len(run.copies) >= books.span:
-            run = books.open(kind)
-        self.is_prompt = False
-        self.order = run.copies
-        self._settled = len(run.copies)
-        self._depth = copy.depth

@@ -63,10 +63,8 @@ class HedgedLhd(Eviction):
         if came_from is not None:
             if came_from is not stretch.returning or len(stretch.order) >= self._span:
                 self._settle()
-                stretch.begin_return(copy, came_from, AFTER[came_from.kind])
-        elif (
-            key == stretch.next_new and stretch.is_prompt and len(stretch.order) < self._span
-        ):
+                stretch.begin(copy, None, came_from, AFTER[came_from.kind])
+        elif key == stretch.next_new and stretch.is_prompt and len(stretch.order) < self._span:
             stretch.next_new = copy.parent
         else:
             self._begin_new(copy)
@@ -148,13 +146,8 @@ class HedgedLhd(Eviction):
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
         victims = self._victims
-        if not victims.granted:
-            if self._shy:
-                self._shy -= 1
-                self._stop()
-            self._choose()
-            if not victims.granted:
-                return None
+        if not victims.granted and not self._grant():
+            return None
         copy = victims.granted.pop()
         if evictable(copy):
             self._books.ghosts[copy.key] = victims.run
@@ -166,18 +159,16 @@ class HedgedLhd(Eviction):
         self, count: int, evictable: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
         picked: list[ChunkCopy] = []
-        while len(picked) < count:
-            granted, run = self._victims.granted, self._victims.run
-            if not granted:
-                victim = self.pick(evictable, ctx)
-                if victim is None:
-                    break
-                picked.append(victim)
-                continue
-            part = granted[: -1 - count + len(picked) : -1]
+        victims = self._victims
+        while (left := count - len(picked)) > 0:
+            if not victims.granted and not self._grant():
+                break
+            granted = victims.granted
+            part = granted[: -1 - left : -1]
             good = list(takewhile(evictable, part))
             del granted[len(granted) - len(good) :]
-            self._books.ghosts.update(zip([copy.key for copy in good], repeat(run)))
+            left_keys = [copy.key for copy in good]
+            self._books.ghosts.update(zip(left_keys, repeat(victims.run)))
             picked += good
             if len(good) < len(part):
                 victim = self._search(granted.pop(), evictable)
@@ -208,7 +199,7 @@ class HedgedLhd(Eviction):
         self._settle()
         if source is self._victims.run:
             self._victims.recall()
-        self._stretch.begin(copy, source, kind)
+        self._stretch.begin(copy, source, None, kind)
 
     def _settle(self) -> None:
         """Book the copies that left or moved since the last time."""
@@ -221,12 +212,18 @@ class HedgedLhd(Eviction):
         self._stretch.stop()
         self._victims.recall()
 
-    def _choose(self) -> None:
-        """Grant the next victims."""
-        self._settle()
-        self._victims.choose(by_age=self._shy > 0)
-        if self._victims.run in (self._stretch.source, self._stretch.returning):
-            self._stretch.stop()
+    def _grant(self) -> bool:
+        """Grant the next victims, if there are any; return whether there are."""
+        if self._shy:
+            self._shy -= 1
+            self._stop()
+        else:
+            self._settle()
+        victims, stretch = self._victims, self._stretch
+        victims.choose(by_age=self._shy > 0)
+        if victims.run is stretch.source or victims.run is stretch.returning:
+            stretch.stop()
+        return bool(victims.granted)
 
     def _search(self, refused: ChunkCopy, evictable: Evictable) -> ChunkCopy | None:
         """Return the oldest copy that may go; ``refused``, which was granted, may not."""
