@@ -2,9 +2,9 @@
 
 Two stages, because a ladder run costs much more than a single-tier one. First the eviction
 policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces the
-default, which follows changes of the traffic, only if it hits clearly more. Then whole ladders with the
-winners: when to write down, and when to keep what came up. The ladder whose requests wait
-least wins; among those that wait about as long, the one that keeps most when a process is
+default, which follows changes of the traffic, only if it hits clearly more. Then whole ladders
+with the winners: when to write down, and when to keep what came up. The ladder whose requests
+wait least wins; among those that wait about as long, the one that keeps most when a process is
 killed, unless another wears the disk clearly less.
 """
 

@@ -173,6 +173,28 @@ def test_chunks_of_several_groups_go_leaf_first_in_each(downwards: bool) -> None
         assert [copy for copy in victims if copy.key.endswith(bytes([number]))] == group[::-1]
 
 
+def test_chunks_of_unknown_prompts_enter_in_bulk_as_one_by_one() -> None:
+    single, batch, ctx = HedgedLhd(600), HedgedLhd(600), PolicyContext()
+    for policy in (single, batch):
+        copies = chain(5)
+        policy.on_insert_many(copies, ctx)
+        survivors = [ChunkCopy(copy.key, copy.slot) for copy in chain(500, start=5)]
+        if policy is batch:
+            policy.on_insert_many(survivors, ctx)
+        else:
+            for copy in survivors:
+                policy.on_insert(copy, ctx)
+        policy._settle()
+    ours, theirs = batch._books.stake, single._books.stake
+    assert (ours.uses, ours.depths) == (theirs.uses, theirs.depths)
+    orders = [
+        [copy.slot for copy in policy.pick_many(600, lambda _: True, ctx)]
+        for policy in (single, batch)
+    ]
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 505
+
+
 def test_a_victim_that_stays_is_neither_lost_nor_a_departure() -> None:
     policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(16)
     policy.on_insert_many(copies, ctx)

@@ -62,9 +62,7 @@ class Run:
         They keep their ``queued``, and count as live until somebody says otherwise.
         """
         copies, first = self.copies, self.first
-        taken = [copy for copy in copies[first : first + count] if copy]
-        if len(taken) < count:
-            taken = list(islice(filter(None, islice(copies, first, None)), count))
+        taken = list(islice(filter(None, islice(copies, first, None)), count))
         self.first = end = taken[-1].queued + 1
         copies[first:end] = [None] * (end - first)
         taken.reverse()

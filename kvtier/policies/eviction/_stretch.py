@@ -11,6 +11,8 @@ stretch of them goes on although their prompts differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction._books import Books
@@ -122,3 +124,7 @@ class Stretch:
             return False
         self._deeper += copy.depth - self._depth
         return True
+
+    def count_tails(self, copies: Sequence[ChunkCopy]) -> None:
+        """Count in ``copies`` that follow a prompt's last chunk and are such themselves."""
+        self._deeper += sum(copy.depth for copy in copies) - len(copies) * self._depth

@@ -30,6 +30,7 @@ from typing import Final
 
 from typing_extensions import override
 
+from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 from kvtier.policies.eviction._books import Books
 from kvtier.policies.eviction._classes import AFTER, TAIL
@@ -81,25 +82,16 @@ class HedgedLhd(Eviction):
             copies = copies[::-1]
             keys.reverse()
             parents.reverse()
-        elif keys[1:] != parents[:-1]:
-            for copy in _leaf_to_root(copies):
-                self.on_insert(copy, ctx)
-            return
-        if self._books.remembers_any(keys):
+        is_chain = keys[1:] == parents[:-1]
+        if not is_chain:
+            copies = _leaf_to_root(copies)
+        if self._books.remembers_any(keys) or (not is_chain and any(parents)):
             for copy in copies:
                 self.on_insert(copy, ctx)
-            return
-        stretch = self._stretch
-        at = 0
-        while at < len(copies):
-            room = self._span - len(stretch.order)
-            if keys[at] != stretch.next_new or not stretch.is_prompt or not room:
-                self._begin_new(copies[at])
-                room = self._span - len(stretch.order)
-            part = copies[at : at + (room if stretch.is_prompt else 1)]
-            self._append(part)
-            at += len(part)
-            stretch.next_new = parents[at - 1]
+        elif is_chain:
+            self._insert_prompt(copies, keys, parents)
+        else:
+            self._insert_apart(copies)
 
     @override
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -176,6 +168,36 @@ class HedgedLhd(Eviction):
                     break
                 picked.append(victim)
         return picked
+
+    def _insert_prompt(
+        self,
+        copies: Sequence[ChunkCopy],
+        keys: Sequence[ChunkKey],
+        parents: Sequence[ChunkKey | None],
+    ) -> None:
+        """Let in the chunks of one prompt, which are new, leaf to root."""
+        stretch = self._stretch
+        at = 0
+        while at < len(copies):
+            room = self._span - len(stretch.order)
+            if keys[at] != stretch.next_new or not stretch.is_prompt or not room:
+                self._begin_new(copies[at])
+                room = self._span - len(stretch.order)
+            part = copies[at : at + (room if stretch.is_prompt else 1)]
+            self._append(part)
+            at += len(part)
+            stretch.next_new = parents[at - 1]
+
+    def _insert_apart(self, copies: Sequence[ChunkCopy]) -> None:
+        """Let in chunks, which are new, of prompts that nobody knows, as after a restart."""
+        stretch = self._stretch
+        at = 0
+        while at < len(copies):
+            self._begin_new(copies[at])
+            part = copies[at : at + self._span - len(stretch.order)]
+            stretch.count_tails(part[1:])
+            self._append(part)
+            at += len(part)
 
     def _append(self, copies: Sequence[ChunkCopy]) -> None:
         """Let ``copies`` stand last in the newest run, which has room for them."""

@@ -36,13 +36,10 @@ def manager(lab: Lab) -> Iterator[Row]:
                 lab.say(f"    store {cost.store_us:.2f} us, load {cost.load_us:.2f} us")
                 costs[peer, "lookup+store"].append(cost.store_us)
                 costs[peer, "lookup+load"].append(cost.load_us)
-    ours: tuple[tuple[ManagerPeer, str], ...] = (
-        ("kvtier", ""),
-        ("kvtier_default", "default, "),
-    )
-    for (side, prefix), of in product(ours, ("lookup+store", "lookup+load")):
-        both = costs[side, of], costs["native_lru", of]
-        yield Row.over_rounds("manager", 0, "native_lru", both, "us/chunk", of=prefix + of)
+    prefixes: dict[ManagerPeer, str] = {"kvtier": "", "kvtier_default": "default, "}
+    for side, of in product(prefixes, ("lookup+store", "lookup+load")):
+        both, which = (costs[side, of], costs["native_lru", of]), prefixes[side] + of
+        yield Row.over_rounds("manager", 0, "native_lru", both, "us/chunk", of=which)
 
 
 def opening(lab: Lab) -> Iterator[Row]:
