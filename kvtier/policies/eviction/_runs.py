@@ -13,6 +13,7 @@ its oldest keys are those that LRU let go of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
@@ -141,6 +142,13 @@ class Timeline:
             place += 1
         self._oldest = place
         return runs[place]
+
+    def by_age(self) -> Iterator[ChunkCopy]:
+        """Yield the copies that are here, of which there must be one, oldest use first."""
+        self.oldest()
+        for place in range(self._oldest, len(self.runs)):
+            run = self.runs[place]
+            yield from filter(None, islice(run.copies, run.first, None))
 
     def tidy(self) -> None:
         """Drop the runs that count no key."""

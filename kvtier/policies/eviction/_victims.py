@@ -12,8 +12,6 @@ use of the run, or anything else that could change the choice, puts back the res
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
 from math import ceil
 from typing import Final
 
@@ -94,13 +92,6 @@ class Victims:
         self.run = run
         self.granted = run.take(count)
         self._unsettled = len(self.granted)
-
-    def by_age(self) -> Iterator[ChunkCopy]:
-        """Yield the copies that are here, by their last uses, oldest first."""
-        timeline = self._books.timeline
-        oldest = timeline.runs.index(timeline.oldest())
-        for run in islice(timeline.runs, oldest, None):
-            yield from filter(None, islice(run.copies, run.first, None))
 
     def _worst(self, oldest: Run) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""

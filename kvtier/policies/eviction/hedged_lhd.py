@@ -252,7 +252,7 @@ class HedgedLhd(Eviction):
         self._victims.granted.append(refused)
         self._stop()
         passed: list[ChunkCopy] = []
-        for copy in self._victims.by_age():
+        for copy in self._books.timeline.by_age():
             if copy is refused:
                 continue
             if evictable(copy):
