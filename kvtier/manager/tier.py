@@ -553,7 +553,7 @@ class TierState:
         """Put a picked copy back into the order."""
         if self.eviction.leaf_only:
             self._count_kid(copy, 1)
-        self.eviction.on_insert(copy, ctx)
+        self.eviction.on_stay(copy, ctx)
 
     def _leave_order(self, copy: ChunkCopy) -> None:
         if not copy.pins and not copy.dirty:

@@ -1,10 +1,10 @@
 """Which configuration serves a trace best within given memory and disk.
 
 Two stages, because a ladder run costs much more than a single-tier one. First the eviction
-policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces LRU,
-which every operator understands, only if it hits clearly more. Then whole ladders with the
-winners: when to write down, and when to keep what came up. The ladder whose requests wait
-least wins; among those that wait about as long, the one that keeps most when a process is
+policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces the
+default, which follows changes of the traffic, only if it hits clearly more. Then whole ladders
+with the winners: when to write down, and when to keep what came up. The ladder whose requests
+wait least wins; among those that wait about as long, the one that keeps most when a process is
 killed, unless another wears the disk clearly less.
 """
 
@@ -30,8 +30,10 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 
 T = TypeVar("T")
 
-CANDIDATES: Final = ("lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
+CANDIDATES: Final = ("hedged-lhd", "lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
 """Policies worth trying live. LFU and SIEVE are not: without ageing they freeze on agents."""
+
+_DEFAULT: Final = CANDIDATES[0]
 
 _CLEARLY: Final = 0.003
 """Points of prefix hit ratio below which another policy is not worth its surprise."""
@@ -129,11 +131,11 @@ def _slots(request: RecommendRequest) -> dict[str, int]:
 
 
 def _winner(results: Sequence[SingleResult]) -> str:
-    """Return LRU, or the policy that hits clearly more."""
-    lru = next(result for result in results if result.policy == "lru")
+    """Return the default policy, or the one that hits clearly more."""
+    default = next(result for result in results if result.policy == _DEFAULT)
     best = max(results, key=lambda result: result.prefix_hit_ratio)
-    clearly = best.prefix_hit_ratio > lru.prefix_hit_ratio + _CLEARLY
-    return best.policy if clearly else lru.policy
+    clearly = best.prefix_hit_ratio > default.prefix_hit_ratio + _CLEARLY
+    return best.policy if clearly else default.policy
 
 
 def _try(
@@ -213,7 +215,7 @@ def _reasons(
         yield f"Eviction, alone in {results[0].capacity_chunks:,} chunks (the {tier} tier):"
         for single in sorted(results, key=lambda one: -one.prefix_hit_ratio):
             yield f"  {single.policy:<12}{single.prefix_hit_ratio:8.2%} of the prompt tokens"
-        yield f"  LRU stays unless another hits {_CLEARLY:.1%} more: {_winner(results)}."
+        yield f"  {_DEFAULT} stays unless another hits {_CLEARLY:.1%} more: {_winner(results)}."
     yield ""
     yield "Placement, on the whole ladder:"
     for one in tried:

@@ -101,6 +101,20 @@ class EvictionContract(ABC):
         assert set(again) == set(copies)
         assert len(again) == len(copies)
 
+    def test_a_picked_copy_can_stay(self) -> None:
+        eviction, copies, ctx = self._filled(8)
+        for _ in range(200):
+            first, second = eviction.pick(_any, ctx), eviction.pick(_any, ctx)
+            assert first is not None
+            assert second is not None
+            eviction.on_stay(second, ctx)
+            eviction.on_stay(first, ctx)
+            eviction.on_hit(first, ctx)
+        picked = _pick_all(eviction, ctx)
+        assert set(picked) == set(copies)
+        assert len(picked) == len(copies)
+        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * 8 + _ENTRIES_OF_EMPTY
+
     def test_the_same_key_in_a_new_copy_is_a_new_member(self) -> None:
         eviction, copies, ctx = self._filled(2)
         old = copies[0]

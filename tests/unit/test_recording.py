@@ -132,7 +132,7 @@ CHAINS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=2, m
     ram=st.integers(4, 9),
     nvme=st.integers(4, 20),
     write=st.sampled_from(["write: through", "write: evict", "write: evict\n  promote: move"]),
-    eviction=st.sampled_from(["lru", "arc", "w-tinylfu", "prefix-lru"]),
+    eviction=st.sampled_from(["hedged-lhd", "lru", "arc", "w-tinylfu", "prefix-lru"]),
     seed=st.integers(0, 9),
 )
 def test_whatever_happened_the_replay_answers_the_same(
@@ -178,7 +178,7 @@ def calls(tmp_path: Path) -> Path:
     return path
 
 
-def config_file(path: Path, eviction: str = "lru") -> Path:
+def config_file(path: Path, eviction: str = "hedged-lhd") -> Path:
     path.write_text(
         f"tiers:\n- {{kind: ram, capacity: 4MiB, eviction: {eviction}}}\n"
         "- {kind: nvme, path: /nowhere/at/all, capacity: 20MiB}\n"

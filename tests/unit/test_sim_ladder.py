@@ -36,7 +36,7 @@ MODEL = TimeModel(prefill_tokens_per_s=RATE, speeds={"ram": RAM, "nvme": NVME})
 
 def ladder(ram: int, nvme: int = 0, **placement: object) -> KvtierConfig:
     """Return a configuration of tiers of that many chunks."""
-    lines = ["tiers:", f"  - {{kind: ram, capacity: {ram}MiB}}"]
+    lines = ["tiers:", f"  - {{kind: ram, capacity: {ram}MiB, eviction: lru}}"]
     if nvme:
         lines.append(f"  - {{kind: nvme, path: /nowhere/at/all, capacity: {nvme}MiB}}")
     if placement:
