@@ -191,7 +191,7 @@ _SHADOW: Final = (
 REUSE_GAP: Final = Metric(
     "kvtier_evict_reuse_gap_seconds",
     Kind.HISTOGRAM,
-    "Time between evicting a chunk from the tier and being asked for it again.",
+    "Time between evicting a chunk from the tier and looking for it, or computing it, again.",
     _TIER_LABELS,
     (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400),
 )

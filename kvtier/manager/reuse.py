@@ -6,11 +6,15 @@ which held a minute more would have hit. Only the keys of what left lately are k
 tier that is a sample, chosen by the key, so that a chunk is in it always or never (spatially
 hashed sampling: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015); the
 distribution is the same.
+
+A lookup ends at the first chunk that is nowhere, but all behind it was wanted as well: it is
+computed, and offered to be stored. So what is offered counts as asked for too, once, because
+a chunk's gap ends when it is asked for first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -62,6 +66,11 @@ class ReuseGaps:
         if left_s is not None:
             self._asked.append(left_s)
             self.busy = True
+
+    def remembered(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Return those of ``keys`` that left lately, as far as they are in the sample."""
+        found = self._recent.keys() & keys if self._recent else set()
+        return found | (self._older.keys() & keys) if self._older else found
 
     def end_step(self, now: float) -> None:
         """Close a step that ends ``now``, in seconds on the clock of the steps before."""

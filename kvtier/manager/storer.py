@@ -153,6 +153,7 @@ class Storer:
         fits = self._room_for(len(new), request)
         if fits is None:
             return None
+        self._ladder.offered(new)
         head = new[:fits]
         room = self._ladder.make_room(ram, head)
         if room is None:
