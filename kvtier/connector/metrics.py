@@ -119,7 +119,10 @@ _TIER_COUNTERS: Final = {
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
     "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
     "unretained_chunks": "Chunks asked to be kept that were not, or not as long.",
-    "dropped_chunks": "Chunks meant for the tier and not sent because it did not keep up.",
+    "dropped_chunks": (
+        "New chunks not taken because a disk did not keep up: not sent to the tier; of RAM, "
+        "refused because chunks that wait for a slower tier filled it."
+    ),
     "corrupt_chunks": "Chunks dropped because their bytes were not the bytes stored.",
     "read_bytes": "Bytes read from the tier by transfers that completed.",
     "written_bytes": "Bytes written to the tier by transfers that completed.",

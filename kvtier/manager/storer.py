@@ -157,10 +157,10 @@ class Storer:
         head = new[:fits]
         room = self._ladder.make_room(ram, head)
         if room is None:
-            ram.counters.refused += len(new)
+            self._refuse(len(new))
             return _NOTHING
         slots, evicted = room
-        ram.counters.refused += len(new) - fits
+        self._refuse(len(new) - fits)
         new = head
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
@@ -169,6 +169,12 @@ class Storer:
         ram.begin_writing(new, slots, parents, depths, generation, terms)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
+
+    def _refuse(self, chunks: int) -> None:
+        """Count new chunks that find no room, and those that dirty ones kept from it."""
+        ram = self._ram
+        ram.counters.refused += chunks
+        ram.counters.dropped += min(chunks, ram.dirty)
 
     def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
         """Return how many of ``chunks`` new chunks to take, or None to be asked again."""
