@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from kvtier.errors import ClosedError
 from kvtier.tiers.base import SlotOutcomes
@@ -41,6 +41,9 @@ from kvtier.types import Job, JobId, Outcome, TransferResult
 __all__ = ["TransferEngine"]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_CLOSING_S: Final = 1.0
+"""What the tiers have to close in, also where the jobs took all of the time."""
 
 Pair = tuple[str, str]
 
@@ -248,7 +251,7 @@ class TransferEngine:
             drained = self._settled.wait_for(lambda: not self._unsettled, timeout=timeout_s)
         self._closing = True
         self._poke()
-        self._thread.join(max(deadline - time.monotonic(), 1.0))
+        self._thread.join(max(deadline - time.monotonic(), _LEAST_CLOSING_S))
         if self._thread.is_alive():
             logger.error(
                 "transfer engine %s: jobs %s are stuck in the operating system",
