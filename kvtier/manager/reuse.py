@@ -51,6 +51,8 @@ class ReuseGaps:
         # each time.
         self._recent: dict[ChunkKey, float] = {}
         self._older: dict[ChunkKey, float] = {}
+        # The keys of both: every new chunk is looked for here, and a set is the quickest.
+        self._names: set[ChunkKey] = set()
 
     def evicted(self, keys: Iterable[ChunkKey]) -> None:
         """Note that ``keys`` left the tier to make room in this step."""
@@ -64,13 +66,13 @@ class ReuseGaps:
         if left_s is None:
             left_s = self._older.pop(key, None)
         if left_s is not None:
+            self._names.discard(key)
             self._asked.append(left_s)
             self.busy = True
 
     def remembered(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """Return those of ``keys`` that left lately, as far as they are in the sample."""
-        found = self._recent.keys() & keys if self._recent else set()
-        return found | (self._older.keys() & keys) if self._older else found
+        return self._names.intersection(keys) if self._names else set()
 
     def end_step(self, now: float) -> None:
         """Close a step that ends ``now``, in seconds on the clock of the steps before."""
@@ -82,9 +84,11 @@ class ReuseGaps:
         if not self._left:
             return
         self._recent.update(zip(self._left, repeat(now)))
+        self._names.update(self._left)
         self._left.clear()
         if len(self._recent) > _KEPT:
             self._older, self._recent = self._recent, {}
+            self._names = set(self._older)
 
     def clear(self) -> None:
         """Forget what left: after a reset nothing could have been kept."""
@@ -92,6 +96,7 @@ class ReuseGaps:
         self._asked.clear()
         self._recent.clear()
         self._older.clear()
+        self._names.clear()
 
     def take(self) -> list[float]:
         """Return the gaps since the last call, in seconds."""

@@ -9,7 +9,7 @@ injected   counted
 ``fail``   ``kvtier_failed_chunks{cause=read}``, a chunk each
 ``rot``    ``kvtier_failed_chunks{cause=corrupt}`` and ``kvtier_corrupt_chunks``, a chunk each
 ``stall``  ``kvtier_expired_jobs``, a batch each, and ``kvtier_failed_chunks{cause=expired}``,
-           all chunks of the batch
+           all chunks of the batch; of reads and writes alike
 =========  ====================================================================================
 """
 

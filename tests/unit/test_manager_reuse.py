@@ -52,10 +52,13 @@ def test_what_is_remembered_is_bounded_and_the_latest_is_kept() -> None:
     for now, key in enumerate(keys(100_000)):
         gaps.evicted([key])
         gaps.end_step(float(now))
+    remembered = gaps.remembered(keys(100_000))
     for key in keys(100_000):
         gaps.asked(key)
     gaps.end_step(100_000.0)
     found = gaps.take()
+    assert len(found) == len(remembered)
+    assert not gaps.remembered(keys(100_000))
     assert 16_384 <= len(found) <= 2 * 16_384
     assert min(found) == 1.0
 
