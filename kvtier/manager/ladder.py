@@ -180,12 +180,6 @@ class Ladder:
                 return
             gaps.asked(key)
 
-    def offered(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that ``keys``, not in RAM, were wanted, for somebody computed them."""
-        for gaps in self.gaps:
-            for key in gaps.remembered(keys):
-                self.asked(key)
-
     def publish(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Make written ``copies`` hits and record that they arrived."""
         if not copies:

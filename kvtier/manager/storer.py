@@ -153,7 +153,7 @@ class Storer:
         fits = self._room_for(len(new), request)
         if fits is None:
             return None
-        self._ladder.offered(new)
+        self._note_wanted(new)
         head = new[:fits]
         room = self._ladder.make_room(ram, head)
         if room is None:
@@ -169,6 +169,12 @@ class Storer:
         ram.begin_writing(new, slots, parents, depths, generation, terms)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
+
+    def _note_wanted(self, new: Sequence[ChunkKey]) -> None:
+        """Note that chunks which are not in RAM were wanted: somebody computed them."""
+        for gaps in self._ladder.gaps:
+            for key in gaps.remembered(new):
+                self._ladder.asked(key)
 
     def _refuse(self, chunks: int) -> None:
         """Count new chunks that find no room, and those that dirty ones kept from it."""

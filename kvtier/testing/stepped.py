@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -95,16 +95,17 @@ class SteppedEngine:
         self.tick()
         return True
 
-    def exclusively(
+    def exclusively_each(
         self,
-        action: Callable[[], Awaitable[None]],
+        actions: Mapping[str, Callable[[], Awaitable[None]]],
         *,
         timeout_s: float,  # noqa: ARG002 - it is done at once
     ) -> bool:
-        """Run ``action``; what is running ends later as it would have."""
+        """Run ``actions``; what is running ends later as it would have."""
 
         async def run() -> None:
-            await action()
+            for action in actions.values():
+                await action()
 
         asyncio.run(run())
         return True

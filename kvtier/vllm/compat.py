@@ -30,10 +30,11 @@ middle of a request.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -49,6 +50,7 @@ __all__ = [
     "media",
     "read_engine",
     "refusal",
+    "require_members",
     "require_supported_vllm",
 ]
 
@@ -172,6 +174,25 @@ def _takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 
 def _as_optional(mine: inspect.Parameter, yours: inspect.Parameter) -> bool:
     return yours.default is yours.empty or mine.default is not mine.empty
+
+
+def require_members(thing: object, *names: str) -> None:
+    """Check that what kvtier reads of vLLM's own state, which is nobody's interface, is there.
+
+    Args:
+        thing: An object of vLLM's, or a dataclass of it.
+        names: Its attributes, or fields.
+
+    Raises:
+        UnsupportedError: One is not; says which.
+    """
+    kind = thing if isinstance(thing, type) else type(thing)
+    fields = {field.name for field in dataclasses.fields(kind)} if is_dataclass(kind) else set()
+    missing = [name for name in names if name not in fields and not hasattr(thing, name)]
+    if missing:
+        raise UnsupportedError(
+            f"this vLLM's {kind.__name__} has no {', '.join(missing)}: {SUPPORTED}"
+        )
 
 
 # -- names that changed ------------------------------------------------------------------------

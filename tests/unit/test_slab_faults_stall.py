@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.transfer import engine
 from kvtier.types import Job, Why
 from tests.unit.stall_rig import (
     DONE,
@@ -156,12 +155,6 @@ def test_a_probe_that_hangs_as_well_opens_the_breaker_again(rig: Rig) -> None:
     assert rig.back_in_service(1)
 
 
-@pytest.fixture
-def _little_time_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_LEAST_CLOSING_S", SOON_S)
-
-
-@pytest.mark.usefixtures("_little_time_to_close")
 @pytest.mark.parametrize("call", RUNNING)
 def test_closing_while_a_job_hangs_gives_up_in_time_and_loses_nothing(
     open_rig: OpenRig, call: str
@@ -179,7 +172,6 @@ def test_closing_while_a_job_hangs_gives_up_in_time_and_loses_nothing(
     assert rig.found_again() == {*keys_in([0], version), *keys_in([1])}
 
 
-@pytest.mark.usefixtures("_little_time_to_close")
 @pytest.mark.parametrize("call", CLOSING)
 def test_a_tier_that_hangs_while_it_is_closed_is_given_up_in_time_and_loses_nothing(
     open_rig: OpenRig, call: str
@@ -209,7 +201,7 @@ def test_a_reset_that_hangs_is_given_up_in_time_and_over_when_the_disk_answers(
         await rig.tier.reset()
         over.set()
 
-    assert not rig.engine.exclusively(reset, timeout_s=SOON_S)
+    assert not rig.engine.exclusively_each({"nvme": reset}, timeout_s=SOON_S)
     assert rig.io.wait_until_stalled(timeout_s=HANG_S)
     waits = rig.promote(0, timeout_s=SOON_S)
     assert rig.next_result() == (waits.job_id, [EXPIRED], True), "nothing runs meanwhile"
@@ -231,10 +223,10 @@ def test_all_that_an_open_store_calls_is_a_point_where_a_test_lets_it_hang(
     rig.settled(rig.store(0, version=1))
     rig.settled(rig.promote(1))
     rig.settled(rig.store(2))
-    assert rig.engine.exclusively(rig.tier.reset, timeout_s=HANG_S)
+    assert rig.engine.exclusively_each({"nvme": rig.tier.reset}, timeout_s=HANG_S)
     rig.settled(rig.store(3))
     rig.io.fail("sql DELETE", sqlite3.SQLITE_IOERR)
-    assert rig.engine.exclusively(rig.tier.reset, timeout_s=HANG_S)
+    assert rig.engine.exclusively_each({"nvme": rig.tier.reset}, timeout_s=HANG_S)
     rig.io.heal()
     assert rig.engine.close(timeout_s=HANG_S)
     called = set(rig.io.calls[opened:])

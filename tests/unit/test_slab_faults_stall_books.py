@@ -128,7 +128,7 @@ def test_a_reset_while_a_job_hangs_is_a_miss_at_once_and_frees_all_when_it_is_do
 
     cache.bench.manager.reset()
     cache.bench.check()
-    assert not cache.rig.engine.exclusively(reset, timeout_s=SOON_S)
+    assert not cache.rig.engine.exclusively_each({"nvme": reset}, timeout_s=SOON_S)
     for keys in (FIRST, SECOND, THIRD):
         assert cache.bench.look(keys, f"reader of {keys[0]!r}") == [Lookup.MISS]
     assert cache.free() != [RAM_SLOTS, CAPACITY], "a thread may still be in some"

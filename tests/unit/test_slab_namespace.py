@@ -32,8 +32,8 @@ KEYS = make_keys(range(8))
 Opener = Callable[..., SlabTier]
 
 
-def fingerprint(model: str) -> LayoutFingerprint:
-    return LayoutFingerprint({"model": model, "tp": 1})
+def fingerprint(model: str, ranks: int = 1) -> LayoutFingerprint:
+    return LayoutFingerprint({"model": model, "ranks": ranks})
 
 
 @pytest.fixture
@@ -58,10 +58,15 @@ def open_tier(root: Path, pool: IoPool) -> Iterator[Opener]:
     opened: list[SlabTier] = []
 
     def open_tier(
-        *, model: str = "m", slots: int = 8, slot_nbytes: int = SLOT, io: BlockIo | None = None
+        *,
+        model: str = "m",
+        ranks: int = 1,
+        slots: int = 8,
+        slot_nbytes: int = SLOT,
+        io: BlockIo | None = None,
     ) -> SlabTier:
         options = NvmeTierConfig(path=root, capacity_bytes=slots * SLOT, direct_io="off")
-        context = TierContext(slot_nbytes, fingerprint(model), pool)
+        context = TierContext(slot_nbytes, fingerprint(model, ranks), pool)
         opened.append(SlabTier.open(options, context, io=io))
         return opened[-1]
 
@@ -137,7 +142,7 @@ from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint
 options = NvmeTierConfig(path=pathlib.Path(sys.argv[1]), capacity_bytes=8 * 4096)
 pool = IoPool(1, name="kvtier-holder")
-context = TierContext(4096, LayoutFingerprint({"model": "m", "tp": 1}), pool)
+context = TierContext(4096, LayoutFingerprint({"model": "m", "ranks": 1}), pool)
 tier = SlabTier.open(options, context)
 sys.stdout.write("open\\n")
 sys.stdout.flush()
@@ -183,6 +188,29 @@ def test_a_model_upgrade_stays_within_capacity(
     assert [path.name for path in root.iterdir() if path.is_dir()] == [
         fingerprint("new").namespace()
     ]
+
+
+def test_another_number_of_ranks_does_not_cost_the_cache(open_tier: Opener, own: Path) -> None:
+    before = open_tier(ranks=1)
+    fill(before)
+    close(before)
+    with pytest.raises(
+        ConfigError, match=r"for 1 ranks .* an engine of 2 cannot read"
+    ) as caught:
+        open_tier(ranks=2)
+    assert str(own) in str(caught.value)
+    assert len(slots_of(open_tier(ranks=1))) == 8
+
+
+def test_two_numbers_of_ranks_share_a_store_that_has_room_for_both(
+    open_tier: Opener, root: Path
+) -> None:
+    before = open_tier(ranks=1, slots=4)
+    fill(before, 4)
+    close(before)
+    open_tier(ranks=2, slots=9, slot_nbytes=5 * SLOT)  # one slot: nine pages in all
+    kept = {path.name for path in root.iterdir() if path.is_dir()}
+    assert kept == {fingerprint("m", ranks).namespace() for ranks in (1, 2)}
 
 
 def test_the_least_recently_opened_model_leaves_first(open_tier: Opener, root: Path) -> None:
@@ -306,7 +334,7 @@ def edit_layout(own: Path, **changes: Any) -> None:
     [
         ({"version": 2}, "version 2"),
         ({"format": "tar"}, "format 'tar'"),
-        ({"fingerprint": {"model": "m", "tp": 2}}, "tp is 2, this engine's 1"),
+        ({"fingerprint": {"model": "m", "ranks": 2}}, "ranks is 2, this engine's 1"),
         ({"slot_nbytes": "many"}, "does not describe a kvtier store"),
     ],
 )
