@@ -211,10 +211,10 @@ class FaultyIo(BlockIo):
         inherited = super().sync
         self.run("sync", lambda: inherited(fd))
 
-    def lock(self, fd: int, *, wait: bool) -> None:
+    def lock(self, fd: int) -> None:
         """See :class:`BlockIo`."""
         inherited = super().lock
-        self.run("lock", lambda: inherited(fd, wait=wait))
+        self.run("lock", lambda: inherited(fd))
 
     def make_directory(self, path: Path) -> None:
         """See :class:`BlockIo`."""

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
+from kvtier.keys import short
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.jobs import Pending
 from kvtier.types import Job, Outcome
 
-__all__ = ["begin", "outcomes_of"]
+__all__ = ["begin", "outcomes_of", "tell_of_losses"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,25 @@ async def outcomes_of(
         logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
         return [Outcome.FAILED] * chunks, f"{type(raised).__name__}: {raised}"
     return moved.outcomes, moved.error
+
+
+def tell_of_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
+    """Log that chunks failed or are corrupt, if some are, and the key of one of them.
+
+    A failure of a device's job is told, too, though it names no keys; a corrupt slot is not,
+    for it was only overwritten, and the worker tells of the request.
+    """
+    losses = {Outcome.FAILED, Outcome.CORRUPT}
+    lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]
+    if lost or Outcome.FAILED in outcomes:
+        logger.warning(
+            "job %d, %s -> %s: %s%s",
+            job.job_id,
+            job.source,
+            job.destination,
+            f"chunk {short(lost[0])}, of {len(lost)} lost: " if lost else "",
+            error,
+        )
 
 
 def _require_outcomes(outcomes: Sequence[Outcome], chunks: int) -> None:

@@ -15,7 +15,7 @@ from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.answers import Answers
 from kvtier.transfer.channel import Channel, EngineLimits
 from kvtier.transfer.jobs import JobQueue, Pair, Pending
-from kvtier.transfer.moving import begin, outcomes_of
+from kvtier.transfer.moving import begin, outcomes_of, tell_of_losses
 from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Action", "Runner"]
@@ -235,10 +235,7 @@ class Runner:
             channel.late -= 1
         else:
             self._record(pending, failed=failed, now=ended_s)
-        if failed:
-            logger.warning(
-                "job %d, %s -> %s: %s", job.job_id, job.source, job.destination, error
-            )
+        tell_of_losses(job, outcomes, error)
         done = sum(outcome is Outcome.DONE for outcome in outcomes)
         channel.seconds += ended_s - began_s
         channel.queued_s += began_s - pending.submitted_s

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kvtier.errors import ClosedError, TierUnavailableError
+from kvtier.keys import make_key
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import EngineLimits, Route, TransferEngine
 from kvtier.transfer import engine as engine_module
@@ -29,7 +30,7 @@ class Scripted(Route):
         self.began: list[int] = []
         self.gates: dict[int, threading.Event] = {}
         self.entered: dict[int, threading.Event] = {}
-        self.answers: dict[int, Outcome | Exception] = {}
+        self.answers: dict[int, Outcome | list[Outcome] | Exception] = {}
         self.abandoned: list[int] = []
 
     def abandon(self, job: Job) -> None:
@@ -50,7 +51,8 @@ class Scripted(Route):
         if isinstance(answer, Exception):
             raise answer
         error = "" if answer is Outcome.DONE else "scripted"
-        return SlotOutcomes([answer] * len(job.keys), error)
+        each = answer if isinstance(answer, list) else [answer] * len(job.keys)
+        return SlotOutcomes(each, error)
 
 
 def job(why: Why = Why.PROMOTE, *, chunks: int = 1, timeout_s: float = 30.0) -> Job:
@@ -109,6 +111,24 @@ def test_a_job_ends_in_one_settled_result_with_an_outcome_per_chunk(
     assert engine.poll() == []
     stats = engine.statistics()["nvme", "ram"]
     assert (stats.jobs, stats.nbytes, stats.queued_bytes) == (1, 3 * CHUNK_NBYTES, 0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
+def test_a_chunk_that_is_lost_is_named_as_an_operator_may_ask_for_it(
+    make_engine: MakeEngine,
+    route: Scripted,
+    caplog: pytest.LogCaptureFixture,
+    outcome: Outcome,
+) -> None:
+    engine = make_engine()
+    keys = [make_key(bytes([chunk]) * 32, chunk) for chunk in range(3)]
+    work = job(chunks=3)._replace(keys=keys)
+    route.answers[work.job_id] = [Outcome.DONE, outcome, outcome]
+    engine.submit(work)
+    wait_for(engine, work)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    named = "chunk 0101010101010101/1, of 2 lost"
+    assert warned == [f"job {work.job_id}, nvme -> ram: {named}: scripted"]
 
 
 def test_the_urgent_job_starts_first(make_engine: MakeEngine, route: Scripted) -> None:
