@@ -53,7 +53,8 @@ class TierCounters:
     lost: int = 0
     """Chunks that left, or stay, without reaching the slower tier they were meant for."""
     dropped: int = 0
-    """Chunks meant for this tier that were not sent because it did not keep up."""
+    """Chunks meant for this tier that were not sent because it did not keep up; in RAM, those
+    refused that would have found room, had no other waited for a slower tier."""
     promoted: int = 0
     """Chunks of this tier that came up to RAM to stay there."""
     demoted: int = 0
