@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import ClassVar
 
 from kvtier.keys import ChunkKey, make_key
@@ -135,6 +136,54 @@ class EvictionContract(ABC):
         batch.on_hit_many(iter(batches[2:6]), ctx)
         order = [copy.key for copy in _pick_all(single, ctx)]
         assert [copy.key for copy in _pick_all(batch, ctx)] == order
+
+    def test_a_batch_of_victims_leaves_and_is_of_those_that_may_go(self) -> None:
+        eviction, copies, ctx = self._filled(8)
+        allowed = set(copies[::3])
+        assert eviction.pick_many(0, _any, ctx) == []
+        first = eviction.pick_many(2, allowed.__contains__, ctx)
+        second = eviction.pick_many(8, allowed.__contains__, ctx)
+        assert len(first) == 2
+        assert len(second) == len(allowed) - 2
+        assert {*first, *second} == allowed
+        rest = eviction.pick_many(9, _any, ctx)
+        assert len(rest) == len(copies) - len(allowed)
+        assert {*rest} == {*copies} - allowed
+        assert eviction.pick_many(1, _any, ctx) == []
+
+    def test_batches_among_pins_do_what_calls_for_one_chunk_do(self) -> None:
+        capacity, rng, keys = 24, random.Random(7), _keys(64)
+        single, batch = (
+            ModelTier(self.make_eviction(capacity=capacity), one_by_one=one_by_one)
+            for one_by_one in (True, False)
+        )
+        for _ in range(400):
+            single.pinned = batch.pinned = set(rng.sample(keys, rng.choice((0, 16, 48))))
+            allowed, members = single.may_go(), list(single.members)
+            # Of more than may go a batch asks some less often, and may keep them in another order.
+            leaving = min(rng.randrange(8), len(allowed))
+            victims = [victim.key for victim in batch.evict_many(leaving)]
+            assert victims == [victim.key for victim in single.evict_many(leaving)]
+            assert len(victims) == leaving
+            assert allowed.issuperset(victims)
+            used = rng.sample(members, min(rng.randrange(8), len(members)))
+            used = [key for key in used if key in single.members]
+            absent = [key for key in keys if key not in single.members]
+            room = capacity - len(single.members)
+            coming = rng.sample(absent, min(rng.randrange(8), room))
+            for tier in (single, batch):
+                tier.use_many(used)
+                tier.insert_many(coming)
+
+    def test_a_prompt_that_comes_as_a_batch_is_inserted_once_each(self) -> None:
+        eviction, ctx = self.make_eviction(capacity=8), PolicyContext()
+        copies = _make_copies(8)
+        for parent, copy in pairwise(copies):
+            copy.parent, copy.depth = parent.key, parent.depth + 1
+        eviction.on_insert_many(copies, ctx)
+        picked = _pick_all(eviction, ctx)
+        assert set(picked) == set(copies)
+        assert len(picked) == len(copies)
 
     def test_rejected_candidates_are_not_asked_again_at_every_pick(self) -> None:
         members = 512

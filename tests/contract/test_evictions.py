@@ -37,7 +37,9 @@ class TestExactCounters(EvictionContract):
 
 PINS = st.lists(
     st.tuples(
-        st.sampled_from(["access", "access", "access", "pin", "unpin", "evict", "remove"]),
+        st.sampled_from(
+            ["access", "access", "access", "pin", "unpin", "evict", "evict 3", "remove"]
+        ),
         st.integers(0, 15),
     ),
     max_size=120,
@@ -62,11 +64,13 @@ def test_what_is_pinned_stays_and_somebody_else_goes(
             tier.pinned.discard(key)
         elif what == "evict":
             assert (tier.evict() is None) is (not allowed)
+        elif what == "evict 3":
+            assert len(tier.evict_many(3)) == min(3, len(allowed))
         elif key in members:
             tier.remove(key)
         gone = members - set(tier.members)
         assert gone <= (allowed if what != "remove" else {key})
-        assert tier.asked <= len(members) + 1
+        assert tier.asked <= len(members) * (3 if what == "evict 3" else 1) + 1
     tier.pinned.clear()
     for _ in range(len(tier.members)):
         assert tier.evict() is not None
