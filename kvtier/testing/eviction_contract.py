@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.testing.counting import count_entries, count_lines, reachable
+from kvtier.testing.counting import count_entries, count_steps, packages_of, reachable
 from kvtier.testing.model_tier import ModelTier
 from kvtier.testing.streams import PINNED, STREAMS, Stream
 
@@ -160,7 +160,7 @@ class EvictionContract(ABC):
         for _ in range(400):
             single.pinned = batch.pinned = set(rng.sample(keys, rng.choice((0, 16, 48))))
             allowed, members = single.may_go(), list(single.members)
-            # Of more than may go a batch asks some less often, and may keep them in another order.
+            # Asked for more than may go, a batch may leave those that stay in another order.
             leaving = min(rng.randrange(8), len(allowed))
             victims = [victim.key for victim in batch.evict_many(leaving)]
             assert victims == [victim.key for victim in single.evict_many(leaving)]
@@ -268,7 +268,7 @@ class EvictionContract(ABC):
             assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
 
     def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
-        """Count the policy's lines and questions per access once the tier is full."""
+        """Count the policy's steps and questions per access once the tier is full."""
         tier = ModelTier(self.make_eviction(capacity=capacity))
         accesses = 6 * capacity
         keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]
@@ -277,8 +277,11 @@ class EvictionContract(ABC):
         for number in range(capacity):
             tier.access(_key(number))
         asked = tier.asked
-        lines = count_lines(lambda: [tier.access(key) for key in keys])
-        return (lines + tier.asked - asked) / accesses
+        steps = count_steps(
+            lambda: [tier.access(key) for key in keys],
+            packages=packages_of(tier.eviction),
+        )
+        return (steps + tier.asked - asked) / accesses
 
     def _filled(self, members: int) -> tuple[Eviction, list[ChunkCopy], PolicyContext]:
         eviction, ctx = self.make_eviction(capacity=members), PolicyContext()
