@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import astuple, fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvtier.config import load_config
 from kvtier.errors import ConfigError
 from kvtier.iopool import IoPool
 from kvtier.keys import short
+from kvtier.sim.traces import GENERATORS, Workload
 from tests.docs.pages import DOCS, blocks_of
 from tests.unit.stores import KEYS, Store
 
@@ -98,6 +100,17 @@ def test_what_is_made_of_a_trace_on_the_page_is_what_the_commands_print(
         arguments, output = shown(command)
         printed = [line.rstrip() for line in invoke(arguments).split("\n")]
         assert printed == [line.rstrip() for line in output.split("\n")]
+
+
+def test_the_page_says_what_each_generator_draws() -> None:
+    _, _, section = PAGE.read_text().partition("## kvtier trace generate\n")
+    rows = [line.split("|")[1:-1] for line in section.split("\n## ")[0].splitlines()]
+    heading, _, *body = [[cell.strip() for cell in row] for row in rows if row]
+    parameters = [row[0].partition(":")[0].strip("`") for row in body]
+    assert parameters == [field.name for field in fields(Workload)]
+    columns = list(zip(*(map(float, row[2:]) for row in body), strict=True))
+    said = dict(zip([name.strip("`") for name in heading[2:]], columns, strict=True))
+    assert said == {name: astuple(workload) for name, workload in GENERATORS.items()}
 
 
 def test_the_arguments_on_the_page_are_what_the_command_prints(
