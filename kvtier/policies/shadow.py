@@ -113,6 +113,7 @@ class _Ghost:
     def __init__(self, eviction: Eviction) -> None:
         self.hits = 0
         self._eviction = eviction
+        self._may_go = _is_free_leaf if eviction.leaf_only else _always
         self._here: dict[ChunkKey, ChunkCopy] = {}
         self._kids: dict[ChunkKey, int] = {}
 
@@ -150,12 +151,20 @@ class _Ghost:
         self, key: ChunkKey, depth: int, parent: ChunkKey | None, ctx: PolicyContext
     ) -> None:
         eviction = self._eviction
+        before = None
+        if eviction.leaf_only and parent is not None:
+            before = self._here.get(parent)
+            if before is None:
+                return  # it would be stranded
         if eviction.hears_misses:
             eviction.on_miss(key, ctx)
         full = len(self._here) >= eviction.capacity
-        if full and not eviction.insert_first:
+        competes = eviction.insert_first and not eviction.leaf_only
+        if full and not competes:
             # The victim's object becomes the newcomer: making one costs as much as all else.
-            copy = self._evict(ctx)
+            copy = self._evict(ctx, but=before)
+            if copy is None:
+                return
             copy.key, copy.parent, copy.depth, copy.hits = key, parent, depth, 0
         else:
             copy = ChunkCopy(key, 0, parent, depth)
@@ -165,12 +174,19 @@ class _Ghost:
             copy.kids = self._kids.get(key, 0)
             self._count_kid(parent, 1)
         eviction.on_insert(copy, ctx)
-        if full and eviction.insert_first:
+        if full and competes:
             self._evict(ctx)
 
-    def _evict(self, ctx: PolicyContext) -> ChunkCopy:
-        victim = self._eviction.pick(_always, ctx)
+    def _evict(self, ctx: PolicyContext, *, but: ChunkCopy | None = None) -> ChunkCopy | None:
+        """Let one victim go; None when only leaves may go and ``but`` is the only one."""
+        if but is not None:
+            but.pins = 1
+        victim = self._eviction.pick(self._may_go, ctx)
+        if but is not None:
+            but.pins = 0
         if victim is None:
+            if self._eviction.leaf_only:
+                return None
             raise LookupError("the policy names no victim although every copy may go")
         del self._here[victim.key]
         if self._eviction.leaf_only:
@@ -193,3 +209,7 @@ class _Ghost:
 
 def _always(_: ChunkCopy) -> bool:
     return True
+
+
+def _is_free_leaf(copy: ChunkCopy) -> bool:
+    return not copy.pins and copy.kids <= 0

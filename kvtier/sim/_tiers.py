@@ -222,7 +222,12 @@ class _SheddingTier(_CarefulTier):
 
 
 class _TierWithKids(Tier):
-    """For policies that evict leaves only: counts every chunk's resident children."""
+    """For policies that evict leaves only: counts every chunk's resident children.
+
+    No chunk is let in behind one that is not here, and none pushes out the one before it, as a
+    live tier pins the prefix that is offered along. So of a chain longer than the tier the head
+    that fits comes in, and the rest stays out.
+    """
 
     def __init__(self, eviction: Eviction, trace: Trace, order: str) -> None:
         super().__init__(eviction, trace, order)
@@ -240,7 +245,7 @@ class _TierWithKids(Tier):
 
     def _access(self, chain: Sequence[int], places: Iterable[int]) -> int:
         here, keys, ctx, eviction = self._here, self._keys, self.ctx, self._eviction
-        on_insert, pick, parents = eviction.on_insert, eviction.pick, self._parents
+        on_insert, parents = eviction.on_insert, self._parents
         hits = 0
         for depth in places:
             number = chain[depth]
@@ -249,27 +254,46 @@ class _TierWithKids(Tier):
                 hits += 1
                 self._touch((copy,))
                 continue
+            before = here[chain[depth - 1]] if depth else None
+            if depth and before is None:
+                continue
             if eviction.hears_misses:
                 eviction.on_miss(keys[number], ctx)
-            if self._room:
-                self._room -= 1
-                copy = ChunkCopy(keys[number], number)
-                copy.state = CopyState.RESIDENT
-            else:
-                copy = _picked(pick(_always, ctx))
-                here[copy.slot] = None
-                self._count_kid(parents[copy.slot], -1)
-                copy.key = keys[number]
-                copy.slot = number
-                copy.hits = 0
-            parent = parents[number] = chain[depth - 1] if depth else -1
+            copy = self._take(number, before)
+            if copy is None:
+                continue
+            parents[number] = before.slot if before is not None else -1
             copy.depth = depth
-            copy.parent = keys[parent] if depth else None
+            copy.parent = before.key if before is not None else None
             copy.kids = self._kids[number]
             here[number] = copy
-            self._count_kid(parent, 1)
+            self._count_kid(parents[number], 1)
             on_insert(copy, ctx)
         return hits
+
+    def _take(self, number: int, before: ChunkCopy | None) -> ChunkCopy | None:
+        """Return a copy for chunk ``number``, which comes after ``before``.
+
+        None when all that could go are the chunks before it.
+        """
+        if self._room:
+            self._room -= 1
+            copy = ChunkCopy(self._keys[number], number)
+            copy.state = CopyState.RESIDENT
+            return copy
+        if before is None:
+            victim = self._eviction.pick(_is_free_leaf, self.ctx)
+        else:
+            before.pins = 1
+            victim = self._eviction.pick(_is_free_leaf, self.ctx)
+            before.pins = 0
+        if victim is not None:
+            self._here[victim.slot] = None
+            self._count_kid(self._parents[victim.slot], -1)
+            victim.key = self._keys[number]
+            victim.slot = number
+            victim.hits = 0
+        return victim
 
     def _count_kid(self, parent: int, change: int) -> None:
         if parent < 0:
@@ -278,6 +302,10 @@ class _TierWithKids(Tier):
         copy = self._here[parent]
         if copy is not None:
             copy.kids += change
+
+
+def _is_free_leaf(copy: ChunkCopy) -> bool:
+    return not copy.pins and copy.kids <= 0
 
 
 class _TierWithFuture(_CarefulTier):
