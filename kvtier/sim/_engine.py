@@ -19,7 +19,8 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import TieredOffloadingManager
+from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, TransferResult, Why
 
@@ -66,6 +67,7 @@ class ModelEngine:
         manager: The manager.
         model: What things take.
         transfers: When loads and storage jobs end.
+        truth: The manager's; told what did not come up.
         chunk_tokens: Tokens of a chunk.
         retain_s: Seconds chunks are kept in RAM after a use.
     """
@@ -76,12 +78,14 @@ class ModelEngine:
         *,
         model: TimeModel,
         transfers: TransferModel,
+        truth: HonestTruth,
         chunk_tokens: int,
         retain_s: float = 0.0,
     ) -> None:
         self._manager = manager
         self._model = model
         self._transfers = transfers
+        self._truth = truth
         self._chunk_tokens = chunk_tokens
         self._retain_s = retain_s
         self._now_s = 0.0
@@ -200,7 +204,9 @@ class ModelEngine:
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
-        self._at(done_s, partial(self._loaded, request))
+            self._at(done_s, partial(self._streamed, request, plan))
+        else:
+            self._at(done_s, partial(self._loaded, request))
         return True
 
     def _compute(self) -> None:
@@ -234,17 +240,22 @@ class ModelEngine:
     # -- events -----------------------------------------------------------------------------
 
     def _send(self, job: Job) -> float:
-        """Let ``job`` run; return when it is over."""
-        over_s = self._now_s
-        for time_s, result in self._transfers.run(job, self._now_s):
+        """Let ``job`` run; return when its outcome is known."""
+        results = self._transfers.run(job, self._now_s)
+        for time_s, result in results:
             self._at(time_s, partial(self._moved, job, result))
-            over_s = max(over_s, time_s)
-        return over_s
+        return results[0][0]
 
     def _moved(self, job: Job, result: TransferResult) -> None:
         self._manager.apply(result)
         if job.why is Why.PROMOTE:
+            self._truth.note(job, result)
             self._may_answer = True
+
+    def _streamed(self, request: ModelRequest, plan: LoadPlan) -> None:
+        # What did not come up is computed, and all that follows it.
+        request.hits = self._truth.lead(plan)
+        self._loaded(request)
 
     def _loaded(self, request: ModelRequest) -> None:
         self._manager.complete_load(request.req_id)

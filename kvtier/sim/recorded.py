@@ -21,7 +21,8 @@ from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.recording import ManagerSetup
 from kvtier.sim._recording import Line, recorded_lines, recorded_setup
-from kvtier.sim.ladder import HonestTruth, ReplayedTier
+from kvtier.sim._truth import HonestTruth
+from kvtier.sim.ladder import ReplayedTier
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
 
@@ -92,6 +93,7 @@ class _Recalled(HonestTruth):
     """Workers that say again what they said then: yes, unless it was noted."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._said: deque[str] = deque()
 
     def remember(self, said: Sequence[str]) -> None:

@@ -108,6 +108,7 @@ def test_tables_are_for_people(trace: Path, config: Path) -> None:
     table = kvtier("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     assert "time to first token p50" in table
     assert "written per day" in table
+    assert "transfer.load_path: direct" in table
 
 
 def test_no_table_loses_a_column_where_there_is_little_room(trace: Path, config: Path) -> None:
