@@ -26,6 +26,7 @@ from typing import Final
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.policies.registry import build_eviction
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = ["GhostFigures", "ShadowTier"]
 
@@ -68,12 +69,16 @@ class ShadowTier:
         self._references = 0
         self._ghosts = self._make_ghosts()
 
-    def serve(self, chain: Sequence[ChunkKey], now: float) -> None:
+    def serve(
+        self, chain: Sequence[ChunkKey], now: float, *, request: str = "", session: str = ""
+    ) -> None:
         """Let every ghost see one request.
 
         Args:
             chain: The chunks it asks for, root to leaf.
             now: Seconds on a monotonic clock.
+            request: What identifies it.
+            session: What it belongs to, empty if it does not say.
         """
         mask = self._mask
         if mask:
@@ -82,10 +87,12 @@ class ShadowTier:
             ]
         if not chain:
             return
-        self._ctx.now = now
+        ctx = self._ctx
+        ctx.now, ctx.request, ctx.session = now, request, session
+        terms = RequestTerms(session=session) if session else NO_TERMS
         self._references += len(chain)
         for ghost in self._ghosts:
-            ghost.serve(chain, self._ctx)
+            ghost.serve(chain, ctx, terms)
 
     def figures(self) -> list[GhostFigures]:
         """Return what every policy would have done."""
@@ -112,13 +119,15 @@ class _Ghost:
 
     def __init__(self, eviction: Eviction) -> None:
         self.hits = 0
+        self._terms = NO_TERMS
         self._eviction = eviction
         self._may_go = _is_free_leaf if eviction.leaf_only else _always
         self._here: dict[ChunkKey, ChunkCopy] = {}
         self._kids: dict[ChunkKey, int] = {}
 
-    def serve(self, chain: Sequence[ChunkKey], ctx: PolicyContext) -> None:
+    def serve(self, chain: Sequence[ChunkKey], ctx: PolicyContext, terms: RequestTerms) -> None:
         """Access the chunks of one request, in the order the policy asks for."""
+        self._terms = terms
         places = range(len(chain))
         if self._eviction.touch_order == "forward":
             self._access(chain, places, ctx)
@@ -169,6 +178,7 @@ class _Ghost:
         else:
             copy = ChunkCopy(key, 0, parent, depth)
             copy.state = CopyState.RESIDENT
+        copy.terms = self._terms
         self._here[key] = copy
         if eviction.leaf_only:
             copy.kids = self._kids.get(key, 0)

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.manager import NO_TERMS, LoadPlan, RequestTerms, TieredOffloadingManager
 from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, TransferResult, Why
@@ -42,20 +42,37 @@ class ModelRequest:
         arrival_s: When it arrived.
         tokens: Length of its prompt.
         keys: Its chunks, root to leaf.
+        session: What it belongs to, empty if nobody says.
         hits: Leading chunks that were loaded.
         first_token_s: When its first token was there.
     """
 
-    __slots__ = ("arrival_s", "first_token_s", "hits", "keys", "number", "req_id", "tokens")
+    __slots__ = (
+        "arrival_s",
+        "first_token_s",
+        "hits",
+        "keys",
+        "number",
+        "req_id",
+        "session",
+        "tokens",
+    )
 
     def __init__(
-        self, number: int, arrival_s: float, tokens: int, keys: Sequence[ChunkKey]
+        self,
+        number: int,
+        arrival_s: float,
+        tokens: int,
+        keys: Sequence[ChunkKey],
+        *,
+        session: str = "",
     ) -> None:
         self.number = number
         self.req_id = str(number)
         self.arrival_s = arrival_s
         self.tokens = tokens
         self.keys = keys
+        self.session = session
         self.hits = 0
         self.first_token_s = 0.0
 
@@ -172,7 +189,8 @@ class ModelEngine:
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
-            self._manager.begin_request(request.req_id)
+            terms = RequestTerms(session=request.session) if request.session else NO_TERMS
+            self._manager.begin_request(request.req_id, terms)
             if not self._look(request):
                 self._deferred[request] = None
                 self._may_answer = True

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.sim.traces import Trace
 
 __all__ = ["Tier", "chunk_keys", "tier_for"]
@@ -60,19 +61,30 @@ class Tier:
     def __init__(self, eviction: Eviction, trace: Trace, order: str) -> None:
         self.ctx = PolicyContext()
         self._eviction = eviction
+        self._terms = NO_TERMS
         self._reverse = order == "reverse"
         self._room = eviction.capacity
         self._here: list[ChunkCopy | None] = [None] * trace.distinct
         self._keys = chunk_keys(trace.distinct)
 
-    def serve(self, chain: Sequence[int]) -> tuple[int, int]:
+    def turn_to(self, request: str, session: str, now: float) -> None:
+        """Tell the policy whose chunks the next uses and insertions are, as a manager does."""
+        ctx = self.ctx
+        ctx.now = now
+        ctx.request = request
+        ctx.session = session
+        self._terms = RequestTerms(session=session) if session else NO_TERMS
+
+    def serve(self, chain: Sequence[int]) -> tuple[int, int, int]:
         """Access a request's chunks.
 
         Args:
             chain: Chunk numbers, root to leaf.
 
         Returns:
-            How many leading chunks were resident at arrival, and how many accesses hit.
+            How many leading chunks were resident at arrival, how many accesses hit, and how
+            many chunks were resident behind one that was not: in reverse at arrival, and
+            forward when their turn came.
         """
         here = self._here
         found: list[ChunkCopy] = []
@@ -83,12 +95,18 @@ class Tier:
             found.append(copy)
         lead = len(found)
         if self._reverse and lead < len(chain):
-            return lead, self._access_in_reverse(chain)
+            behind = self._resident(chain[lead:])
+            return lead, self._access_in_reverse(chain), behind
         if self._reverse:
             found.reverse()
         if lead:
             self._touch(found)
-        return lead, lead + self._access(chain, range(lead, len(chain)))
+        behind = self._access(chain, range(lead, len(chain)))
+        return lead, lead + behind, behind
+
+    def _resident(self, chain: Sequence[int]) -> int:
+        here = self._here
+        return len(chain) - [here[number] for number in chain].count(None)
 
     def _access_in_reverse(self, chain: Sequence[int]) -> int:
         return self._access(chain, range(len(chain) - 1, -1, -1))
@@ -127,6 +145,7 @@ class Tier:
                 copy.hits = 0
             copy.depth = depth
             copy.parent = keys[chain[depth - 1]] if depth else None
+            copy.terms = self._terms
             here[number] = copy
             on_insert(copy, ctx)
         return hits
@@ -155,6 +174,7 @@ class _CarefulTier(Tier):
             copy = self._take(chain[depth])
             copy.depth = depth
             copy.parent = self._keys[chain[depth - 1]] if depth else None
+            copy.terms = self._terms
             self._insert(copy)
         return hits
 
@@ -200,17 +220,19 @@ class _TierOfRivals(_CarefulTier):
 class _SheddingTier(_CarefulTier):
     """For policies that evict on a hit as well: a chunk may be gone when its turn comes."""
 
-    def serve(self, chain: Sequence[int]) -> tuple[int, int]:
+    def serve(self, chain: Sequence[int]) -> tuple[int, int, int]:
         lead = 0
         if self._reverse:
             while lead < len(chain) and self._here[chain[lead]] is not None:
                 lead += 1
-            return lead, self._access_in_reverse(chain)
+            behind = self._resident(chain[lead:])
+            return lead, self._access_in_reverse(chain), behind
         for depth, number in enumerate(chain):
             if self._here[number] is None:
-                return lead, lead + self._access(chain, range(depth, len(chain)))
+                behind = self._access(chain, range(depth, len(chain)))
+                return lead, lead + behind, behind
             lead += self._access(chain, (depth,))
-        return lead, lead
+        return lead, lead, 0
 
     def _touch(self, copies: Sequence[ChunkCopy]) -> None:
         for copy in copies:
@@ -265,6 +287,7 @@ class _TierWithKids(Tier):
             parents[number] = before.slot if before is not None else -1
             copy.depth = depth
             copy.parent = before.key if before is not None else None
+            copy.terms = self._terms
             copy.kids = self._kids[number]
             here[number] = copy
             self._count_kid(parents[number], 1)

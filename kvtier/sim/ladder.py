@@ -263,10 +263,13 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
     # A queue has an order: a request stamped earlier than the one before it came with it.
     arrivals = np.maximum.accumulate(trace.timestamps_s).tolist()
     tokens = trace.input_tokens.tolist()
+    sessions = trace.session_names()
     for number, chain in enumerate(trace.chains()):
         # A chunk named twice in one prompt is stored once.
         chunks = list(map(key_of, dict.fromkeys(chain)))
-        yield ModelRequest(number, arrivals[number], tokens[number], chunks)
+        yield ModelRequest(
+            number, arrivals[number], tokens[number], chunks, session=sessions[number]
+        )
 
 
 def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:

@@ -84,7 +84,20 @@ def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(
         result = simulate_single(trace, policy=policy, capacity=capacity, touch_order=order)
         assert 0 <= result.hits <= trace.refs - trace.distinct
         assert 0 <= result.lead_chunks <= trace.refs - trace.distinct
-        assert result.stranded_hits == result.hits - result.lead_chunks
+        assert result.stranded_hits >= 0
+        if order == "forward":
+            assert result.stranded_hits == result.hits - result.lead_chunks
+
+
+def test_in_reverse_what_is_stranded_is_counted_at_arrival() -> None:
+    # 9 pushes out 0, and 1 and 2 stay behind.
+    behind = trace_of([[0, 1, 2], [1], [2], [9], [0, 1, 2]])
+    result = simulate_single(behind, policy="lru", capacity=3, touch_order="reverse")
+    assert (result.hits, result.lead_chunks, result.stranded_hits) == (4, 2, 2)
+    # 9 pushes out 3, whose return pushes out the chunks before it, one by one.
+    pushed = trace_of([[0, 1, 2, 3], [9], [0, 1, 2, 3]])
+    result = simulate_single(pushed, policy="fifo", capacity=4, touch_order="reverse")
+    assert (result.hits, result.lead_chunks, result.stranded_hits) == (0, 3, 0)
 
 
 @given(chains=CHAINS, capacity=st.integers(1, 20))
