@@ -154,7 +154,10 @@ def test_whatever_happened_the_replay_answers_the_same(
     config = setup.config.model_copy(update={"tiers": tuple(tiers)})
     path = tmp_path_factory.mktemp("run") / "calls.jsonl"
     manager = record_run(path, ManagerSetup(config, [ram, nvme], CHUNK, 16), chains, seed=seed)
-    result = replay_calls(path, config)
+    told: list[float] = []
+    result = replay_calls(path, config, progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
     assert result.requests == len(chains)
     for tier, live in zip(result.tiers, manager.snapshot().tiers, strict=True):
         assert tier.hits == live.counters.hits

@@ -28,7 +28,8 @@ from kvtier.sim.ladder import replay_references, simulate_ladder
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
 from kvtier.testing.invariants import check_manager
-from tests.unit.sim_traces import TRACES, needs_traces, trace_of
+from tests.unit.sim_traces import ROOT, TRACES, needs_traces, trace_of
+from tests.unit.textbook import TwoLevels
 
 CHUNK = 1 << 20
 RATE = 1000.0
@@ -191,6 +192,8 @@ SCHEMES: dict[str, Callable[[], Placement]] = {
     ),
     "demote_keep_promote2": lambda: LadderPlacement(tiers=2, write="evict", promote_after=2),
 }
+SMALL = ROOT / "tests/data/small_chat.jsonl"
+MOST_REFERENCES = 3000
 # All of them take minutes; the others run at night.
 QUICK = {"trace": "mooncake_synthetic", "l1_fraction": "0.05", "l2_fraction": "0.2"}
 QUICK_SCHEMES = ("exclusive", "demote_keep_promote2")
@@ -201,6 +204,26 @@ def references_of(trace: str) -> Sequence[ChunkKey]:
     read = read_trace(TRACES / f"{trace}.jsonl")
     keys = chunk_keys(read.distinct)
     return [keys[chunk] for chunk in read.ids.tolist()]
+
+
+@pytest.mark.parametrize("sizes", [(2, 10), (10, 40), (39, 100)], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_on_the_small_trace_two_tiers_do_what_the_textbook_says(
+    scheme: str, sizes: tuple[int, int]
+) -> None:
+    trace = read_trace(SMALL)
+    chunks = trace.ids.tolist()[:MOST_REFERENCES]
+    keys = chunk_keys(trace.distinct)
+    levels = TwoLevels(scheme, *sizes)
+    for chunk in chunks:
+        levels.access(chunk)
+    spare = scheme != "write_through"
+    manager, (ram, nvme) = two_tiers(*sizes, SCHEMES[scheme](), spare=spare)
+    replay_references([keys[chunk] for chunk in chunks], manager)
+    assert min(*levels.hits, levels.writes, levels.promotions) > 0
+    assert [ram.counters.hits, nvme.counters.hits] == levels.hits
+    assert nvme.counters.stored == levels.writes
+    assert nvme.counters.promoted == levels.promotions
 
 
 @needs_traces
