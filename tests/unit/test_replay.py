@@ -191,7 +191,9 @@ class TestReplay:
         ram, nvme = result.tiers
         assert ram.hits + nvme.hits == result.counts.loaded_blocks
         assert nvme.hits > 0
-        assert nvme.read_bytes >= nvme.hits * CHUNK_NBYTES
+        # Several requests may load a chunk while it comes up, which is read once for all.
+        assert nvme.read_bytes >= CHUNK_NBYTES
+        assert nvme.read_bytes % CHUNK_NBYTES == 0
         assert 0 < nvme.written_bytes <= 24 * CHUNK_NBYTES
         assert result.predicted.total_hit_ratio == pytest.approx(2 / 3)
         assert result.ttft_s["p50"] <= result.ttft_s["p99"]
