@@ -133,6 +133,7 @@ class TierState:
 
     __slots__ = (
         "_copy_at",
+        "_kids_of_absent",
         "copies",
         "counters",
         "dirty",
@@ -158,6 +159,8 @@ class TierState:
             ahead = range(min(capacity, _MADE_AHEAD))
             self._copy_at[: len(ahead)] = [ChunkCopy(b"", slot) for slot in ahead]
         self.eviction = eviction
+        # A child may come down before its parent, which must then know of it.
+        self._kids_of_absent: dict[ChunkKey, int] = {}
         self.idle = 0
         self.dirty = 0
         self.writing = 0
@@ -257,6 +260,7 @@ class TierState:
         self.idle += idle
         if self.eviction.leaf_only:
             for copy in copies:
+                copy.kids += self._kids_of_absent.pop(copy.key, 0)
                 self._count_kid(copy, 1)
         self.writing -= len(copies)
         self.counters.stored += len(copies)
@@ -386,6 +390,7 @@ class TierState:
         if copy.transient:
             self.passing -= 1
         del self.copies[copy.key]
+        self._leave_kids(copy)
         if not copy.pins:
             self.slots.release((copy.slot,))
 
@@ -528,7 +533,7 @@ class TierState:
             del members[key]
         if self.eviction.leaf_only:
             for victim in victims:
-                victim.kids = 0
+                self._leave_kids(victim)
         self.counters.evicted += len(victims)
         return keys, [victim.slot for victim in victims]
 
@@ -567,10 +572,24 @@ class TierState:
             self._count_kid(copy, -1)
 
     def _count_kid(self, copy: ChunkCopy, change: int) -> None:
-        if copy.parent is not None:
-            parent = self.copies.get(copy.parent)
-            if parent is not None:
-                parent.kids += change
+        if copy.parent is None:
+            return
+        parent = self.copies.get(copy.parent)
+        if parent is not None:
+            parent.kids += change
+        else:
+            self._count_kids_of_absent(copy.parent, change)
+
+    def _leave_kids(self, copy: ChunkCopy) -> None:
+        """Remember the children that ``copy``, which has left, leaves behind."""
+        if copy.kids:
+            self._count_kids_of_absent(copy.key, copy.kids)
+            copy.kids = 0
+
+    def _count_kids_of_absent(self, key: ChunkKey, change: int) -> None:
+        kids = self._kids_of_absent.pop(key, 0) + change
+        if kids:
+            self._kids_of_absent[key] = kids
 
 
 def _idle(copy: ChunkCopy) -> bool:

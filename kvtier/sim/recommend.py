@@ -35,6 +35,8 @@ CANDIDATES: Final = ("hedged-lhd", "lru", "prefix-lru", "arc", "gdsf", "2q", "s3
 
 _DEFAULT: Final = CANDIDATES[0]
 
+_BLOCK_TOKENS: Final = 16
+"""Of an engine's block where nobody says."""
 _CLEARLY: Final = 0.003
 """Points of prefix hit ratio below which another policy is not worth its surprise."""
 _ABOUT: Final = 1.02
@@ -160,6 +162,7 @@ def _try(
             },
         ],
         "placement": {"write": write, "promote_after": promote_after},
+        **_engine(trace),
     }
     text = yaml.safe_dump(document, sort_keys=False)
     config = parse_config(text, source="recommended")
@@ -170,6 +173,12 @@ def _try(
         model=_time_model(trace, config, request),
     )
     return _Tried(write, promote_after, text, result)
+
+
+def _engine(trace: Trace) -> dict[str, dict[str, int]]:
+    """Return the section that makes chunks as long as the trace's, with usual blocks."""
+    blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
+    return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 
 
 def _time_model(trace: Trace, config: KvtierConfig, request: RecommendRequest) -> TimeModel:
@@ -210,6 +219,9 @@ def _reasons(
             f"{tier} that reads {approximate_size(read)}/s and writes "
             f"{approximate_size(write)}/s."
         )
+    yield f"Loads go the path {best.result.load_path}, as behind kvtier's connector."
+    yield f"Assumes chunks of {trace.chunk_tokens} tokens: set engine.blocks_per_chunk to that"
+    yield f"over the tokens of one of the engine's blocks, usually {_BLOCK_TOKENS}."
     for tier, results in singles.items():
         yield ""
         yield f"Eviction, alone in {results[0].capacity_chunks:,} chunks (the {tier} tier):"

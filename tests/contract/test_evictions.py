@@ -166,19 +166,23 @@ class Radix:
     parents: dict[ChunkKey, ChunkKey | None] = field(default_factory=dict)
     clock: int = 0
 
-    def access(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+    def access(self, key: ChunkKey, parent: ChunkKey | None) -> bool:
+        """Use ``key``, and let it in if another leaf than its parent can go."""
         self.clock += 1
         if key not in self.used and len(self.used) == self.capacity:
-            inner = {self.parents[member] for member in self.used}
+            inner = {self.parents[member] for member in self.used} | {parent}
             leaves = [member for member in self.used if member not in inner]
+            if not leaves:
+                return False
             del self.used[min(leaves, key=self.used.__getitem__)]
         self.used[key] = self.clock
         self.parents[key] = parent
+        return True
 
 
 @given(
     requests=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=60),
-    capacity=st.integers(5, 14),
+    capacity=st.integers(1, 40),
 )
 def test_prefix_lru_evicts_the_oldest_leaf_and_strands_nobody(
     requests: list[list[int]], capacity: int
@@ -193,10 +197,11 @@ def test_prefix_lru_evicts_the_oldest_leaf_and_strands_nobody(
         # As the manager: what is there is used leaf to root, what is not comes root to leaf.
         for key, parent in (*reversed(there), *missing):
             tier.pinned = set(chain)
-            if not tier.access(key, parent=parent):
-                return  # a chain as long as the tier
-            radix.access(key, parent)
+            fits = tier.access(key, parent=parent)
+            assert fits == radix.access(key, parent)
             assert set(tier.members) == set(radix.used)
+            if not fits:
+                break  # a chain longer than the tier: its tail stays out
         for copy in tier.members.values():
             assert copy.parent is None or copy.parent in tier.members
 

@@ -33,7 +33,7 @@ from kvtier.recording import (
 from kvtier.recording import _recorder as recorder_module
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
-from kvtier.sim.ladder import HonestTruth
+from kvtier.sim._truth import HonestTruth
 from kvtier.sim.recorded import replay_calls
 from kvtier.sim.timing import TierSpeed, TimeModel, TransferModel
 from kvtier.sim.traces import TraceError, read_trace
@@ -66,6 +66,7 @@ class Forgetful(HonestTruth):
     """Workers of whom now and then one did not write its bytes, or is still busy."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._draw = random.Random(seed)
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
@@ -86,12 +87,13 @@ def record_run(
         lines.extend(encoder.lines(name, values))
 
     tiers = build_tiers(setup.config, setup.capacities)
+    truth = Forgetful(seed)
     manager = build_manager(
         setup.config,
         tiers,
         slot_nbytes=CHUNK,
         chunk_tokens=16,
-        truth=Forgetful(seed),
+        truth=truth,
         record_events=False,
         make=partial(RecordingManager, note=note),
     )
@@ -109,6 +111,7 @@ def record_run(
             manager,
             model=model,
             transfers=TransferModel(model, ram="ram", slot_nbytes=CHUNK),
+            truth=truth,
             chunk_tokens=16,
         )
         assert len(list(engine.serve(part))) == len(part)
@@ -151,7 +154,10 @@ def test_whatever_happened_the_replay_answers_the_same(
     config = setup.config.model_copy(update={"tiers": tuple(tiers)})
     path = tmp_path_factory.mktemp("run") / "calls.jsonl"
     manager = record_run(path, ManagerSetup(config, [ram, nvme], CHUNK, 16), chains, seed=seed)
-    result = replay_calls(path, config)
+    told: list[float] = []
+    result = replay_calls(path, config, progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
     assert result.requests == len(chains)
     for tier, live in zip(result.tiers, manager.snapshot().tiers, strict=True):
         assert tier.hits == live.counters.hits
