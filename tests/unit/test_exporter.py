@@ -121,7 +121,7 @@ def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> ConnectorStats:
     return stats
 
 
-def moved(exporter: MetricsExporter) -> dict[str, float]:
+def moved_bytes(exporter: MetricsExporter) -> dict[str, float]:
     """Return the bytes of a scrape by transfer type."""
     return {
         dict(labels)["transfer_type"]: number
@@ -176,7 +176,7 @@ def test_an_exporter_and_the_engines_own_statistics_both_have_all(asked_first: b
             readers = (ask, exporter.refresh)
             for read in readers if asked_first else reversed(readers):
                 read()
-        assert moved(exporter) == {"gpu_to_ram": 3 * 4096, "ram_to_nvme": 3 * 2048}
+        assert moved_bytes(exporter) == {"gpu_to_ram": 3 * 4096, "ram_to_nvme": 3 * 2048}
     assert told == {
         "gpu_to_ram_total_bytes": 3 * 4096,
         "gpu_to_ram_total_time": 1.5,
