@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,18 @@ from typer.testing import CliRunner
 
 from kvtier.cli._commands import app
 from kvtier.config import KvtierConfig, parse_config
+from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.errors import ConfigError
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
+from kvtier.replay import _replay as replay_module
 from kvtier.replay._batching import Batcher, BatchLimits
 from kvtier.replay._engine import WrongBytesError
 from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_requests
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
+from tests.unit.test_exporter import moved_bytes
 
 CHUNK_NBYTES = 64 << 10
 CHUNK_TOKENS = 128
@@ -181,6 +184,29 @@ class TestRequests:
 
 
 class TestReplay:
+    def test_an_exporter_of_the_scheduler_half_has_every_copy_of_both_halves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        moved = replay_module._Bench.moved
+        told: dict[str, float] = {}
+        exported: dict[str, float] = {}
+
+        def export_first(bench: replay_module._Bench) -> Mapping[str, float]:
+            with MetricsExporter(bench._scheduler, 0) as exporter:
+                exported.update(moved_bytes(exporter))
+            told.update(moved(bench))
+            return told
+
+        monkeypatch.setattr(replay_module._Bench, "moved", export_first)
+        chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3
+        run(make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64))
+        assert {"gpu_to_ram", "ram_to_gpu", "ram_to_nvme", "nvme_to_ram"} <= set(exported)
+        assert exported == {
+            name.removesuffix("_total_bytes"): number
+            for name, number in told.items()
+            if name.endswith("_total_bytes")
+        }
+
     def test_every_prefix_that_is_kept_is_loaded_bit_for_bit(self, tmp_path: Path) -> None:
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3
         result = run(make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64))
