@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies.leaves import is_unpinned_leaf
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Outcome
 
@@ -412,7 +413,7 @@ class TierState:
             The victims; fewer when there are no more.
         """
         if self.eviction.leaf_only:
-            victims = self._pick_leaves(count, _unpinned_leaf, ctx)
+            victims = self._pick_leaves(count, is_unpinned_leaf, ctx)
         else:
             victims = self.eviction.pick_many(count, _unpinned, ctx)
         self.leaving.update(victims)
@@ -597,12 +598,8 @@ def _idle(copy: ChunkCopy) -> bool:
 
 
 def _idle_leaf(copy: ChunkCopy) -> bool:
-    return not copy.pins and not copy.dirty and copy.kids <= 0
+    return is_unpinned_leaf(copy) and not copy.dirty
 
 
 def _unpinned(copy: ChunkCopy) -> bool:
     return not copy.pins
-
-
-def _unpinned_leaf(copy: ChunkCopy) -> bool:
-    return not copy.pins and copy.kids <= 0

@@ -25,8 +25,9 @@ from typing import Final
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.leaves import pick_leaf
 from kvtier.policies.registry import build_eviction
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.terms import NO_TERMS, RequestTerms, terms_of_session
 
 __all__ = ["GhostFigures", "ShadowTier"]
 
@@ -89,7 +90,7 @@ class ShadowTier:
             return
         ctx = self._ctx
         ctx.now, ctx.request, ctx.session = now, request, session
-        terms = RequestTerms(session=session) if session else NO_TERMS
+        terms = terms_of_session(session)
         self._references += len(chain)
         for ghost in self._ghosts:
             ghost.serve(chain, ctx, terms)
@@ -121,7 +122,6 @@ class _Ghost:
         self.hits = 0
         self._terms = NO_TERMS
         self._eviction = eviction
-        self._may_go = _is_free_leaf if eviction.leaf_only else _always
         self._here: dict[ChunkKey, ChunkCopy] = {}
         self._kids: dict[ChunkKey, int] = {}
 
@@ -189,15 +189,14 @@ class _Ghost:
 
     def _evict(self, ctx: PolicyContext, *, but: ChunkCopy | None = None) -> ChunkCopy | None:
         """Let one victim go; None when only leaves may go and ``but`` is the only one."""
-        if but is not None:
-            but.pins = 1
-        victim = self._eviction.pick(self._may_go, ctx)
-        if but is not None:
-            but.pins = 0
-        if victim is None:
-            if self._eviction.leaf_only:
+        if self._eviction.leaf_only:
+            victim = pick_leaf(self._eviction, ctx, but=but)
+            if victim is None:
                 return None
-            raise LookupError("the policy names no victim although every copy may go")
+        else:
+            victim = self._eviction.pick(_always, ctx)
+            if victim is None:
+                raise LookupError("the policy names no victim although every copy may go")
         del self._here[victim.key]
         if self._eviction.leaf_only:
             self._count_kid(victim.parent, -1)
@@ -219,7 +218,3 @@ class _Ghost:
 
 def _always(_: ChunkCopy) -> bool:
     return True
-
-
-def _is_free_leaf(copy: ChunkCopy) -> bool:
-    return not copy.pins and copy.kids <= 0

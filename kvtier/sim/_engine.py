@@ -19,7 +19,8 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import NO_TERMS, LoadPlan, RequestTerms, TieredOffloadingManager
+from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.policies.terms import terms_of_session
 from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, TransferResult, Why
@@ -189,7 +190,7 @@ class ModelEngine:
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
-            terms = RequestTerms(session=request.session) if request.session else NO_TERMS
+            terms = terms_of_session(request.session)
             self._manager.begin_request(request.req_id, terms)
             if not self._look(request):
                 self._deferred[request] = None

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.leaves import pick_leaf
+from kvtier.policies.terms import NO_TERMS, terms_of_session
 from kvtier.sim.traces import Trace
 
 __all__ = ["Tier", "chunk_keys", "tier_for"]
@@ -73,7 +74,7 @@ class Tier:
         ctx.now = now
         ctx.request = request
         ctx.session = session
-        self._terms = RequestTerms(session=session) if session else NO_TERMS
+        self._terms = terms_of_session(session)
 
     def serve(self, chain: Sequence[int]) -> tuple[int, int, int]:
         """Access a request's chunks.
@@ -304,12 +305,7 @@ class _TierWithKids(Tier):
             copy = ChunkCopy(self._keys[number], number)
             copy.state = CopyState.RESIDENT
             return copy
-        if before is None:
-            victim = self._eviction.pick(_is_free_leaf, self.ctx)
-        else:
-            before.pins = 1
-            victim = self._eviction.pick(_is_free_leaf, self.ctx)
-            before.pins = 0
+        victim = pick_leaf(self._eviction, self.ctx, but=before)
         if victim is not None:
             self._here[victim.slot] = None
             self._count_kid(self._parents[victim.slot], -1)
@@ -325,10 +321,6 @@ class _TierWithKids(Tier):
         copy = self._here[parent]
         if copy is not None:
             copy.kids += change
-
-
-def _is_free_leaf(copy: ChunkCopy) -> bool:
-    return not copy.pins and copy.kids <= 0
 
 
 class _TierWithFuture(_CarefulTier):

@@ -27,8 +27,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from kvtier.errors import ClosedError
 from kvtier.transfer.answers import Answers
@@ -200,7 +200,15 @@ class TransferEngine:
             ClosedError: The engine's thread died.
             ExceptionGroup: What went wrong; all are over.
         """
-        return self._await_on_loop(lambda: self._runner.exclusively_each(actions), timeout_s)
+        if self._death is not None:
+            raise ClosedError(f"transfer engine {self._name} is closed") from self._death
+        acting = self._runner.exclusively_each(actions)
+        future = asyncio.run_coroutine_threadsafe(acting, self._loop)
+        try:
+            future.result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self, *, timeout_s: float) -> bool:
         """Run what is queued, then stop; what does not finish in time is cancelled. Idempotent.
@@ -232,18 +240,6 @@ class TransferEngine:
             )
             return False
         return drained
-
-    def _await_on_loop(
-        self, make: Callable[[], Coroutine[Any, Any, None]], timeout_s: float
-    ) -> bool:
-        if self._death is not None:
-            raise ClosedError(f"transfer engine {self._name} is closed") from self._death
-        future = asyncio.run_coroutine_threadsafe(make(), self._loop)
-        try:
-            future.result(timeout_s)
-        except TimeoutError:
-            return False
-        return True
 
     # -- on the engine's thread ----------------------------------------------------------------
 

@@ -54,7 +54,6 @@ class Runner:
         self._cancels: deque[JobId] = deque()
         self._queue = JobQueue()
         self._running: dict[JobId, Pending] = {}
-        self._exclusive_actions = 0
         self._poked = False
         self._closing = False
         self._loop: asyncio.AbstractEventLoop
@@ -142,7 +141,6 @@ class Runner:
 
     def _pause(self, pairs: Collection[Pair]) -> None:
         """Let jobs of ``pairs`` wait, and nobody for those there are."""
-        self._exclusive_actions += 1
         for pair in pairs:
             self._channels[pair].pauses += 1
         self._admit()
@@ -160,7 +158,6 @@ class Runner:
         finally:
             for pair in pairs:
                 self._channels[pair].pauses -= 1
-            self._exclusive_actions -= 1
             self._turn()
 
     def _turn(self) -> None:
@@ -175,7 +172,7 @@ class Runner:
             self._cancel_queued("the engine is closing", self._channels)
         else:
             self._start()
-        if self._closing or self._exclusive_actions:
+        if self._closing or any(channel.pauses for channel in self._channels.values()):
             self._changed.set()
 
     def _admit(self) -> None:

@@ -30,11 +30,10 @@ middle of a request.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -48,6 +47,7 @@ __all__ = [
     "hit_sources",
     "kv_content",
     "media",
+    "missing_members",
     "read_engine",
     "refusal",
     "require_members",
@@ -180,19 +180,26 @@ def require_members(thing: object, *names: str) -> None:
     """Check that what kvtier reads of vLLM's own state, which is nobody's interface, is there.
 
     Args:
-        thing: An object of vLLM's, or a dataclass of it.
+        thing: An object of vLLM's, or a dataclass or named tuple of it.
         names: Its attributes, or fields.
 
     Raises:
         UnsupportedError: One is not; says which.
     """
-    kind = thing if isinstance(thing, type) else type(thing)
-    fields = {field.name for field in dataclasses.fields(kind)} if is_dataclass(kind) else set()
-    missing = [name for name in names if name not in fields and not hasattr(thing, name)]
+    missing = missing_members(thing, *names)
     if missing:
+        kind = thing if isinstance(thing, type) else type(thing)
         raise UnsupportedError(
             f"this vLLM's {kind.__name__} has no {', '.join(missing)}: {SUPPORTED}"
         )
+
+
+def missing_members(thing: object, *names: str) -> list[str]:
+    """Return which of ``names`` are no attribute of ``thing``, or no field if it is a type."""
+    if isinstance(thing, type):
+        fields = {*getattr(thing, "__dataclass_fields__", ()), *getattr(thing, "_fields", ())}
+        return [name for name in names if name not in fields]
+    return [name for name in names if not hasattr(thing, name)]
 
 
 # -- names that changed ------------------------------------------------------------------------

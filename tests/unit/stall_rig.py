@@ -120,18 +120,7 @@ class Rig:
         """Open the store as the next engine would; return what is there, which verifies."""
         self.ended()
         tier = SlabTier.open(self._options, self._context())
-        found = list(tier.recovered())
-
-        async def read() -> list[Outcome]:
-            buffers = make_buffers(len(found), SLOT)
-            keys, slots = [key for key, _ in found], [slot for _, slot in found]
-            moved = await tier.read(keys, slots, buffers, why=Why.LOAD)
-            assert buffers == [make_payload(key, SLOT) for key in keys]
-            await tier.aclose()
-            return list(moved.outcomes)
-
-        assert set(asyncio.run(read())) <= {DONE}
-        return {key for key, _ in found}
+        return read_and_close(tier)
 
     def stall(self, *calls: str, after: int = 0) -> threading.Event:
         """Let calls hang until the event is set."""
@@ -199,3 +188,19 @@ class Rig:
 def keys_in(slots: Sequence[int], version: int = 0) -> list[ChunkKey]:
     """Return the keys that a test keeps in ``slots``: the first ones or those over them."""
     return [KEYS[slot + version * CAPACITY] for slot in slots]
+
+
+def read_and_close(tier: SlabTier) -> set[ChunkKey]:
+    """Return what a store that was opened again has, all of which verifies, and close it."""
+    found = list(tier.recovered())
+
+    async def read() -> list[Outcome]:
+        buffers = make_buffers(len(found), SLOT)
+        keys, slots = [key for key, _ in found], [slot for _, slot in found]
+        moved = await tier.read(keys, slots, buffers, why=Why.LOAD)
+        assert buffers == [make_payload(key, SLOT) for key in keys]
+        await tier.aclose()
+        return list(moved.outcomes)
+
+    assert set(asyncio.run(read())) <= {DONE}
+    return {key for key, _ in found}

@@ -21,15 +21,15 @@ import pytest
 from kvtier.config import NvmeTierConfig
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
-from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
+from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
 from tests.unit.ram_directory import ram_directory
+from tests.unit.stall_rig import SLOT, read_and_close
 from tests.unit.test_slab_faults_matrix import WAYS, descriptors
 
-SLOT = 8192
 SLOTS = 4
 HANG_S = 10.0
 KEYS = make_keys(range(SLOTS))
@@ -101,18 +101,7 @@ def pool() -> Iterator[IoPool]:
 
 def use(place: Place, tier: SlabTier) -> None:
     """See that what must be there is there, and close the tier."""
-    found = list(tier.recovered())
-    assert {key for key, _ in found} == set(place.kept)
-
-    async def read() -> list[Outcome]:
-        buffers = make_buffers(len(found), SLOT)
-        keys, slots = [key for key, _ in found], [slot for _, slot in found]
-        moved = await tier.read(keys, slots, buffers, why=Why.LOAD)
-        assert buffers == [make_payload(key, SLOT) for key in keys]
-        await tier.aclose()
-        return list(moved.outcomes)
-
-    assert set(asyncio.run(read())) <= {Outcome.DONE}
+    assert read_and_close(tier) == set(place.kept)
 
 
 def calls_of_opening(place: Place) -> list[str]:
