@@ -122,6 +122,8 @@ class KVTierConnector(OffloadingConnector):
         events = vllm_config.kv_events_config
         self._listens = events is not None and events.enable_kv_cache_events
         self._has_deferred = False
+        self._planned: set[str] = set()
+        """Requests with a load in the step that is being scheduled."""
         self._kvtier: KVTierManager | None = None
         self._busy: BusyRequests | None = None
         self._in_step: InStepLoads | None = None
@@ -184,6 +186,8 @@ class KVTierConnector(OffloadingConnector):
         unhashed = loads.take(request, blocks) if loads and num_external_tokens else None
         if self._busy is not None:
             self._busy.forget(request.request_id)
+        if num_external_tokens:
+            self._planned.add(request.request_id)
         super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
         if loads is not None and unhashed is not None:
             loads.planned(request, blocks)
@@ -198,7 +202,8 @@ class KVTierConnector(OffloadingConnector):
         busy, in_step = self._busy, self._in_step
         if in_step is not None:
             in_step.end_offers()
-        shown = scheduler_output if busy is None else busy.of(scheduler_output)
+        output = self._without_what_came_back(scheduler_output)
+        shown = output if busy is None else busy.of(output)
         if busy is not None and shown is None:
             return busy.pass_over()
         if in_step is not None:
@@ -209,6 +214,21 @@ class KVTierConnector(OffloadingConnector):
         if busy is not None:
             busy.looked_at(shown)
         return metadata
+
+    def _without_what_came_back(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Hide preemptions of requests that load in the same step from vLLM's half.
+
+        vLLM preempts all that run when its prefix cache is reset by force, and lets them in
+        again at once. Such a request has no stores in flight, or it would not load yet, and
+        these are all that the half looks for; it asserts that it finds no load.
+        """
+        loading, self._planned = self._planned, set()
+        preempted = output.preempted_req_ids or set()
+        if loading.isdisjoint(preempted):
+            return output
+        shown = copy.copy(output)
+        shown.preempted_req_ids = preempted - loading
+        return shown
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

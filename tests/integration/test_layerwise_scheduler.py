@@ -160,3 +160,20 @@ def test_an_offer_that_is_not_taken_is_forgotten_with_its_step(
     world.abort(unlucky)
     world.settle()
     world.cache.service.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["ahead", "layerwise"])
+def test_a_request_that_is_preempted_by_a_reset_may_load_at_once(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch, mode)
+    world = LayerwiseWorld(Setup(engine_blocks=48), tmp_path / "model", seed=0)
+    request = world.submit(random_tokens(world.draw, 100, 100), 40)
+    while request.num_tokens < 120:
+        world.step()
+    world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    world.step()
+    assert world.seen["loads ahead"] + world.seen["loads in step"] == 1
+    world.settle()
+    assert_right(world, request)
+    world.cache.service.shutdown()

@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -38,7 +40,7 @@ from kvtier.vllm.shortcuts import BusyRequests, shortcuts_are_safe
 from tests.integration.scheduler_pair import PairSpec, TeeConnector
 from tests.integration.scheduler_setup import Setup
 from tests.integration.scheduler_world import World
-from tests.integration.test_scheduler_differential import SETUPS, run
+from tests.integration.test_scheduler_differential import SETUPS, random_tokens, run
 
 if TYPE_CHECKING:
     from kvtier.connector.service import CacheService
@@ -144,15 +146,21 @@ def arranged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     monkeypatch.setattr(TeeConnector, "_offer_anew", lambda *_: None)
 
 
-def stream(setup: Setup, directory: Path, seed: int, steps: int) -> World:
+@contextmanager
+def a_world(setup: Setup, directory: Path, seed: int) -> Iterator[World]:
     world = Trusting(setup, directory / "model", seed)
     world.pair.half = cast("Any", Behind(world))
     world.pair.excused.why = lambda key, context: None
     world.pair.excused.whole_prefix = False
     try:
-        run(world, steps)
+        yield world
     finally:
         world.close()
+
+
+def stream(setup: Setup, directory: Path, seed: int, steps: int) -> World:
+    with a_world(setup, directory, seed) as world:
+        run(world, steps)
     return world
 
 
@@ -168,6 +176,32 @@ def test_what_is_not_shown_would_have_changed_nothing(name: str, tmp_path: Path)
     assert seen["aborts"]
     assert seen["steps shown"] < seen["steps built"]
     assert seen["requests shown"] < 0.6 * seen["requests"]
+
+
+def test_what_is_computed_after_a_shorter_load_is_offered_in_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[int] = []
+    with a_world(Setup(), tmp_path, seed=0) as world:
+        prepare = world.pair.ours.prepare_store
+
+        def noted(keys: Sequence[bytes], req_id: str) -> Any:
+            offered.append(len(keys))
+            return prepare(keys, req_id)
+
+        monkeypatch.setattr(world.pair.ours, "prepare_store", noted)
+        prompt = random_tokens(world.draw, 100, 100)
+        request = world.submit(prompt, 40, {"max_load_tokens": 64})
+        while request.num_tokens < 110:
+            world.step()
+        assert offered == [6]
+        world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        # vLLM's half alone does not take a load in the step of the preemption.
+        world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        world.step()
+        world.scheduler.set_pause_state(PauseState.UNPAUSED)
+        world.settle()
+    assert offered == [6, 2], "four chunks were loaded, so the prompt's last two are computed"
 
 
 def half_of_one_request() -> Any:
