@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -31,26 +31,21 @@ from kvtier.config import KvtierConfig, load_config
 from kvtier.connector.pace import prompt_tokens
 from kvtier.errors import UnsupportedError
 from kvtier.vllm import compat
+from kvtier.vllm.connector_contract import (
+    KVConnectorRole,
+    OffloadingConnector,
+    OffloadingConnectorMetadata,
+    TransferJob,
+    TransferResults,
+)
 from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
-from kvtier.vllm.shortcuts import BusyRequests, shortcuts_are_safe
+from kvtier.vllm.shortcuts import BusyRequests
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
 from kvtier.vllm.worker_loads import WorkerLoads
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, base
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-        TransferJob,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-except ImportError as error:
-    raise compat.refusal(error) from error
 
 if TYPE_CHECKING:
     import torch
@@ -76,9 +71,6 @@ if TYPE_CHECKING:
 __all__ = ["KVTierConnector"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
-
-_TAKES_NAMES: Final = hasattr(base, "KVConnectorTransferResults")
-"""Whether this vLLM takes the names of requests whose load failed; before, only blocks."""
 
 
 class KVTierConnector(OffloadingConnector):
@@ -107,7 +99,7 @@ class KVTierConnector(OffloadingConnector):
         else:
             compat.require_members(self.connector_worker, "worker")
         self._one_group = len(kv_cache_config.kv_cache_groups) == 1
-        if not (self._one_group or _TAKES_NAMES):
+        if not (self._one_group or TransferResults):
             raise UnsupportedError(
                 "before vLLM 0.30 a load that fails can be reported only for models with one "
                 "KV cache group: use what `kvtier vllm-args --door spec` prints"
@@ -118,7 +110,7 @@ class KVTierConnector(OffloadingConnector):
         self._timeout_s = settings.transfer.load_timeout_s
         self._recomputes = transfer.kv_load_failure_policy != "fail"
         self._loads = WorkerLoads(one_group=self._one_group, recomputes=self._recomputes)
-        self._skips = shortcuts_are_safe()
+        self._skips = compat.source_was_read()
         events = vllm_config.kv_events_config
         self._listens = events is not None and events.enable_kv_cache_events
         self._has_deferred = False
@@ -143,6 +135,12 @@ class KVTierConnector(OffloadingConnector):
         self._kvtier = manager
         if self._skips:
             self._busy = BusyRequests(half)
+            logger.info("vLLM's offloading half is asked only where it has something to do")
+        else:
+            logger.info(
+                "vLLM's offloading half is asked everything at every step, for its source is "
+                "not one that kvtier knows; that costs some time and nothing else"
+            )
         if not self._wants_layers:
             return
         reason = why_not_in_step(vllm_config, kv_cache_config, half)
@@ -337,7 +335,7 @@ class KVTierConnector(OffloadingConnector):
         worker = self._worker
         if self._skips and worker is not None and worker.is_idle:
             self._loads.forget_spoiled(finished_req_ids)
-            return base.KVConnectorTransferResults()
+            return TransferResults()
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving = self._loads.take_failed(results.finished_recving)
         return results

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import operator
 from pathlib import Path
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
-from kvtier.connector.report.observer import Positions
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
-from kvtier.vllm.contract import ReqContext
 
 __all__ = [
     "block_hashes_are_stable",
-    "chunk_positions",
     "fingerprint",
     "require_supported_layout",
 ]
 
-_POSITIONS = "_offload_key_positions"
 _FORMAT = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
 
@@ -104,10 +98,3 @@ def _model_files(model: Path) -> str:
             status = path.stat()
             digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
-
-
-def chunk_positions() -> Positions | None:
-    """Return what tells the chunks of a request; None in a vLLM that does not keep them."""
-    if _POSITIONS not in {field.name for field in dataclasses.fields(ReqContext)}:
-        return None
-    return operator.attrgetter(_POSITIONS)

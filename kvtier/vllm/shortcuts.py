@@ -15,24 +15,17 @@ after each forward pass.
   submit, to wait for or to report.
 
 That is how the half works, not what it promises. So it holds for those releases whose source
-was read, and they are known by it; any other is asked everything.
+was read (:func:`kvtier.vllm.compat.source_was_read`); any other is asked everything.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import importlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-)
-
-from kvtier.vllm.compat import Load
+from kvtier.vllm.connector_contract import OffloadingConnectorMetadata
 from kvtier.vllm.contract import ScheduleEndContext
 
 if TYPE_CHECKING:
@@ -40,37 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["BusyRequests", "shortcuts_are_safe"]
-
-_PACKAGE: Final = "vllm.distributed.kv_transfer.kv_connector"
-_MODULES: Final = (
-    f"{_PACKAGE}.utils",
-    f"{_PACKAGE}.v1.offloading_connector",
-    f"{_PACKAGE}.v1.offloading.common",
-    f"{_PACKAGE}.v1.offloading.scheduler",
-    f"{_PACKAGE}.v1.offloading.worker",
-)
-_READ: Final[Mapping[str, str]] = {
-    "bfeabaf72a0c724bd0c0bdf4fa62113cb8145081fe1ab39e5dbcd43744192580": "0.31.0",
-    "d301233e72f46e78529e962272ad1b3b052041c6e94dd4e9f9aad83e3e75e53c": "0.32.0",
-}
-"""Releases whose source was read, by the digest of these modules."""
-
-
-def shortcuts_are_safe(load: Load = importlib.import_module) -> bool:
-    """Return whether the installed vLLM's half is one that was read.
-
-    Args:
-        load: Imports a module by name.
-    """
-    digest = hashlib.sha256()
-    for name in _MODULES:
-        source = load(name).__file__
-        try:
-            digest.update(hashlib.sha256(Path(source).read_bytes()).digest())
-        except (OSError, TypeError):
-            return False  # it is there, but not as a file of source
-    return digest.hexdigest() in _READ
+__all__ = ["BusyRequests"]
 
 
 class BusyRequests:

@@ -10,7 +10,7 @@ from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.errors import UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, PageMapping, RankShare, shard_of, share_pages
-from kvtier.vllm.compat import EngineFacts, kv_content
+from kvtier.vllm.compat import EngineFacts, kv_content, page_mapping
 
 if TYPE_CHECKING:
     from kvtier.vllm.contract import CanonicalKVCaches
@@ -32,9 +32,8 @@ def lay_out_slots(
     Raises:
         ConfigError: A tier is smaller than one chunk.
     """
-    # vLLM before 0.28 has no mappings.
     groups: list[list[PageMapping | None]] = [
-        [getattr(ref, "mapping", None) for ref in refs] for refs in kv_caches.group_data_refs
+        list(map(page_mapping, refs)) for refs in kv_caches.group_data_refs
     ]
     try:
         share = share_pages([mapping for mappings in groups for mapping in mappings])

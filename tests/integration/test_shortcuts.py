@@ -33,10 +33,11 @@ from kvtier.connector.metadata import (
     TransferJob,
     WorkerOutput,
 )
+from kvtier.vllm import compat
 from kvtier.vllm import connector as door
 from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.shortcuts import BusyRequests, shortcuts_are_safe
+from kvtier.vllm.shortcuts import BusyRequests
 from tests.integration.scheduler_pair import PairSpec, TeeConnector
 from tests.integration.scheduler_setup import Setup
 from tests.integration.scheduler_world import World
@@ -165,7 +166,7 @@ def stream(setup: Setup, directory: Path, seed: int, steps: int) -> World:
 
 
 def test_the_installed_vllm_is_one_whose_source_was_read() -> None:
-    assert shortcuts_are_safe(), "read what changed in it, then add it to the digests"
+    assert compat.source_was_read(), "read what changed in it, then add it to the digests"
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -310,23 +311,23 @@ def test_what_comes_after_the_prompt_is_not_shown_where_only_prompts_are_stored(
     assert busy.of(a_step()) is None
 
 
-def test_a_half_that_was_changed_is_asked_everything(tmp_path: Path) -> None:
+def test_a_half_that_was_changed_is_not_one_that_was_read(tmp_path: Path) -> None:
     def changed(name: str) -> Any:
         module = importlib.import_module(name)
         copied = tmp_path / f"{name}.py"
         copied.write_text(Path(str(module.__file__)).read_text() + "# changed")
         return SimpleNamespace(__file__=str(copied))
 
-    assert not shortcuts_are_safe(changed)
-    assert not shortcuts_are_safe(lambda _: SimpleNamespace(__file__=None))
-    assert not shortcuts_are_safe(lambda name: SimpleNamespace(__file__=f"/nowhere/{name}"))
+    assert not compat.source_was_read(changed)
 
 
 def test_a_half_that_was_not_read_is_shown_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(door, "shortcuts_are_safe", lambda: False)
+    monkeypatch.setattr(compat, "source_was_read", lambda: False)
+    caplog.set_level(logging.INFO)
     seen = stream(SETUPS["one group"], tmp_path, seed=3, steps=60).seen
+    assert caplog.text.count("half is asked everything at every step") == 1
     assert seen["steps shown"] == seen["steps built"] > 0
     assert seen["requests shown"] == seen["requests"]
 
