@@ -220,6 +220,8 @@ class KVTierConnector(OffloadingConnector):
         again at once. Such a request has no stores in flight, or it would not load yet, and
         these are all that the half looks for; it asserts that it finds no load.
         """
+        if not self._planned:
+            return output
         loading, self._planned = self._planned, set()
         preempted = output.preempted_req_ids or set()
         if loading.isdisjoint(preempted):
