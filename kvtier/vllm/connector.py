@@ -154,13 +154,6 @@ class KVTierConnector(OffloadingConnector):
     # -- scheduler half ------------------------------------------------------------------------
 
     @override
-    def on_new_request(self, request: Request) -> None:
-        """Begin to follow a request."""
-        if self._busy is not None:
-            self._busy.forget(request.request_id)
-        super().on_new_request(request)
-
-    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

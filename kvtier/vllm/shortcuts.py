@@ -86,7 +86,7 @@ class BusyRequests:
             self._idle.pop(req_id, None)
 
     def forget(self, req_id: str) -> None:
-        """Show a request again: it is another one, or what was offered of it may be less."""
+        """Show a request again that got blocks: what was offered of it may be less."""
         self._idle.pop(req_id, None)
 
     def clear(self) -> None:

@@ -17,6 +17,7 @@ from tests.integration.layerwise_world import LayerwiseWorld, arrange
 from tests.integration.scheduler_setup import Setup
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 TALKS = 7
@@ -176,4 +177,25 @@ def test_a_request_that_is_preempted_by_a_reset_may_load_at_once(
     assert world.seen["loads ahead"] + world.seen["loads in step"] == 1
     world.settle()
     assert_right(world, request)
+    world.cache.service.shutdown()
+
+
+def test_the_stores_of_a_step_are_handed_over_before_the_next_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch, "ahead")
+    world = LayerwiseWorld(Setup(engine_blocks=48), tmp_path / "model", seed=0)
+    stored: list[int] = []
+    forward = world._forward
+
+    def noted(output: SchedulerOutput) -> set[str]:
+        stored.append(world.seen["stored"])
+        return forward(output)
+
+    monkeypatch.setattr(world, "_forward", noted)
+    world.submit(random_tokens(world.draw, 100, 100), 4)
+    world.step()
+    world.step()
+    assert stored == [0, 6]
+    world.settle()
     world.cache.service.shutdown()
