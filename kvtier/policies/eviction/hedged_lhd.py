@@ -13,8 +13,7 @@ tells (:mod:`._runs`).
 All of it would cost too much chunk by chunk, but chunks come and go by prompts. Copies stand in
 *runs* and move in *stretches* (:mod:`._stretch`); victims leave in grants; and the books
 (:mod:`._books`) are kept by the stretch and by the grant, for as long as nobody asks. What is
-done for a single chunk is a few attribute writes. Copies that stand in their run as they are
-used, and victims of one run, move as a block.
+done for a single chunk is a few attribute writes, whatever run it comes from.
 
 A copy that may not go is put where one goes that was just used. Were all of a class pinned,
 each pick would go round all of it, so for as many picks as copies were refused victims are
@@ -74,14 +73,16 @@ class HedgedLhd(Eviction):
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         keys = [copy.key for copy in copies]
         parents = [copy.parent for copy in copies]
-        if keys[:-1] == parents[1:]:
+        is_downwards = keys[:-1] == parents[1:]
+        if is_downwards:
             copies = copies[::-1]
             keys.reverse()
             parents.reverse()
-        is_chain = keys[1:] == parents[:-1]
-        if not is_chain:
+        is_chain = is_downwards or keys[1:] == parents[:-1]
+        is_known = is_chain or any(parents)
+        if is_known and not is_chain:
             copies = _leaf_to_root(copies)
-        if self._books.remembers_any(keys) or (not is_chain and any(parents)):
+        if self._books.remembers_any(keys) or (is_known and not is_chain):
             for copy in copies:
                 self.on_insert(copy, ctx)
         elif is_chain:
