@@ -252,7 +252,13 @@ class Eviction(ABC):
         return victims
 
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Do :meth:`on_insert` for ``copies``, root to leaf."""
+        """Do :meth:`on_insert` for ``copies``, which became members together.
+
+        Those of one prompt come root to leaf, or in the order in which another tier gave them
+        up. As none was used before another, a policy may let a prompt in from either end,
+        whichever way it came: leaf first, say, so that of those the root stays longest. Copies
+        that name no parent enter in the order given.
+        """
         for copy in copies:
             self.on_insert(copy, ctx)
 
