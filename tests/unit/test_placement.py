@@ -12,7 +12,7 @@ from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
+from kvtier.policies import ChunkCopy, ConditionalPlacement, LadderPlacement, PolicyContext
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
@@ -106,6 +106,7 @@ def test_a_small_budget_is_a_chunk_now_and_then() -> None:
 
 class Counting(Admission):
     def __init__(self, *, verdict: bool) -> None:
+        super().__init__(capacity=0)
         self.verdict = verdict
         self.asked = 0
 
@@ -119,7 +120,7 @@ def test_a_refusal_spares_the_conditions_behind_it() -> None:
     bench = Workbench(
         2,
         4,
-        placement=LadderPlacement(tiers=2, write="through", admissions=[first, refusing, last]),
+        placement=ConditionalPlacement(LadderPlacement(2), [first, refusing, last]),
     )
     bench.store(prefix(2))
     bench.settle()
