@@ -23,7 +23,7 @@ from kvtier.policies import (
 )
 from kvtier.policies.admission import WriteBudget
 
-__all__ = ["build_manager", "build_tiers"]
+__all__ = ["build_manager", "build_tiers", "check_policies"]
 
 _PATIENCE_S: Final = 1.0
 _JOB_CHUNKS: Final = 256
@@ -103,6 +103,19 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             margin=math.inf if placement.load_if == "always" else 1.0,
         ),
     )
+
+
+def check_policies(config: KvtierConfig) -> None:
+    """Make sure that every policy that ``config`` names can be made.
+
+    Raises:
+        ConfigError: One is not installed, or cannot be made.
+    """
+    tiers = build_tiers(config, [1] * len(config.tiers))
+    _build_placement(config, tiers, slot_nbytes=1)
+    for number, name in enumerate(config.shadow):
+        with config.origin.at(f"shadow[{number}]"):
+            build_eviction(name, capacity=1)
 
 
 def _build_eviction(config: KvtierConfig, number: int, capacity: int) -> Eviction:

@@ -363,7 +363,7 @@ class ForgetsByCounting(Third):
 
     @override
     def _bound(self, refused: OrderedDict[ChunkKey, int]) -> None:
-        if len(sorted(refused)) > self.capacity:
+        if len(list(refused)) > self.capacity:
             refused.popitem(last=False)
 
 

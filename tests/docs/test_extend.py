@@ -76,16 +76,14 @@ def test_the_page_s_policies_work_in_a_file_and_in_the_simulator(
     )
     (tmp_path / "kvtier_page.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    lines = ["tiers:", "- {kind: ram, capacity: 2MiB}"]
+    lines = ["tiers:", "- {kind: ram, capacity: 256KiB}"]
     lines += ["- {kind: nvme, path: /nowhere, capacity: 8MiB}", "placement:"]
-    trace = generate("agents", sessions=4, per_s=0.1, chunk_tokens=64, seed=1)
-    ladder = parse_config("\n".join([*lines, "  load_if: always"]), source="a.yaml")
-    lines.append(f"  {key.replace(': ', ': kvtier_page:')}")
-    own = parse_config("\n".join([*lines, "  load_if: always"]), source="a.yaml")
-    written = [
-        simulate_ladder(trace, config, chunk_bytes=4096).tiers[1].chunks_written
-        for config in (ladder, own)
-    ]
+    trace = generate("chat", sessions=6, per_s=0.1, chunk_tokens=64, seed=1)
+    written = []
+    for line in ("policy: ladder", key.replace(": ", ": kvtier_page:")):
+        config = parse_config("\n".join([*lines, f"  {line}"]), source="a.yaml")
+        simulated = simulate_ladder(trace, config, chunk_bytes=4096)
+        written.append(simulated.tiers[1].chunks_written)
     assert 0 < written[1] < written[0]
 
 

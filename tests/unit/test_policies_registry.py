@@ -12,7 +12,7 @@ import pytest
 from kvtier.config import parse_config, schema
 from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT, PolicyNames
 from kvtier.errors import ConfigError
-from kvtier.manager.building import build_manager, build_tiers
+from kvtier.manager.building import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     ConditionalPlacement,
     Eviction,
@@ -311,3 +311,33 @@ def test_policies_are_built_by_name_without_a_file_too() -> None:
         build_placement("up", tiers=2)
     with pytest.raises(ConfigError, match=r"unknown admission policy 'none'; installed: .*ti"):
         build_admission("none", capacity=2)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            with_placement("policy: half"),
+            r"^a\.yaml:8: placement\.policy = half: .* leaves out",
+        ),
+        (with_placement("admit: wrong"), r"^a\.yaml:8: placement\.admit = wrong: .* is no Adm"),
+        (
+            with_eviction("wrong"),
+            r"^a\.yaml:4: tiers\[0\]\.eviction = wrong: .* is no Eviction",
+        ),
+        (
+            with_eviction("mine") + "shadow: [lru, wrong]\n",
+            r"^a\.yaml:5: shadow\[1\] = wrong: .* is no Eviction",
+        ),
+    ],
+)
+def test_a_check_makes_every_policy_once(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_policies(parse_config(text, source="a.yaml"))
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_check_is_content_with_policies_that_can_be_made() -> None:
+    text = with_placement("policy: down", "admit: deep") + "shadow: [mine, arc]\n"
+    check_policies(parse_config(text, source="a.yaml"))
