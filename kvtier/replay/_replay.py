@@ -34,6 +34,7 @@ from kvtier.replay._requests import (
     ReplayRequest,
     make_requests,
     pick_requests,
+    shorten_sessions,
     with_chains,
 )
 from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder, wait_quantiles
@@ -350,6 +351,7 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
     """Return the part of ``trace`` to replay, prompts in whole chunks, times compressed."""
     if options.requests is not None:
         trace = pick_requests(trace, range(min(options.requests, trace.requests)))
+    trace = shorten_sessions(trace)
     trace = with_chains(trace, [list(dict.fromkeys(chain)) for chain in trace.chains()])
     lengths = np.diff(trace.offsets)
     return replace(

@@ -24,15 +24,19 @@ from kvtier.replay import _replay as replay_module
 from kvtier.replay._batching import Batcher, BatchLimits
 from kvtier.replay._engine import WrongBytesError
 from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_requests
+from kvtier.sim.ladder import LadderResult, simulate_ladder
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
+from tests.unit.listening import PlainEar, Told
 from tests.unit.test_exporter import moved_bytes
 
 CHUNK_NBYTES = 64 << 10
 CHUNK_TOKENS = 128
 
 
-def make_trace(chains: Sequence[Sequence[int]], *, apart_s: float = 0.005) -> Trace:
+def make_trace(
+    chains: Sequence[Sequence[int]], *, apart_s: float = 0.005, sessions: Sequence[str] = ()
+) -> Trace:
     count = len(chains)
     ids = np.array([chunk for chain in chains for chunk in chain], np.int64)
     return Trace(
@@ -46,6 +50,7 @@ def make_trace(chains: Sequence[Sequence[int]], *, apart_s: float = 0.005) -> Tr
         output_tokens=np.full(count, 3),
         chunk_tokens=CHUNK_TOKENS,
         distinct=int(ids.max()) + 1,
+        sessions=sessions,
     )
 
 
@@ -241,6 +246,33 @@ class TestReplay:
         assert result.counts.loaded_blocks % 4 == 0
         assert result.hit_ratio > 0  # how much is stored in time is the machine's business
         assert result.counts.failed_loads == 0
+
+    def test_policies_hear_of_sessions_in_both_halves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        live: list[Told] = []
+
+        def simulate(*args: Any, **options: Any) -> LadderResult:
+            live.extend(PlainEar.heard)
+            PlainEar.heard.clear()
+            return simulate_ladder(*args, **options)
+
+        monkeypatch.setattr(replay_module, "simulate_ladder", simulate)
+        PlainEar.heard.clear()
+        long = "x" * 1000
+        sessions = ["a", "b", "", long + "1", long + "2", "a"]
+        # Each has a chunk of its own, so that the policy hears of it however late a store is.
+        trace = make_trace([[0, number] for number in range(1, 7)], sessions=sessions)
+        ear = f"{PlainEar.__module__}:{PlainEar.__name__}"
+        config = ladder(tmp_path, ram=16, nvme=16)
+        ram = config.ram.model_copy(update={"eviction": ear})
+        run(trace, config.model_copy(update={"tiers": (ram,)}))
+        heard = [
+            {told.request: told.session for told in half} for half in (live, PlainEar.heard)
+        ]
+        assert heard[0] == heard[1]
+        assert [heard[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
+        assert len({heard[0]["3"], heard[0]["4"], ""}) == 3
 
     def test_bytes_that_are_not_those_stored_end_the_replay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
