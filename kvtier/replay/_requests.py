@@ -121,19 +121,16 @@ def with_chains(trace: Trace, chains: Sequence[Sequence[int]]) -> Trace:
     )
 
 
-def make_requests(
-    trace: Trace, *, blocks_per_chunk: int, most_output_tokens: int
-) -> Iterator[ReplayRequest]:
+def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequest]:
     """Yield the requests of ``trace`` in order of arrival.
 
     Args:
         trace: Its prompts are whole chunks, none twice in one prompt.
         blocks_per_chunk: Blocks of a chunk.
-        most_output_tokens: Most tokens that a request generates.
     """
     numbers = trace.ids.tolist()
     arrivals = np.maximum.accumulate(trace.timestamps_s - trace.timestamps_s.min()).tolist()
-    outputs = np.minimum(trace.output_tokens, most_output_tokens).tolist()
+    outputs = trace.output_tokens.tolist()
     sessions = trace.session_names()
     for number, (start, end) in enumerate(pairwise(trace.offsets.tolist())):
         yield ReplayRequest(

@@ -176,7 +176,7 @@ class TestBatches:
 class TestRequests:
     def test_equal_prefixes_have_equal_hashes(self) -> None:
         trace = make_trace([[0, 1, 2], [0, 1, 3]])
-        first, second = make_requests(trace, blocks_per_chunk=2, most_output_tokens=2)
+        first, second = make_requests(trace, blocks_per_chunk=2)
         assert first.block_hashes[:4] == second.block_hashes[:4]
         assert not set(first.block_hashes[4:]) & set(second.block_hashes[4:])
         assert first.output_tokens == 2
