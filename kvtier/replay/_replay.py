@@ -434,7 +434,7 @@ def _measure_copies(
                 took_s = time.perf_counter() - began_s
                 seconds[way] = min(took_s, seconds.get(way, took_s))
         nbytes = chunks * geometry.slot_nbytes
-        # An engine hears of a load at the end of a step, so half of one later on average.
+        # No latency: what an engine waits for is the end of a step, which is modelled.
         return TierSpeed(nbytes / seconds["load"], nbytes / seconds["store"], 0.0)
     finally:
         device.close()

@@ -171,8 +171,10 @@ def compare_replay(console: Console, directory: Path) -> None:
         values = [
             f"{value:,.1f} {figure.unit}" for value in (figure.replayed, figure.predicted)
         ]
-        met = _word(abs(figure.apart) <= AIM)
-        _row(console, figure.what, *values, f"{figure.apart:+.1%}", met)
+        verdict = ("", "")
+        if figure.apart is not None:
+            verdict = (f"{figure.apart:+.1%}", _word(abs(figure.apart) <= AIM))
+        _row(console, figure.what, *values, *verdict)
 
 
 def _rows(console: Console, *names: str) -> None:

@@ -46,14 +46,15 @@ class Prediction(NamedTuple):
         what: Trace, ladder and figure.
         replayed: As it was, in ``unit``.
         predicted: As the simulator says.
-        apart: How far the latter is from the former, as a share of it.
+        apart: How far the latter is from the former, as a share of it; None if it says
+            how much the others are worth.
         unit: Of both.
     """
 
     what: str
     replayed: float
     predicted: float
-    apart: float
+    apart: float | None
     unit: str
 
 
@@ -124,5 +125,5 @@ def _figures(what: str, result: dict[str, Any]) -> Iterator[Prediction]:
                 "MB/s",
             )
     yield Prediction(
-        f"{what}: behind the model's clock", result["counts"]["late_s"], 0.0, 0.0, "s"
+        f"{what}: behind the model's clock", result["counts"]["late_s"], 0.0, None, "s"
     )
