@@ -44,6 +44,7 @@ class ModelRequest:
         tokens: Length of its prompt.
         keys: Its chunks, root to leaf.
         session: What it belongs to, empty if nobody says.
+        output_tokens: Tokens it generates, if that is modelled.
         hits: Leading chunks that were loaded.
         first_token_s: When its first token was there.
     """
@@ -54,6 +55,7 @@ class ModelRequest:
         "hits",
         "keys",
         "number",
+        "output_tokens",
         "req_id",
         "session",
         "tokens",
@@ -67,6 +69,7 @@ class ModelRequest:
         keys: Sequence[ChunkKey],
         *,
         session: str = "",
+        output_tokens: int = 1,
     ) -> None:
         self.number = number
         self.req_id = str(number)
@@ -74,6 +77,7 @@ class ModelRequest:
         self.tokens = tokens
         self.keys = keys
         self.session = session
+        self.output_tokens = output_tokens
         self.hits = 0
         self.first_token_s = 0.0
 
