@@ -139,7 +139,10 @@ class CacheService:
 
     @answered_with(_nothing)
     def begin_request(self, request: RequestContext) -> None:
-        """Start remembering a request."""
+        """Start remembering a request, and no other one that had its id."""
+        self._hints.pop(request.req_id, None)
+        self._ended.discard(request.req_id)
+        self._jobs.pop(request.req_id, None)
         hints = self._reader.read(request.kv_transfer_params)
         if hints != NO_HINTS:
             self._hints[request.req_id] = hints

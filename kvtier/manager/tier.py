@@ -31,8 +31,8 @@ class TierCounters:
     prompt_hits: int = 0
     """Those of the first KV cache group: each stands for prompt tokens of its own."""
     misses: int = 0
-    """Chunks asked for and not here: those found in a slower tier, and one per request for
-    the first that was nowhere."""
+    """Chunks asked for and not here: one per request for the first that was nowhere and, of
+    RAM alone, those that were brought up from a slower tier."""
     stored: int = 0
     """Chunks that became resident, from wherever."""
     evicted: int = 0

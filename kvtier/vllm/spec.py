@@ -17,7 +17,12 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
 from kvtier.memory import HostRegion
-from kvtier.vllm.compat import adopt_chunk_size, read_engine, require_supported_vllm
+from kvtier.vllm.compat import (
+    adopt_chunk_size,
+    kv_content,
+    read_engine,
+    require_supported_vllm,
+)
 from kvtier.vllm.contract import (
     CHUNK_POSITIONS,
     CanonicalKVCaches,
@@ -119,7 +124,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             rank = self._engine.rank
             name = self._engine.engine_id
-            geometry, share = lay_out_slots(self._engine, self._settings, kv_caches)
+            geometry, share = lay_out_slots(
+                self._engine, self._settings, kv_caches, content=kv_content(self._engine)
+            )
             region = (
                 HostRegion.create(
                     name,

@@ -68,6 +68,27 @@ def test_the_last_chunks_of_a_request_are_kept_as_it_asked(ends_first: bool) -> 
     assert not cache.service._ended
 
 
+@pytest.mark.parametrize(("new", "kept_s"), [(None, 0.0), ({"kvtier": {"retain_s": 7}}, 7.0)])
+def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
+    new: Mapping[str, Any] | None, kept_s: float
+) -> None:
+    cache = make_cache()
+    service = cache.service
+    service.begin_request(Context("a", KEPT))
+    plan = service.prepare_store(prefix(2), "a")
+    assert plan is not None
+    service.end_request(Context("a", KEPT))
+    service.begin_request(Context("a", new))
+    assert service._retain_seconds("a") == kept_s
+    cache.finish(plan.slots, stored=plan.generation)
+    service.complete_store(plan.keys, "a")
+    assert service._retain_seconds("a") == kept_s
+    service.end_request(Context("a", new))
+    assert not service._hints
+    assert not service._jobs
+    assert not service._ended
+
+
 def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     cache = make_cache(streams=True)
     service, context = cache.service, Context("b", KEPT)

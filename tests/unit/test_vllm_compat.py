@@ -481,21 +481,32 @@ def old_spec() -> SimpleNamespace:
     )
 
 
-def worker_of(
-    version: str = "0.27.1",
-    *,
-    layout: str = "HND",
-    backend: str = "FLASH_ATTN",
-    dtype: str = "f",
-) -> Load:
-    """Return the importer of a vLLM whose worker registers its KV memory."""
+def layer_of(backend: str = "FLASH_ATTN", **types: Any) -> SimpleNamespace:
+    """Return a layer of vLLM's, with the element types it says it has."""
     attention = SimpleNamespace(get_name=lambda: backend)
-    layer = SimpleNamespace(get_attn_backend=lambda: attention)
+    return SimpleNamespace(get_attn_backend=lambda: attention, **types)
+
+
+FP8 = layer_of(kv_cache_dtype="fp8")
+SKIPPED = layer_of(kv_cache_dtype="auto")
+
+
+def worker_of(
+    *layers: SimpleNamespace,
+    version: str = "0.27.1",
+    layout: str = "HND",
+    dtype: str = "f",
+    **cache: Any,
+) -> Load:
+    """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(
-            static_forward_context={"layer.0": layer, "layer.1": layer}
+            static_forward_context={
+                f"layer.{number}": layer for number, layer in enumerate(layers or (FP8, FP8))
+            }
         ),
         model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(**cache),
     )
     return vllm_with(
         vllm=SimpleNamespace(__version__=version),
@@ -536,20 +547,43 @@ def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
         assert facts.worker_kv_bytes_per_block == nbytes
 
 
+def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
+    workers = [
+        worker_of(),
+        worker_of(SKIPPED, FP8),
+        worker_of(FP8, SKIPPED),
+        worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8")),
+        worker_of(FP8, layer_of("INDEXER", dtype="torch.uint8")),
+        worker_of(FP8, layer_of("INDEXER", dtype="torch.int8")),
+        worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
+        worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f32", "f16"))),
+        worker_of(dtype="torch.float16"),
+    ]
+    contents = [compat.kv_content(FACTS, load=load) for load in workers]
+    assert len(set(contents)) == len(contents)
+    assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
+    renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
+    assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+
+
+def test_a_vllm_that_tells_a_spec_the_layout_may_change_its_version() -> None:
+    before, after = (worker_of(version=version) for version in ("0.29.0", "0.32.0"))
+    assert compat.kv_content(FACTS, load=before) == compat.kv_content(FACTS, load=after)
+
+
 def test_a_layout_that_a_spec_is_not_told_is_what_it_follows_from() -> None:
     facts = compat.read_engine(None, [offloading_config()])
     assert facts.kv_layout is None
-    workers = [
-        worker_of(),
-        worker_of("0.28.0"),
-        worker_of(layout="NHD"),
-        worker_of(backend="FLASHINFER"),
-        worker_of(dtype="torch.float16"),
-    ]
+    workers = [worker_of(), worker_of(version="0.28.0"), worker_of(layout="NHD")]
     contents = [compat.kv_content(facts, load=load) for load in workers]
-    assert contents[0] == "HND FLASH_ATTN f 0.27.1"
+    assert contents[0].startswith("f HND 0.27.1 ")
     assert len(set(contents)) == len(contents)
-    assert compat.kv_content(FACTS, load=worker_of()) == ""
+
+
+def test_scales_that_are_computed_at_every_start_are_refused() -> None:
+    compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=False))
+    with pytest.raises(UnsupportedError, match="remove --calculate-kv-scales"):
+        compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=True))
 
 
 def test_a_worker_that_is_not_told_either_refuses() -> None:
@@ -558,9 +592,10 @@ def test_a_worker_that_is_not_told_either_refuses() -> None:
     unknown = dataclasses.replace(facts, groups=((32, ("layer.7",)),))
     for engine, load in [
         (facts, vllm_with(vllm__config=outside)),
+        (FACTS, vllm_with(vllm__config=outside)),
         (unknown, worker_of()),
     ]:
-        with pytest.raises(UnsupportedError, match=r"how its KV cache is laid out.*0\.33"):
+        with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
             compat.kv_content(engine, load=load)
 
 

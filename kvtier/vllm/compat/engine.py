@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,7 @@ class EngineFacts:
         model_name: The model as it was given: a path or a hub's name.
         kv_dtype: Element type of the KV cache.
         kv_layout: How a block's bytes are laid out; None where vLLM does not tell a spec, and
-            :func:`kv_content` does.
+            :func:`kv_content` says what it follows from.
         canonical_layout: Whether vLLM was asked for its parallelism-free pages.
         groups: Per KV cache group, the tokens of a block and the names of the layers.
         tokens_per_hash: Tokens that one block hash covers.
@@ -174,33 +176,58 @@ def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's
 
 
 def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> str:
-    """Return what stored bytes are, in a vLLM that does not tell a spec.
+    """Return what the bytes of each layer are, which no configuration of a spec tells.
 
-    To be asked where a worker registers its KV memory. The layout and the element type then
-    follow from the attention backends, a setting, the model and vLLM's version, so a store is
-    bound to these: who changes one finds an empty store, not bytes that mean something else.
+    To be asked where a worker registers its KV memory. Two layers may have pages of one size
+    and another element type (``--kv-cache-dtype-skip-layers``), and two attention backends may
+    order the same bytes differently, so every layer is named with both. The ranks of an engine
+    come to the same answer, whatever their number.
+
+    Before vLLM 0.29 the layout is not told either. It then follows from a setting and vLLM's
+    version, so a store is bound to these: who changes one finds an empty store, not bytes that
+    mean something else.
 
     Args:
         engine: The engine.
         load: Imports a module.
 
     Returns:
-        Nothing where ``engine.kv_layout`` says it.
+        A digest, and before it what the layout follows from where ``engine.kv_layout`` is None.
 
     Raises:
-        UnsupportedError: vLLM does not say here either.
+        UnsupportedError: vLLM does not say, or computes anew at each start what a stored byte
+            stands for.
     """
-    if engine.kv_layout is not None:
-        return ""
     config = load("vllm.config").get_current_vllm_config_or_none()
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
-        backends = sorted({layers[name].get_attn_backend().get_name() for name in names})
-        layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
-        what = (layout, *backends, str(config.model_config.dtype), load("vllm").__version__)
+        content = [_layer_content(name, layers[name]) for name in names]
+        what = [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]]
+        if engine.kv_layout is None:
+            layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
+            what = [str(layout), str(load("vllm").__version__), *what]
+        element = str(config.model_config.dtype)
+        scales_at_start = getattr(config.cache_config, "calculate_kv_scales", False)
     except (AttributeError, KeyError) as error:
         raise UnsupportedError(
-            f"this vLLM does not say how its KV cache is laid out ({error!r}): {SUPPORTED}"
+            f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
         ) from error
-    return " ".join(map(str, what))
+    if scales_at_start:
+        raise UnsupportedError(
+            "calculate_kv_scales is set: vLLM then computes the scales of the KV cache anew at "
+            "every start, and stored bytes would mean something else after it; remove "
+            "--calculate-kv-scales, and use a checkpoint that has scales"
+        )
+    return " ".join([element, *what])
+
+
+def _layer_content(name: str, layer: Any) -> list[str]:  # noqa: ANN401 - vLLM's
+    """Return the layer's name, its backend, and the element types it is known to have.
+
+    Layers that quantise have ``kv_cache_dtype``, caches of indexers ``dtype``, and layers with
+    a state in place of keys and values one type for each part of it.
+    """
+    states = getattr(layer, "get_state_dtype", tuple)
+    types = (getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", ""), *states())
+    return [name, layer.get_attn_backend().get_name(), *map(str, types)]
