@@ -21,8 +21,9 @@ from itertools import chain, compress
 
 from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
-from kvtier.manager.tier import TierState
+from kvtier.manager.tier import Run, TierState
 from kvtier.policies import ChunkCopy, CopyState
+from kvtier.policies.terms import RequestTerms
 from kvtier.types import Outcome, TransferResult, Why
 
 __all__ = ["Demoter"]
@@ -35,7 +36,8 @@ class Demoter:
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
-        self._queues: list[deque[ChunkCopy]] = [deque() for _ in ladder.tiers]
+        self._queues: list[deque[Run]] = [deque() for _ in ladder.tiers]
+        self._queued = [0] * len(ladder.tiers)
         self._in_flight = [0] * len(ladder.tiers)
         self._reserves = [
             int(ladder.limits.reserve * tier.slots.capacity) for tier in ladder.tiers
@@ -49,31 +51,58 @@ class Demoter:
     @property
     def queued(self) -> int:
         """Copies that wait to be sent down."""
-        return sum(len(queue) for queue in self._queues)
+        return sum(self._queued)
 
-    def stored(self, copies: Sequence[ChunkCopy]) -> None:
-        """Decide where chunks that just became resident in RAM must go."""
-        ladder = self._ladder
-        if len(ladder.tiers) == 1:
+    def publish(self, run: Run, terms: RequestTerms | None) -> None:
+        """Make chunks that were stored hits in RAM, and see that they get where they must.
+
+        Args:
+            run: The copies.
+            terms: Of the request that stored them; None if they may be of several.
+        """
+        ladder, copies = self._ladder, run.copies
+        if len(ladder.tiers) == 1 or not copies:
+            ladder.publish(ladder.ram, copies)
             return
         if ladder.placement.min_chunks > 1:
-            copies = list(dict.fromkeys(self._long_enough(copies)))
-        if copies:
+            # Those before a chunk that makes a prefix long enough must be whole by then.
+            ladder.publish(ladder.ram, copies)
             self._send_down(copies)
+            return
+        going, staying = self._decide(run, terms)
+        if going and not staying and all(part is run for _, part in going):
+            ladder.publish(ladder.ram, copies, owed=len(going), held=len(going))
+            self._enqueue(going)
+            return
+        kept = self._keepsakes(ladder.ram, staying)
+        if len(kept) == 1 and kept[0] is copies:
+            ladder.publish(ladder.ram, copies, owed=1)
+            return
+        ladder.publish(ladder.ram, copies)
+        self._owe(going)
+        self._enqueue(going)
+        for group in kept:
+            ladder.ram.mark_dirty_many(group)
 
     def used(self, copies: Sequence[ChunkCopy]) -> None:
         """Decide again where chunks that were loaded from RAM must go."""
-        if self._ladder.placement.places_used:
-            self.stored(copies)
+        if self._ladder.placement.places_used and len(self._ladder.tiers) > 1:
+            self._send_down(copies)
 
     def adopt(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Mark dirty those of ``copies``, new in ``tier`` alone, that must not vanish."""
+        for group in self._keepsakes(tier, copies):
+            tier.mark_dirty_many(group)
+
+    def _keepsakes(
+        self, tier: TierState, copies: Sequence[ChunkCopy]
+    ) -> list[Sequence[ChunkCopy]]:
+        """Return those of ``copies`` that must not vanish from ``tier``, by where they go."""
         if tier not in self._evicting or not copies:
-            return
+            return []
         targets = self._ladder.placement.demote_many(copies, tier.index, self._ladder.ctx)
-        for target, group in _by_target(copies, targets).items():
-            if target is not None:
-                tier.mark_dirty_many(group)
+        groups = _by_target(copies, targets)
+        return [group for target, group in groups.items() if target is not None]
 
     def flush(self) -> None:
         """Plan jobs for what is queued and what should leave, within the queue limits."""
@@ -89,11 +118,13 @@ class Demoter:
         queue, ram = self._queues[index], self._ladder.ram
         while queue:
             room = self._ladder.limits.queue - self._in_flight[index]
-            batch = self._take(index, min(room, self._ladder.limits.batch))
-            sent = self._send(ram, batch, index)
+            run = self._take(index, min(room, self._ladder.limits.batch))
+            if run is None:
+                break
+            sent = self._send(ram, run, index)
             # The pins of those in the queue are the job's from now on.
-            ram.unpin_many(batch[sent:])
-            if not batch or sent < len(batch):
+            if sent < len(run.copies):
+                ram.unpin_many(run.copies[sent:])
                 break
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
@@ -122,7 +153,7 @@ class Demoter:
     def flush_all(self) -> None:
         """Queue every dirty copy of RAM, whatever the reserve; for an orderly shutdown."""
         ladder = self._ladder
-        queued = {id(copy) for queue in self._queues for copy in queue}
+        queued = {id(copy) for copy in self.waiting()}
         owed = [
             copy
             for copy in ladder.ram.copies.values()
@@ -135,17 +166,18 @@ class Demoter:
         for target, group in _by_target(owed, targets).items():
             if target is not None:
                 ladder.ram.pin_many(group)
-                self._queues[target].extend(group)
+                self._enqueue([(target, ladder.ram.run_of(group))])
         self.flush()
 
     def waiting(self) -> Iterator[ChunkCopy]:
         """Yield the copies that wait to be sent down; some may be gone from RAM."""
-        return chain.from_iterable(self._queues)
+        return chain.from_iterable(run.copies for queue in self._queues for run in queue)
 
     def clear(self) -> None:
         """Forget what is queued; for a reset of the cache."""
         for queue in self._queues:
             queue.clear()
+        self._queued = [0] * len(self._queued)
         self._in_flight = [0] * len(self._in_flight)
 
     def _arrived(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
@@ -194,24 +226,47 @@ class Demoter:
         before.reverse()
         return before
 
-    def _send_down(self, copies: Sequence[ChunkCopy]) -> None:
-        """Queue ``copies`` for the tiers that must have them soon, or see that none is lost."""
-        ladder = self._ladder
+    def _send_down(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do what :meth:`publish` does for copies that are hits already."""
+        ram = self._ladder.ram
+        if self._ladder.placement.min_chunks > 1:
+            copies = dict.fromkeys(self._long_enough(copies))
         new = [copy for copy in copies if not copy.dirty]
-        if ladder.holds_any([copy.key for copy in new], slower_than=0):
+        if new:
+            going, staying = self._decide(ram.run_of(new), None)
+            self._owe(going)
+            self._enqueue(going)
+            self.adopt(ram, staying)
+
+    def _decide(
+        self, run: Run, terms: RequestTerms | None
+    ) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
+        """Say where copies must go soon that owe nothing yet.
+
+        Returns:
+            What goes to which tier, all of ``run`` being ``run`` itself, and what goes to none.
+        """
+        ladder = self._ladder
+        new = run.copies
+        if ladder.holds_any(run.keys, slower_than=0):
             new = [copy for copy in new if first_whole(ladder.slower, copy.key) is None]
-        staying: Sequence[ChunkCopy] = new
+        staying = new
+        going: list[tuple[int, Run]] = []
         for target, group in self._placed(new).items():
-            allowed = [copy for copy in group if copy.terms.may_store_in(target)]
+            allowed = group
+            if terms is None or terms.store_tiers is not None:
+                allowed = [copy for copy in group if copy.terms.may_store_in(target)]
             answers = ladder.placement.admit_many(allowed, target, Why.DEMOTE, ladder.ctx)
-            admitted = list(compress(allowed, answers))
-            self._enqueue(admitted, target)
+            admitted = allowed if all(answers) else list(compress(allowed, answers))
             if len(admitted) == len(new):
                 staying = ()
             else:
                 taken = set(admitted)
                 staying = [copy for copy in staying if copy not in taken]
-        self.adopt(ladder.ram, staying)
+            part = run if len(admitted) == len(run.copies) else ladder.ram.run_of(admitted)
+            if part := self._cut_to_backlog(part, target):
+                going.append((target, part))
+        return going, staying
 
     def _placed(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
         """Return the slower tiers that must have some of ``copies`` soon, and which."""
@@ -224,65 +279,86 @@ class Demoter:
                 groups.setdefault(target, []).append(copy)
         return dict(groups)
 
-    def _enqueue(self, copies: Sequence[ChunkCopy], target: int) -> None:
-        """Queue ``copies`` for tier ``target``, as many as do not leave it too far behind."""
-        ladder, queue = self._ladder, self._queues[target]
-        fits = max(ladder.limits.backlog - len(queue) - self._in_flight[target], 0)
-        if fits < len(copies):
-            ladder.tiers[target].counters.dropped += len(copies) - fits
-            ladder.ram.counters.lost += len(copies) - fits
-            copies = copies[:fits]
-        # The pin keeps a queued copy out of every victim scan until it is sent.
-        ladder.ram.owe_many(copies)
-        queue.extend(copies)
+    def _cut_to_backlog(self, run: Run, target: int) -> Run | None:
+        """Return what of ``run`` does not leave tier ``target`` too far behind, if any."""
+        ladder, chunks = self._ladder, len(run.copies)
+        behind = self._queued[target] + self._in_flight[target]
+        fits = max(ladder.limits.backlog - behind, 0)
+        if fits >= chunks:
+            return run if chunks else None
+        ladder.tiers[target].counters.dropped += chunks - fits
+        ladder.ram.counters.lost += chunks - fits
+        return run.cut(fits)[0] if fits else None
 
-    def _take(self, index: int, room: int) -> list[ChunkCopy]:
+    def _owe(self, going: Iterable[tuple[int, Run]]) -> None:
+        """Keep copies out of every victim scan until they are sent."""
+        for _, run in going:
+            self._ladder.ram.owe_many(run.copies)
+
+    def _enqueue(self, going: Iterable[tuple[int, Run]]) -> None:
+        """Queue copies that owe themselves to tiers and are pinned for it."""
+        for target, run in going:
+            self._queues[target].append(run)
+            self._queued[target] += len(run.copies)
+
+    def _take(self, index: int, room: int) -> Run | None:
         """Take the oldest queued copies that still need to go to tier ``index``."""
-        queue, there = self._queues[index], self._ladder.tiers[index].copies
-        batch: list[ChunkCopy] = []
-        while queue and (left := room - len(batch)) > 0:
-            oldest = [queue.popleft() for _ in range(min(left, len(queue)))]
-            going = [
-                copy for copy in oldest if copy.state == _RESIDENT and copy.key not in there
-            ]
-            batch += going
-            if len(going) < len(oldest):
-                staying = _without(oldest, going)
-                self._ladder.ram.unpin_many(staying)
-                self._settle_sources(self._ladder.ram, staying)
+        queue = self._queues[index]
+        batch: Run | None = None
+        while queue and room > 0:
+            run = queue.popleft()
+            if len(run.copies) > room:
+                run, later = run.cut(room)
+                queue.appendleft(later)
+            self._queued[index] -= len(run.copies)
+            run = self._still_going(run, index)
+            room -= len(run.copies)
+            batch = run if batch is None else batch.join(run)
         return batch
 
-    def _send(self, source: TierState, batch: Sequence[ChunkCopy], index: int) -> int:
+    def _still_going(self, run: Run, index: int) -> Run:
+        """Return what of ``run`` is still in RAM and not in tier ``index``; let go of the rest."""
+        ram, there = self._ladder.ram, self._ladder.tiers[index].copies
+        if run.dropped == ram.dropped and there.keys().isdisjoint(run.keys):
+            return run
+        going = [
+            copy for copy in run.copies if copy.state == _RESIDENT and copy.key not in there
+        ]
+        others = _without(run.copies, going)
+        ram.unpin_many(others)
+        self._settle_sources(ram, others)
+        return ram.run_of(going)
+
+    def _send(self, source: TierState, run: Run, index: int) -> int:
         """Plan one job; what finds no room below is counted as lost.
 
         Returns:
-            How many of the batch are on their way; the job needs a pin on each of them.
+            How many of the run are on their way; the job needs a pin on each of them.
         """
-        if not batch:
-            return 0
         ladder = self._ladder
         target = ladder.tiers[index]
-        fits = min(len(batch), target.room)
-        keys = [copy.key for copy in batch]
-        room = ladder.make_room(target, keys[:fits])
+        chunks = len(run.copies)
+        fits = min(chunks, target.room)
+        room = ladder.make_room(target, run.keys[:fits])
         if room is None:
             fits = target.slots.free
         slots = target.slots.allocate(fits) if room is None else room[0]
-        sources = batch
-        if fits < len(batch):
-            sources, keys = batch[:fits], keys[:fits]
-            target.want(len(batch))
-            target.counters.refused += len(batch) - fits
-            source.counters.lost += len(batch) - fits
-            self._settle_sources(source, batch[fits:])
+        if fits < chunks:
+            run, left = run.cut(fits)
+            target.want(chunks)
+            target.counters.refused += chunks - fits
+            source.counters.lost += chunks - fits
+            self._settle_sources(source, left.copies)
         if not fits:
             return 0
+        sources, keys, source_slots, _ = run
         copies = target.begin_copying(keys, slots, sources)
         self._in_flight[index] += fits
         record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
         ladder.ledger.open(
             record,
             keys=keys,
+            source_slots=source_slots,
             slots=slots,
             names=ladder.names,
             timeout_s=ladder.limits.store_timeout_s,
@@ -333,7 +409,7 @@ class Demoter:
                 return
             short -= len(victims)
             for index, batch in self._sort_out(tier, victims).items():
-                tier.pin_many(batch[: self._send(tier, batch, index)])
+                tier.pin_many(batch[: self._send(tier, tier.run_of(batch), index)])
                 takes[index] -= len(batch)
         if short > 0:
             for index, room in takes.items():

@@ -81,6 +81,7 @@ class JobLedger:
         record: JobRecord,
         *,
         keys: Sequence[ChunkKey],
+        source_slots: Sequence[int],
         slots: Sequence[int],
         names: Sequence[str],
         timeout_s: float,
@@ -91,6 +92,7 @@ class JobLedger:
         Args:
             record: The job.
             keys: Of its chunks.
+            source_slots: Of its sources.
             slots: Of its destinations.
             names: The tiers' names.
             timeout_s: The job's deadline.
@@ -106,7 +108,7 @@ class JobLedger:
                 source=names[record.source],
                 destination=names[record.destination],
                 keys=keys,
-                source_slots=[copy.slot for copy in record.sources],
+                source_slots=source_slots,
                 destination_slots=slots,
                 timeout_s=timeout_s,
                 payload=generations,

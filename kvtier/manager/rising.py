@@ -79,6 +79,7 @@ def _plan_job(
     job_id = ladder.ledger.open(
         record,
         keys=keys,
+        source_slots=[source.slot for source in sources],
         slots=slots,
         names=ladder.names,
         timeout_s=ladder.limits.load_timeout_s,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, count
+from itertools import chain, compress, count
+from typing import NamedTuple
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
@@ -19,8 +20,9 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
+from kvtier.manager.tier import Run
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import NO_TERMS
+from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = ["Storer"]
 
@@ -31,6 +33,18 @@ _slot_of = operator.attrgetter("slot")
 _ROOT: tuple[ChunkKey | None, int] = (None, -1)
 
 
+class _Write(NamedTuple):
+    """A store in flight: what its plan had at hand, for when it is completed.
+
+    Attributes:
+        run: The copies that are written.
+        terms: Of the request that stores them.
+    """
+
+    run: Run
+    terms: RequestTerms
+
+
 class Storer:
     """Plans stores into RAM and completes them."""
 
@@ -39,6 +53,7 @@ class Storer:
         self._ram = ladder.ram
         self._promoter = promoter
         self._demoter = demoter
+        self._writes: dict[int, _Write] = {}  # by generation
 
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
@@ -119,25 +134,42 @@ class Storer:
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Do :meth:`TieredOffloadingManager.complete_store`."""
-        ram = self._ram
+        write = self._find_write(keys)
+        run, terms = (self._run_of(keys), None) if write is None else write
+        copies, _, slots, _ = run
+        whole = self._ladder.truth.stored(slots, [copy.generation for copy in copies])
+        if not all(whole):
+            self._give_up([copy for copy, ok in zip(copies, whole, strict=True) if not ok])
+            run = self._ram.run_of(list(compress(copies, whole)))
+        self._demoter.publish(run, terms)
+        self._promoter.settle_arrived(run.copies)
+
+    def clear(self) -> None:
+        """Forget what is being stored; for a reset of the cache, after which none completes."""
+        self._writes.clear()
+
+    def _find_write(self, keys: Collection[ChunkKey]) -> _Write | None:
+        """Return the store that ``keys`` are all of, if they are and it is as it was."""
+        first = self._ram.copies.get(next(iter(keys), b""))
+        write = None if first is None else self._writes.pop(first.generation, None)
+        if write is None or write.run.dropped != self._ram.dropped:
+            return None
+        planned = write.run.keys
+        if len(keys) != len(planned):
+            return None
+        # An engine may hand the keys over as a set.
+        same = keys == planned or (isinstance(keys, (set, frozenset)) and keys.issuperset(planned))
+        return write if same else None
+
+    def _run_of(self, keys: Collection[ChunkKey]) -> Run:
+        """Return those of ``keys`` that are being stored, by slot."""
         written = [
             copy
-            for copy in map(ram.copies.get, keys)
+            for copy in map(self._ram.copies.get, keys)
             if copy is not None and copy.state == _WRITING and not copy.origin
         ]
-        slots = [copy.slot for copy in written]
-        if slots != (ascending := sorted(slots)):
-            # The engine hands the keys over as a set; slots ascend along the prefix.
-            written.sort(key=_slot_of)
-            slots = ascending
-        whole = self._ladder.truth.stored(slots, [copy.generation for copy in written])
-        arrived = written
-        if not all(whole):
-            arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
-            self._give_up([copy for copy, ok in zip(written, whole, strict=True) if not ok])
-        self._ladder.publish(ram, arrived)
-        self._demoter.stored(arrived)
-        self._promoter.settle_arrived(arrived)
+        written.sort(key=_slot_of)  # ascending along the prefix, whatever order a set has
+        return self._ram.run_of(written)
 
     def _give_up(self, copies: Sequence[ChunkCopy]) -> None:
         """Take back what did not arrive whole."""
@@ -165,7 +197,8 @@ class Storer:
         generation = self._ladder.next_generation()
         parents, depths = _places(new, keys, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
-        ram.begin_writing(new, slots, parents, depths, generation, terms)
+        copies = ram.begin_writing(new, slots, parents, depths, generation, terms)
+        self._writes[generation] = _Write(Run(copies, new, slots, ram.dropped), terms)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple, cast
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies.base import is_idle, is_unpinned
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Outcome
 
-__all__ = ["TierCounters", "TierSnapshot", "TierState"]
+__all__ = ["Run", "TierCounters", "TierSnapshot", "TierState"]
 
 _WRITING = CopyState.WRITING
 _RESIDENT = CopyState.RESIDENT
@@ -113,6 +116,42 @@ class TierSnapshot:
     counters: TierCounters
 
 
+class Run(NamedTuple):
+    """Copies of one tier that are handled together, as a request's chunks are.
+
+    Their keys and slots stand beside them because whoever made the run had them at hand, and
+    asking every copy again is most of the work that there is. The lists are not changed.
+
+    Attributes:
+        copies: The copies.
+        keys: Of each.
+        slots: Of each.
+        dropped: What :class:`TierState` had dropped when all of them were there.
+    """
+
+    copies: Sequence[ChunkCopy]
+    keys: Sequence[ChunkKey]
+    slots: Sequence[int]
+    dropped: int
+
+    def cut(self, chunks: int) -> tuple[Run, Run]:
+        """Return the first ``chunks`` of them, and the others."""
+        copies, keys, slots, dropped = self
+        return (
+            Run(copies[:chunks], keys[:chunks], slots[:chunks], dropped),
+            Run(copies[chunks:], keys[chunks:], slots[chunks:], dropped),
+        )
+
+    def join(self, other: Run) -> Run:
+        """Return them and those of ``other``."""
+        return Run(
+            [*self.copies, *other.copies],
+            [*self.keys, *other.keys],
+            [*self.slots, *other.slots],
+            min(self.dropped, other.dropped),
+        )
+
+
 class TierState:
     """Slots, copies and order of one tier.
 
@@ -121,7 +160,8 @@ class TierState:
     which lets a store that cannot succeed be refused without a scan. ``leaving`` holds victims
     that were picked but must first reach a slower tier; they are hits until then, but no longer
     in the eviction order. ``passing`` counts the transient copies, which leave by themselves.
-    ``wanted`` is the most slots somebody asked for in vain in this step.
+    ``wanted`` is the most slots somebody asked for in vain in this step. ``dropped`` counts the
+    copies that left without having been victims: while it stands still, who was pinned is here.
 
     A slot keeps its copy object when its chunk is evicted, and the next chunk takes it over:
     nothing refers to a copy that could be evicted, and making an object costs more than all
@@ -135,6 +175,7 @@ class TierState:
         "copies",
         "counters",
         "dirty",
+        "dropped",
         "eviction",
         "idle",
         "index",
@@ -162,6 +203,7 @@ class TierState:
         self.writing = 0
         self.leaving: set[ChunkCopy] = set()
         self.passing = 0
+        self.dropped = 0
         self.wanted = 0
         self.quarantined = 0
         self.counters = TierCounters()
@@ -228,11 +270,13 @@ class TierState:
             copy.parent = source.parent
             copy.depth = source.depth
             copy.terms = source.terms
-            copy.generation = generation
             copy.state = _WRITING
             copy.pins = 1
             copy.hits = 0
-            copy.origin = origin
+        if not self.index:  # slower tiers have neither
+            for copy in copies:
+                copy.generation = generation
+                copy.origin = origin
         self.copies.update(zip(keys, copies, strict=True))
         self.writing += len(copies)
         return copies
@@ -247,13 +291,47 @@ class TierState:
 
     def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Make written copies hits and drop their writer's pin."""
-        idle = 0
-        for copy in copies:
-            copy.state = _RESIDENT
-            copy.pins = pins = copy.pins - 1
-            if not pins and not copy.dirty:
-                idle += 1
-        self.idle += idle
+        if self.index:
+            # Nothing but its writer holds a copy in a slower tier before it is whole.
+            for copy in copies:
+                copy.state = _RESIDENT
+                copy.pins = 0
+            self.idle += len(copies)
+        else:
+            idle = 0
+            for copy in copies:
+                copy.state = _RESIDENT
+                copy.pins = pins = copy.pins - 1
+                if not pins:
+                    idle += 1
+            self.idle += idle
+        self._arrive(copies, ctx)
+
+    def publish_owed(
+        self, copies: Sequence[ChunkCopy], ctx: PolicyContext, *, owed: int, held: int
+    ) -> None:
+        """Do :meth:`publish` for new chunks that must not vanish.
+
+        Args:
+            copies: Written copies.
+            ctx: For the eviction policy.
+            owed: Slower tiers that each must reach before it may go, at least one.
+            held: Pins that each is given, one for each queue that it stands in.
+        """
+        if held == 1:  # the writer's pin serves the queue
+            for copy in copies:
+                copy.state = _RESIDENT
+                copy.dirty = owed
+        else:
+            for copy in copies:
+                copy.state = _RESIDENT
+                copy.dirty = owed
+                copy.pins += held - 1
+        self.dirty += len(copies)
+        self._arrive(copies, ctx)
+
+    def _arrive(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Let copies that became resident into the order."""
         if self.eviction.leaf_only:
             for copy in copies:
                 self._count_kid(copy, 1)
@@ -343,30 +421,32 @@ class TierState:
             if not copy.pins and copy.state == _RESIDENT:
                 self.idle += 1
 
+    def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
+        """Return the run of ``copies``."""
+        keys = [copy.key for copy in copies]
+        return Run(copies, keys, [copy.slot for copy in copies], self.dropped)
+
     def stop_passing(self, copy: ChunkCopy) -> None:
         """Let a copy stay that was to leave after its load; nothing for any other."""
         if copy.transient:
             copy.transient = False
             self.passing -= 1
 
-    def sent(self, copies: Iterable[ChunkCopy]) -> None:
+    def sent(self, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`unpin` and :meth:`mark_clean` for what a job was to bring down."""
-        cleaned = freed = 0
+        others = []
         for copy in copies:
-            copy.pins = pins = copy.pins - 1
-            dirty = copy.dirty
-            if dirty:
-                copy.dirty = dirty = dirty - 1
-                if not dirty:
-                    cleaned += 1
-            if pins:
-                continue
-            if copy.state == _GONE:
-                self.slots.release((copy.slot,))
-            elif not dirty:
-                freed += 1
+            if copy.pins == 1 and copy.dirty == 1:
+                copy.pins = copy.dirty = 0
+            else:
+                others.append(copy)
+        cleaned = len(copies) - len(others)
         self.dirty -= cleaned
-        self.idle += freed
+        self.idle += cleaned
+        for copy in others:
+            if copy.dirty:
+                self.mark_clean(copy)
+            self.unpin(copy)
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""
@@ -374,6 +454,7 @@ class TierState:
             return
         was_resident = copy.state == _RESIDENT
         copy.state = _GONE
+        self.dropped += 1
         self._copy_at[copy.slot] = None
         if was_resident:
             self._leave_order(copy)
@@ -408,7 +489,7 @@ class TierState:
         if self.eviction.leaf_only:
             victims = self._pick_leaves(count, _unpinned_leaf, ctx)
         else:
-            victims = self.eviction.pick_many(count, _unpinned, ctx)
+            victims = self.eviction.pick_many(count, is_unpinned, ctx)
         self.leaving.update(victims)
         return victims
 
@@ -506,25 +587,24 @@ class TierState:
         it is the policy's to set when it is inserted. The rest is the caller's to set.
         """
         at = self._copy_at
-        copies = [copy for copy in map(at.__getitem__, slots) if copy]
-        if len(copies) < len(slots):
-            copies = [at[slot] or ChunkCopy(b"", slot) for slot in slots]
-            for copy in copies:
-                at[copy.slot] = copy
+        there = list(map(at.__getitem__, slots))
+        if all(there):
+            return cast("list[ChunkCopy]", there)
+        copies = [copy or ChunkCopy(b"", slot) for copy, slot in zip(there, slots, strict=True)]
+        for copy in copies:
+            at[copy.slot] = copy
         return copies
 
     def _forget(self, victims: Sequence[ChunkCopy]) -> tuple[list[ChunkKey], list[int]]:
         """Make copies that left the order misses, and count them as evicted.
 
+        Nobody refers to them but their slots, so their state is left to the next write.
+
         Returns:
             Their keys and slots.
         """
-        members = self.copies
         keys = [victim.key for victim in victims]
-        for victim in victims:
-            victim.state = _GONE
-        for key in keys:
-            del members[key]
+        deque(map(self.copies.__delitem__, keys), maxlen=0)
         if self.eviction.leaf_only:
             for victim in victims:
                 victim.kids = 0
@@ -533,7 +613,7 @@ class TierState:
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:
-            return self.eviction.pick_many(count, _idle, ctx)
+            return self.eviction.pick_many(count, is_idle, ctx)
         return self._pick_leaves(count, _idle_leaf, ctx)
 
     def _pick_leaves(
@@ -572,16 +652,8 @@ class TierState:
                 parent.kids += change
 
 
-def _idle(copy: ChunkCopy) -> bool:
-    return not copy.pins and not copy.dirty
-
-
 def _idle_leaf(copy: ChunkCopy) -> bool:
     return not copy.pins and not copy.dirty and copy.kids <= 0
-
-
-def _unpinned(copy: ChunkCopy) -> bool:
-    return not copy.pins
 
 
 def _unpinned_leaf(copy: ChunkCopy) -> bool:

@@ -406,6 +406,7 @@ class TieredOffloadingManager:
         self._ladder.retention.clear()
         self._quarantine.evacuate(chain(self._loader.in_flight(), self._demoter.waiting()))
         self._loader.clear()
+        self._storer.clear()
         self._demoter.clear()
         for gaps in self._ladder.gaps:
             gaps.clear()
