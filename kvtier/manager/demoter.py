@@ -145,7 +145,11 @@ class Demoter:
         if result.outcomes.count(Outcome.DONE) < len(arrived):
             arrived = self._arrived(record, result)
         source_tier.sent(record.sources)
-        self._let_go(source_tier, record.sources)
+        if source_tier.leaving:
+            self._let_go(
+                source_tier,
+                Run(record.sources, record.keys, record.source_slots, source_tier.dropped),
+            )
         source_tier.counters.demoted += len(arrived)
         ladder.publish(target, arrived)
         self.adopt(target, arrived)
@@ -351,14 +355,13 @@ class Demoter:
             self._settle_sources(source, left.copies)
         if not fits:
             return 0
-        sources, keys, source_slots, _ = run
+        sources, keys, places, _ = run
         copies = target.begin_copying(keys, slots, sources)
         self._in_flight[index] += fits
-        record = JobRecord(Why.DEMOTE, source.index, index, sources, copies, ladder.epoch)
         ladder.ledger.open(
-            record,
-            keys=keys,
-            source_slots=source_slots,
+            JobRecord(
+                Why.DEMOTE, source.index, index, sources, keys, places, copies, ladder.epoch
+            ),
             slots=slots,
             names=ladder.names,
             timeout_s=ladder.limits.store_timeout_s,
@@ -370,21 +373,25 @@ class Demoter:
         for copy in copies:
             if copy.dirty:
                 tier.mark_clean(copy)
-        self._let_go(tier, copies)
+        if tier.leaving and copies:
+            self._let_go(tier, tier.run_of(copies))
 
-    def _let_go(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Let those of ``copies`` leave that were leaving and have nothing to wait for."""
-        if not tier.leaving:
+    def _let_go(self, tier: TierState, run: Run) -> None:
+        """Let those of ``run`` leave that were leaving and have nothing to wait for."""
+        waiting = [copy.pins or copy.dirty for copy in run.copies]
+        if not any(waiting) and tier.leaving.issuperset(run.copies):
+            self._ladder.evict(tier, run)
             return
         gone: list[ChunkCopy] = []
-        for copy in copies:
+        for copy in run.copies:
             if copy.dirty or copy not in tier.leaving:
                 continue
             if copy.pins:
                 tier.stay(copy, self._ladder.ctx)
             else:
                 gone.append(copy)
-        self._ladder.evict(tier, gone)
+        if gone:
+            self._ladder.evict(tier, tier.run_of(gone))
 
     def _reclaim(self, tier: TierState) -> None:
         """Send victims of ``tier`` away until its reserve is free or on its way to be.
@@ -409,7 +416,7 @@ class Demoter:
                 return
             short -= len(victims)
             for index, batch in self._sort_out(tier, victims).items():
-                tier.pin_many(batch[: self._send(tier, tier.run_of(batch), index)])
+                tier.pin_dirty(batch[: self._send(tier, tier.run_of(batch), index)])
                 takes[index] -= len(batch)
         if short > 0:
             for index, room in takes.items():
@@ -425,21 +432,21 @@ class Demoter:
             The others, by the tier they go to.
         """
         ladder = self._ladder
-        gone: list[ChunkCopy] = []
-        alone: list[ChunkCopy] = []
-        used: dict[TierState, list[ChunkCopy]] = {}
-        slower = ladder.tiers[tier.index + 1 :]
-        for victim in victims:
-            found = first_whole(slower, victim.key)
-            if found is None:
-                alone.append(victim)
+        alone: Sequence[ChunkCopy] = victims
+        for below in ladder.tiers[tier.index + 1 :]:
+            members = below.copies
+            if members.keys().isdisjoint([victim.key for victim in alone]):
                 continue
-            below, copy = found
-            used.setdefault(below, []).append(copy)
-            gone.append(victim)
-        for below, copies in used.items():
+            found = [members.get(victim.key) for victim in alone]
+            used = [copy for copy in found if copy is not None and copy.state == _RESIDENT]
             # They were used up here, which the slower tier did not hear of.
-            below.use(copies, ladder.ctx)
+            below.use(used, ladder.ctx)
+            alone = [
+                victim
+                for victim, copy in zip(alone, found, strict=True)
+                if copy is None or copy.state != _RESIDENT
+            ]
+        gone = list(_without(victims, alone))
         batches: dict[int, list[ChunkCopy]] = {}
         for target, group in self._targets(tier, alone).items():
             admitted: Sequence[ChunkCopy] = ()
@@ -449,7 +456,8 @@ class Demoter:
                 tier.counters.lost += len(group) - len(admitted)
                 tier.mark_dirty_many([copy for copy in admitted if not copy.dirty])
             gone += _without(group, admitted)
-        ladder.evict(tier, gone)
+        if gone:
+            ladder.evict(tier, tier.run_of(gone))
         return {target: batch for target, batch in batches.items() if batch}
 
     def _targets(
@@ -485,6 +493,8 @@ def _without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence
     """Return those of ``copies`` that are not among ``some``, a part of them."""
     if len(some) == len(copies):
         return ()
+    if not some:
+        return copies
     taken = set(some)
     return [copy for copy in copies if copy not in taken]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.events import EventLog
@@ -11,7 +11,7 @@ from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
-from kvtier.manager.tier import TierState
+from kvtier.manager.tier import Run, TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
@@ -48,7 +48,8 @@ class Ladder:
         epoch: Counts resets.
         out_of_service: Slower tiers that nothing is to be read from for now, by index.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
-        gaps: Per tier, how soon what it evicted was asked for again.
+        gaps: Per tier, how soon what it evicted was asked for again, ...
+        follows_reuse: ... if anybody is to know.
         worth: Says which loads are worth their time.
         events: What became resident where, until somebody takes it.
     """
@@ -61,6 +62,7 @@ class Ladder:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool,
+        follow_reuse: bool,
         worth: LoadWorth,
     ) -> None:
         self.tiers = tuple(tiers)
@@ -77,6 +79,7 @@ class Ladder:
         self.epoch = 0
         self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
+        self.follows_reuse = follow_reuse
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._passed = [
             (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
@@ -145,36 +148,41 @@ class Ladder:
             self._left(tier, taken[1])
         return taken
 
-    def evict(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
+    def evict(self, tier: TierState, run: Run) -> None:
         """Let go of leaving copies that nothing keeps any more, and record it."""
-        if victims:
-            self._left(tier, tier.let_go(victims))
+        tier.let_go(run)
+        self._left(tier, run.keys)
 
     def lead_below(self, keys: Sequence[ChunkKey]) -> int:
         """Return how many leading ``keys`` are not in RAM but whole in a slower tier.
 
         They are noted as wanted, like those of :meth:`asked`.
         """
-        found = 0
         in_ram = self.ram.copies
-        below = [tier.copies for tier in self.slower]
-        for key in keys:
-            if key in in_ram:
-                break
-            for copies in below:
-                copy = copies.get(key)
-                if copy is not None and copy.state == _RESIDENT:
-                    break
-            else:
+        found = 0
+        for key, held in zip(keys, self._whole_below(keys), strict=False):
+            if not held or key in in_ram:
                 break
             found += 1
-        for key in keys[:found]:
-            if not key[SAMPLING_BYTE] & self._sampling:
-                self.asked(key)
+        if self.follows_reuse:
+            for key in keys[:found]:
+                if not key[SAMPLING_BYTE] & self._sampling:
+                    self.asked(key)
         return found
+
+    def _whole_below(self, keys: Iterable[ChunkKey]) -> Iterator[bool]:
+        """Yield for each of ``keys`` whether a slower tier has it whole."""
+        if len(self.slower) == 1:
+            for copy in map(self.slower[0].copies.get, keys):
+                yield copy is not None and copy.state == _RESIDENT
+        else:
+            for key in keys:
+                yield first_whole(self.slower, key) is not None
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` is wanted, in every tier that is passed before it is found."""
+        if not self.follows_reuse:
+            return
         for copies, gaps in self._passed:
             if key in copies:
                 return
@@ -222,7 +230,8 @@ class Ladder:
 
     def _left(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
         """Record that ``keys`` left to make room."""
-        self.gaps[tier.index].evicted(keys)
+        if self.follows_reuse:
+            self.gaps[tier.index].evicted(keys)
         if self.events.listened_to:
             self.events.add(tier.index, keys, removed=True)
 

@@ -364,17 +364,22 @@ class TierState:
             copy.pins += 1
         self.idle -= held
 
+    def pin_dirty(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`pin` for ``copies`` that are all dirty, and so never idle."""
+        for copy in copies:
+            copy.pins += 1
+
     def unpin_many(self, copies: Iterable[ChunkCopy]) -> None:
         """Do :meth:`unpin` for ``copies``."""
         freed = 0
         for copy in copies:
             copy.pins = pins = copy.pins - 1
-            if pins:
+            if pins or copy.dirty:
                 continue
-            if copy.state == _GONE:
-                self.slots.release((copy.slot,))
-            elif not copy.dirty and copy.state == _RESIDENT:
+            if copy.state == _RESIDENT:
                 freed += 1
+            elif copy.state == _GONE:
+                self.slots.release((copy.slot,))
         self.idle += freed
 
     def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
@@ -493,12 +498,9 @@ class TierState:
         self.leaving.update(victims)
         return victims
 
-    def let_go(self, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
-        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted.
-
-        Returns:
-            Their keys.
-        """
+    def let_go(self, run: Run) -> None:
+        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted."""
+        victims = run.copies
         dirty = 0
         for victim in victims:
             if victim.dirty:
@@ -507,9 +509,8 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        keys, slots = self._forget(victims)
-        self.slots.release(slots)
-        return keys
+        self._forget(victims, run.keys)
+        self.slots.release(run.slots)
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
@@ -547,8 +548,9 @@ class TierState:
                 self._enter_order(victim, ctx)
             return None
         self.idle -= shortage
-        keys, slots = self._forget(victims)
-        return self.slots.exchange(slots, count), keys
+        keys = [victim.key for victim in victims]
+        self._forget(victims, keys)
+        return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of resident ``copies``, given root to leaf."""
@@ -595,21 +597,16 @@ class TierState:
             at[copy.slot] = copy
         return copies
 
-    def _forget(self, victims: Sequence[ChunkCopy]) -> tuple[list[ChunkKey], list[int]]:
+    def _forget(self, victims: Sequence[ChunkCopy], keys: Sequence[ChunkKey]) -> None:
         """Make copies that left the order misses, and count them as evicted.
 
         Nobody refers to them but their slots, so their state is left to the next write.
-
-        Returns:
-            Their keys and slots.
         """
-        keys = [victim.key for victim in victims]
         deque(map(self.copies.__delitem__, keys), maxlen=0)
         if self.eviction.leaf_only:
             for victim in victims:
                 victim.kids = 0
         self.counters.evicted += len(victims)
-        return keys, [victim.slot for victim in victims]
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:

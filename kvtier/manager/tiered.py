@@ -62,6 +62,7 @@ class TieredOffloadingManager:
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
     """
 
@@ -73,6 +74,7 @@ class TieredOffloadingManager:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        follow_reuse: bool = True,
         worth: LoadWorth | None = None,
     ) -> None:
         self._ladder = Ladder(
@@ -81,6 +83,7 @@ class TieredOffloadingManager:
             limits=limits,
             truth=truth,
             record_events=record_events,
+            follow_reuse=follow_reuse,
             worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
         )
         self._ram = self._ladder.ram

@@ -197,6 +197,7 @@ def simulate_ladder(
         chunk_tokens=trace.chunk_tokens,
         truth=HonestTruth(),
         record_events=False,
+        follow_reuse=False,
     )
     engine = ModelEngine(
         manager,

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import Final
 
 from typing_extensions import override
@@ -105,15 +106,15 @@ class Lru(Eviction):
             if not any(doubtful):
                 victims += run
                 continue
-            for copy, doubt in zip(run, doubtful, strict=True):
-                if not doubt:
-                    victims.append(copy)
-                elif copy.queued:
+            for at in compress(range(len(run)), doubtful):
+                copy = run[at]
+                if copy.queued:
                     copy.queued -= 1
                 elif evictable(copy):
-                    victims.append(copy)
+                    doubtful[at] = 0
                 else:
                     rejected.append(copy)
+            victims += compress(run, map(not_, doubtful))
         self._newer += rejected
         self._members -= len(victims)
         return victims
@@ -146,7 +147,7 @@ class Lru(Eviction):
         self._newer = kept
 
 
-def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> Sequence[int]:
+def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
     """Return for each entry whether it may be stale, or its copy not pass a test.
 
     The manager's own tests are made here, where they cost no call for each copy.
