@@ -23,12 +23,13 @@ from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.tier import Run, TierState
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import RequestTerms
 from kvtier.types import Outcome, TransferResult, Why
 
 __all__ = ["Demoter"]
 
 _RESIDENT = CopyState.RESIDENT
+_DONE = Outcome.DONE
+_DEMOTE = Why.DEMOTE
 
 
 class Demoter:
@@ -47,29 +48,25 @@ class Demoter:
             for tier in ladder.tiers
             if ladder.placement.demotion_targets(tier.index, len(ladder.tiers))
         ]
+        self._shortest = ladder.placement.min_chunks
 
     @property
     def queued(self) -> int:
         """Copies that wait to be sent down."""
         return sum(self._queued)
 
-    def publish(self, run: Run, terms: RequestTerms | None) -> None:
-        """Make chunks that were stored hits in RAM, and see that they get where they must.
-
-        Args:
-            run: The copies.
-            terms: Of the request that stored them; None if they may be of several.
-        """
+    def publish(self, run: Run) -> None:
+        """Make chunks that were stored hits in RAM, and see that they get where they must."""
         ladder, copies = self._ladder, run.copies
         if len(ladder.tiers) == 1 or not copies:
             ladder.publish(ladder.ram, copies)
             return
-        if ladder.placement.min_chunks > 1:
+        if self._shortest > 1:
             # Those before a chunk that makes a prefix long enough must be whole by then.
             ladder.publish(ladder.ram, copies)
             self._send_down(copies)
             return
-        going, staying = self._decide(run, terms)
+        going, staying = self._decide(run)
         if going and not staying and all(part is run for _, part in going):
             ladder.publish(ladder.ram, copies, owed=len(going), held=len(going))
             self._enqueue(going)
@@ -101,7 +98,7 @@ class Demoter:
         if tier not in self._evicting or not copies:
             return []
         targets = self._ladder.placement.demote_many(copies, tier.index, self._ladder.ctx)
-        groups = _by_target(copies, targets)
+        groups = _by_target(copies, targets, restricted=self._ladder.restricts_stores)
         return [group for target, group in groups.items() if target is not None]
 
     def flush(self) -> None:
@@ -109,9 +106,10 @@ class Demoter:
         for tier in self._evicting:
             if tier.wanted or tier.slots.free + len(tier.leaving) < self._reserves[tier.index]:
                 self._reclaim(tier)
-        for index, queue in enumerate(self._queues):
-            if queue:
-                self._drain(index)
+        if any(self._queues):
+            for index, queue in enumerate(self._queues):
+                if queue:
+                    self._drain(index)
 
     def _drain(self, index: int) -> None:
         """Plan jobs for what is queued for tier ``index``, within its queue limit."""
@@ -142,7 +140,7 @@ class Demoter:
         if not record.late:
             self._in_flight[record.destination] -= len(record.sources)
         arrived = record.destinations
-        if result.outcomes.count(Outcome.DONE) < len(arrived):
+        if result.outcomes.count(_DONE) < len(arrived):
             arrived = self._arrived(record, result)
         source_tier.sent(record.sources)
         if source_tier.leaving:
@@ -167,7 +165,8 @@ class Demoter:
             and id(copy) not in queued
         ]
         targets = ladder.placement.demote_many(owed, 0, ladder.ctx)
-        for target, group in _by_target(owed, targets).items():
+        groups = _by_target(owed, targets, restricted=ladder.restricts_stores)
+        for target, group in groups.items():
             if target is not None:
                 ladder.ram.pin_many(group)
                 self._enqueue([(target, ladder.ram.run_of(group))])
@@ -205,7 +204,7 @@ class Demoter:
 
     def _long_enough(self, copies: Iterable[ChunkCopy]) -> Iterator[ChunkCopy]:
         """Yield those of ``copies`` whose prefix is worth copying down."""
-        shortest = self._ladder.placement.min_chunks
+        shortest = self._shortest
         for copy in copies:
             length = copy.depth + 1
             if length == shortest:
@@ -233,18 +232,16 @@ class Demoter:
     def _send_down(self, copies: Iterable[ChunkCopy]) -> None:
         """Do what :meth:`publish` does for copies that are hits already."""
         ram = self._ladder.ram
-        if self._ladder.placement.min_chunks > 1:
+        if self._shortest > 1:
             copies = dict.fromkeys(self._long_enough(copies))
         new = [copy for copy in copies if not copy.dirty]
         if new:
-            going, staying = self._decide(ram.run_of(new), None)
+            going, staying = self._decide(ram.run_of(new))
             self._owe(going)
             self._enqueue(going)
             self.adopt(ram, staying)
 
-    def _decide(
-        self, run: Run, terms: RequestTerms | None
-    ) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
+    def _decide(self, run: Run) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
         """Say where copies must go soon that owe nothing yet.
 
         Returns:
@@ -258,9 +255,9 @@ class Demoter:
         going: list[tuple[int, Run]] = []
         for target, group in self._placed(new).items():
             allowed = group
-            if terms is None or terms.store_tiers is not None:
+            if ladder.restricts_stores:
                 allowed = [copy for copy in group if copy.terms.may_store_in(target)]
-            answers = ladder.placement.admit_many(allowed, target, Why.DEMOTE, ladder.ctx)
+            answers = ladder.placement.admit_many(allowed, target, _DEMOTE, ladder.ctx)
             admitted = allowed if all(answers) else list(compress(allowed, answers))
             if len(admitted) == len(new):
                 staying = ()
@@ -321,7 +318,7 @@ class Demoter:
         return batch
 
     def _still_going(self, run: Run, index: int) -> Run:
-        """Return what of ``run`` is still in RAM and not in tier ``index``; let go of the rest."""
+        """Return what of ``run`` must still go to tier ``index``; let go of the rest."""
         ram, there = self._ladder.ram, self._ladder.tiers[index].copies
         if run.dropped == ram.dropped and there.keys().isdisjoint(run.keys):
             return run
@@ -360,7 +357,7 @@ class Demoter:
         self._in_flight[index] += fits
         ladder.ledger.open(
             JobRecord(
-                Why.DEMOTE, source.index, index, sources, keys, places, copies, ladder.epoch
+                _DEMOTE, source.index, index, sources, keys, places, copies, ladder.epoch
             ),
             slots=slots,
             names=ladder.names,
@@ -451,7 +448,7 @@ class Demoter:
         for target, group in self._targets(tier, alone).items():
             admitted: Sequence[ChunkCopy] = ()
             if target is not None:
-                answers = ladder.placement.admit_many(group, target, Why.DEMOTE, ladder.ctx)
+                answers = ladder.placement.admit_many(group, target, _DEMOTE, ladder.ctx)
                 admitted = batches[target] = list(compress(group, answers))
                 tier.counters.lost += len(group) - len(admitted)
                 tier.mark_dirty_many([copy for copy in admitted if not copy.dirty])
@@ -465,7 +462,7 @@ class Demoter:
     ) -> dict[int | None, Sequence[ChunkCopy]]:
         """Return ``victims``, which are in no slower tier, by the one each must reach."""
         ladder = self._ladder
-        shortest = ladder.placement.min_chunks
+        shortest = self._shortest
         targets = ladder.placement.demote_many(victims, tier.index, ladder.ctx)
         if shortest > 1:
             # One of too short a prefix never was to go down, or it would be dirty.
@@ -473,7 +470,7 @@ class Demoter:
                 target if victim.dirty or victim.depth + 1 >= shortest else None
                 for victim, target in zip(victims, targets, strict=True)
             ]
-        return _by_target(victims, targets)
+        return _by_target(victims, targets, restricted=ladder.restricts_stores)
 
     def _takes(self, target: TierState) -> int:
         """Return how many chunks may be sent to ``target`` now.
@@ -500,13 +497,15 @@ def _without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence
 
 
 def _by_target(
-    copies: Sequence[ChunkCopy], targets: Sequence[int | None]
+    copies: Sequence[ChunkCopy], targets: Sequence[int | None], *, restricted: bool
 ) -> dict[int | None, Sequence[ChunkCopy]]:
-    """Group ``copies`` by the tier each goes to; None where that is none it may enter."""
+    """Group ``copies`` by the tier each goes to; None where that is none it may enter.
+
+    ``restricted`` says whether there may be one that a copy may not enter.
+    """
     if not copies:
         return {}
-    limited = [copy for copy in copies if copy.terms.store_tiers is not None]
-    if not limited and targets.count(targets[0]) == len(copies):
+    if not restricted and targets.count(targets[0]) == len(copies):
         return {targets[0]: copies}
     groups: dict[int | None, list[ChunkCopy]] = {}
     for copy, target in zip(copies, targets, strict=True):

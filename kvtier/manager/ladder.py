@@ -50,6 +50,7 @@ class Ladder:
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
         gaps: Per tier, how soon what it evicted was asked for again, ...
         follows_reuse: ... if anybody is to know.
+        restricts_stores: Whether a request ever said which tiers its chunks may be in.
         worth: Says which loads are worth their time.
         events: What became resident where, until somebody takes it.
     """
@@ -80,6 +81,7 @@ class Ladder:
         self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
         self.follows_reuse = follow_reuse
+        self.restricts_stores = False
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._passed = [
             (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)

@@ -54,6 +54,8 @@ class _Load:
     Attributes:
         keys: What was asked for.
         copies: What it pins: the copies of ``keys``, less those that have none.
+        slots: Where each is.
+        generations: Stamp of each.
         origins: Index of the tier each copy's bytes come from.
         lead: Keys before the first that has no copy.
         streamed: Slots it made others give up.
@@ -61,6 +63,8 @@ class _Load:
 
     keys: Sequence[ChunkKey]
     copies: Sequence[ChunkCopy]
+    slots: Sequence[int]
+    generations: Sequence[int]
     origins: Sequence[int]
     lead: int
     streamed: int = 0
@@ -142,12 +146,16 @@ class Loader:
         ]
         if len(copies) < len(keys):
             return self._stream(keys, req_id, request)
-        self._use(copies)
-        origins = [copy.origin for copy in copies]
-        self._begin(_Load(keys, copies, origins, len(keys)), req_id, request)
+        handed_over = request is not None and self._promoter.hand_over(request, copies)
+        self._use(copies, pinned=handed_over)
         slots = [copy.slot for copy in copies]
+        generations = [copy.generation for copy in copies]
+        origins = [copy.origin for copy in copies]
+        self._begin(
+            _Load(keys, copies, slots, generations, origins, len(keys)), req_id, request
+        )
         self._ladder.truth.issue(slots)
-        return LoadPlan(slots, [copy.generation for copy in copies], origins)
+        return LoadPlan(slots, generations, origins)
 
     def complete(self, req_id: str, request: RequestState | None) -> None:
         """Do :meth:`TieredOffloadingManager.complete_load`."""
@@ -159,15 +167,14 @@ class Loader:
             del self._loads[req_id]
         copies = load.copies
         self._promoter.streaming -= load.streamed
-        loaded = self._ladder.truth.loaded(
-            [copy.slot for copy in copies], [copy.generation for copy in copies]
-        )
+        loaded = self._ladder.truth.loaded(load.slots, load.generations)
         if not all(loaded):
             self._condemn([copy for copy, ok in zip(copies, loaded, strict=True) if not ok])
             if request is not None:
                 self._promoter.give_up(request)
-        for copy in copies:
-            copy.origin = 0
+        if any(load.origins):
+            for copy in copies:
+                copy.origin = 0
         self._ram.unpin_many(copies)
         self._ladder.drop_passed(copies)
         self._count_hits(load, loaded)
@@ -186,9 +193,10 @@ class Loader:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _use(self, copies: Sequence[ChunkCopy]) -> None:
-        """Pin resident ``copies`` and count them as used."""
-        self._ram.pin_many(copies)
+    def _use(self, copies: Sequence[ChunkCopy], *, pinned: bool = False) -> None:
+        """Pin resident ``copies``, unless they are, and count them as used."""
+        if not pinned:
+            self._ram.pin_many(copies)
         for copy in copies:
             copy.hits += 1
         self._ram.touch(copies, self._ladder.ctx)
@@ -257,12 +265,14 @@ class Loader:
         load = _Load(
             keys,
             copies,
+            slots=[copy.slot for copy in copies],
+            generations=[copy.generation for copy in copies],
             origins=[copy.origin for copy in copies],
             lead=chosen.index(None) if None in chosen else len(keys),
             streamed=len(wanted) if rises else 0,
         )
         self._begin(load, req_id, request)
-        ladder.truth.issue([copy.slot for copy in copies])
+        ladder.truth.issue(load.slots)
         if load.lead < len(keys) and request is not None:
             self._promoter.give_up(request)
         return LoadPlan(

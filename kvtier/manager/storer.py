@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, compress, count
-from typing import NamedTuple
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
@@ -22,7 +21,7 @@ from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
 from kvtier.manager.tier import Run
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.terms import NO_TERMS
 
 __all__ = ["Storer"]
 
@@ -33,18 +32,6 @@ _slot_of = operator.attrgetter("slot")
 _ROOT: tuple[ChunkKey | None, int] = (None, -1)
 
 
-class _Write(NamedTuple):
-    """A store in flight: what its plan had at hand, for when it is completed.
-
-    Attributes:
-        run: The copies that are written.
-        terms: Of the request that stores them.
-    """
-
-    run: Run
-    terms: RequestTerms
-
-
 class Storer:
     """Plans stores into RAM and completes them."""
 
@@ -53,7 +40,7 @@ class Storer:
         self._ram = ladder.ram
         self._promoter = promoter
         self._demoter = demoter
-        self._writes: dict[int, _Write] = {}  # by generation
+        self._writes: dict[int, Run] = {}  # in flight, by generation
 
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
@@ -134,32 +121,32 @@ class Storer:
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Do :meth:`TieredOffloadingManager.complete_store`."""
-        write = self._find_write(keys)
-        run, terms = (self._run_of(keys), None) if write is None else write
-        copies, _, slots, _ = run
-        whole = self._ladder.truth.stored(slots, [copy.generation for copy in copies])
+        first = self._ram.copies.get(next(iter(keys), b""))
+        run = None if first is None else self._writes.pop(first.generation, None)
+        if first is None or run is None or not self._is_all_of(run, keys):
+            run = self._run_of(keys)
+            generations = [copy.generation for copy in run.copies]
+        else:
+            generations = [first.generation] * len(run.copies)
+        whole = self._ladder.truth.stored(run.slots, generations)
         if not all(whole):
+            copies = run.copies
             self._give_up([copy for copy, ok in zip(copies, whole, strict=True) if not ok])
             run = self._ram.run_of(list(compress(copies, whole)))
-        self._demoter.publish(run, terms)
+        self._demoter.publish(run)
         self._promoter.settle_arrived(run.copies)
 
     def clear(self) -> None:
         """Forget what is being stored; for a reset of the cache, after which none completes."""
         self._writes.clear()
 
-    def _find_write(self, keys: Collection[ChunkKey]) -> _Write | None:
-        """Return the store that ``keys`` are all of, if they are and it is as it was."""
-        first = self._ram.copies.get(next(iter(keys), b""))
-        write = None if first is None else self._writes.pop(first.generation, None)
-        if write is None or write.run.dropped != self._ram.dropped:
-            return None
-        planned = write.run.keys
-        if len(keys) != len(planned):
-            return None
-        # An engine may hand the keys over as a set.
-        same = keys == planned or (isinstance(keys, (set, frozenset)) and keys.issuperset(planned))
-        return write if same else None
+    def _is_all_of(self, run: Run, keys: Collection[ChunkKey]) -> bool:
+        """Return whether ``keys`` are those of a store in flight, which is as it was planned."""
+        if run.dropped != self._ram.dropped or len(keys) != len(run.keys):
+            return False
+        if isinstance(keys, (set, frozenset)):  # an engine may hand them over as one
+            return keys.issuperset(run.keys)
+        return keys == run.keys
 
     def _run_of(self, keys: Collection[ChunkKey]) -> Run:
         """Return those of ``keys`` that are being stored, by slot."""
@@ -198,7 +185,7 @@ class Storer:
         parents, depths = _places(new, keys, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
         copies = ram.begin_writing(new, slots, parents, depths, generation, terms)
-        self._writes[generation] = _Write(Run(copies, new, slots, ram.dropped), terms)
+        self._writes[generation] = Run(copies, new, slots, ram.dropped)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 

@@ -51,6 +51,7 @@ _SETTLED = Phase.SETTLED
 _DEFERRED = (Phase.QUEUED, Phase.WAITING)
 _HIT = Lookup.HIT
 _MISS = Lookup.MISS
+_PROMOTE = Why.PROMOTE
 
 
 class TieredOffloadingManager:
@@ -267,11 +268,13 @@ class TieredOffloadingManager:
         if ladder.limits.retained:
             ladder.retention.expire(now)
         self._promoter.end_step()
-        self._loader.end_step()
+        if ladder.limits.streams:
+            self._loader.end_step()
         self._demoter.flush()
-        for gaps in ladder.gaps:
-            if gaps.busy:
-                gaps.end_step(now)
+        if ladder.follows_reuse:
+            for gaps in ladder.gaps:
+                if gaps.busy:
+                    gaps.end_step(now)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
         """Name the slower tiers, by index, that nothing is to be read from for now.
@@ -334,14 +337,15 @@ class TieredOffloadingManager:
         that has arrived below leaves RAM here, though it was a hit until now.
         """
         ladder, ledger = self._ladder, self._ladder.ledger
-        timeout_s = ladder.limits.load_timeout_s
-        ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
         record = ledger.find(result.job_id)
         if record is None:
             return
-        if record.epoch != self._ladder.epoch:
+        if record.why is _PROMOTE:
+            timeout_s = ladder.limits.load_timeout_s
+            ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
+        if record.epoch != ladder.epoch:
             self._apply_stale(record, result)
-        elif record.why is Why.PROMOTE:
+        elif record.why is _PROMOTE:
             self._demoter.adopt(self._ram, self._promoter.apply(record, result))
         else:
             self._demoter.apply(record, result)
@@ -433,6 +437,8 @@ class TieredOffloadingManager:
     # -- internals --------------------------------------------------------------------------
 
     def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
+        if terms.store_tiers is not None:
+            self._ladder.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import count
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import TieredOffloadingManager
@@ -27,9 +26,11 @@ __all__ = ["ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
+_PROMOTE: Final = Why.PROMOTE
 
 
-_Event: TypeAlias = Callable[[], None]
+_Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
+"""When, a number that keeps equal times in order, what happens, and to what."""
 
 
 class ModelRequest:
@@ -86,7 +87,7 @@ class ModelEngine:
         self._retain_s = retain_s
         self._now_s = 0.0
         self._order = count()
-        self._events: list[tuple[float, int, _Event]] = []
+        self._events: list[_Event] = []
         self._queue: deque[ModelRequest] = deque()
         self._deferred: dict[ModelRequest, None] = {}
         self._ready: list[tuple[int, ModelRequest]] = []
@@ -122,8 +123,8 @@ class ModelEngine:
 
     def _next(self) -> None:
         """Let the next event happen."""
-        self._now_s, _, event = heapq.heappop(self._events)
-        event()
+        self._now_s, _, happens, subject = heapq.heappop(self._events)
+        happens(subject)
         self._step()
 
     def _take_over(self) -> list[ModelRequest]:
@@ -133,8 +134,8 @@ class ModelEngine:
             self._over = []
         return over
 
-    def _at(self, time_s: float, event: _Event) -> None:
-        heapq.heappush(self._events, (time_s, next(self._order), event))
+    def _at(self, time_s: float, happens: Callable[..., None], subject: object) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), happens, subject))
 
     # -- a scheduling step ------------------------------------------------------------------
 
@@ -143,6 +144,7 @@ class ModelEngine:
         self._steps += 1
         if not self._steps % _ASK_AFTER_STEPS:
             self._may_answer = True
+            self._manager.take_cancels()  # what runs in model time is not worth dropping
         if self._queue and self._open < self._model.concurrency:
             self._admit()
         while True:
@@ -161,7 +163,6 @@ class ModelEngine:
         self._manager.end_step(started=started, now=self._now_s)
         for job in self._manager.take_jobs():
             self._send(job)
-        self._manager.take_cancels()
 
     def _admit(self) -> None:
         """Look up the requests at the head of the queue."""
@@ -200,7 +201,7 @@ class ModelEngine:
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
-        self._at(done_s, partial(self._loaded, request))
+        self._at(done_s, self._loaded, request)
         return True
 
     def _compute(self) -> None:
@@ -211,7 +212,7 @@ class ModelEngine:
         left = max(request.tokens - request.hits * self._chunk_tokens, 1)
         seconds = left / self._model.prefill_tokens_per_s
         self._manager.computed(left, seconds)
-        self._at(self._now_s + seconds, partial(self._computed, request))
+        self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
         """Offer the new chunks of computed requests; one that finds no room comes again."""
@@ -236,15 +237,15 @@ class ModelEngine:
     def _send(self, job: Job) -> float:
         """Let ``job`` run; return when it is over."""
         over_s = self._now_s
+        arrive = self._promoted if job.why is _PROMOTE else self._manager.apply
         for time_s, result in self._transfers.run(job, self._now_s):
-            self._at(time_s, partial(self._moved, job, result))
+            self._at(time_s, arrive, result)
             over_s = max(over_s, time_s)
         return over_s
 
-    def _moved(self, job: Job, result: TransferResult) -> None:
+    def _promoted(self, result: TransferResult) -> None:
         self._manager.apply(result)
-        if job.why is Why.PROMOTE:
-            self._may_answer = True
+        self._may_answer = True
 
     def _loaded(self, request: ModelRequest) -> None:
         self._manager.complete_load(request.req_id)
