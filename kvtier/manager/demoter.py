@@ -113,17 +113,30 @@ class Demoter:
 
     def _drain(self, index: int) -> None:
         """Plan jobs for what is queued for tier ``index``, within its queue limit."""
-        queue, ram = self._queues[index], self._ladder.ram
+        queue, ram, limits = self._queues[index], self._ladder.ram, self._ladder.limits
         while queue:
-            room = self._ladder.limits.queue - self._in_flight[index]
-            run = self._take(index, min(room, self._ladder.limits.batch))
+            room = limits.queue - self._in_flight[index]
+            if not self._is_roomy(index):
+                room = min(room, limits.batch)
+            run = self._take(index, room)
             if run is None:
                 break
-            sent = self._send(ram, run, index)
+            sent = self._send(ram, run, index, batch=limits.batch)
             # The pins of those in the queue are the job's from now on.
             if sent < len(run.copies):
                 ram.unpin_many(run.copies[sent:])
                 break
+
+    def _is_roomy(self, index: int) -> bool:
+        """Return whether room may be made at once for all that is queued for tier ``index``.
+
+        Otherwise it is made job by job: what finds none is lost, and what was not tried yet is
+        not. A policy that hears of misses, or picks leaves only, may answer otherwise then.
+        """
+        target = self._ladder.tiers[index]
+        policy = target.eviction
+        simple = not policy.hears_misses and not policy.leaf_only
+        return simple and self._queued[index] <= target.room
 
     def apply(self, record: JobRecord, result: TransferResult) -> None:
         """Take a demotion job's outcome into account."""
@@ -305,7 +318,7 @@ class Demoter:
     def _take(self, index: int, room: int) -> Run | None:
         """Take the oldest queued copies that still need to go to tier ``index``."""
         queue = self._queues[index]
-        batch: Run | None = None
+        taken: list[Run] = []
         while queue and room > 0:
             run = queue.popleft()
             if len(run.copies) > room:
@@ -314,8 +327,8 @@ class Demoter:
             self._queued[index] -= len(run.copies)
             run = self._still_going(run, index)
             room -= len(run.copies)
-            batch = run if batch is None else batch.join(run)
-        return batch
+            taken.append(run)
+        return Run.join(taken) if taken else None
 
     def _still_going(self, run: Run, index: int) -> Run:
         """Return what of ``run`` must still go to tier ``index``; let go of the rest."""
@@ -330,11 +343,17 @@ class Demoter:
         self._settle_sources(ram, others)
         return ram.run_of(going)
 
-    def _send(self, source: TierState, run: Run, index: int) -> int:
-        """Plan one job; what finds no room below is counted as lost.
+    def _send(self, source: TierState, run: Run, index: int, *, batch: int) -> int:
+        """Plan jobs; what finds no room below is counted as lost.
+
+        Args:
+            source: Tier of the run.
+            run: What to copy down.
+            index: Of the tier that it goes to.
+            batch: Most chunks of one job.
 
         Returns:
-            How many of the run are on their way; the job needs a pin on each of them.
+            How many of the run are on their way; its job needs a pin on each of them.
         """
         ladder = self._ladder
         target = ladder.tiers[index]
@@ -352,17 +371,24 @@ class Demoter:
             self._settle_sources(source, left.copies)
         if not fits:
             return 0
-        sources, keys, places, _ = run
-        copies = target.begin_copying(keys, slots, sources)
+        copies = target.begin_copying(run.keys, slots, run.copies)
         self._in_flight[index] += fits
-        ladder.ledger.open(
-            JobRecord(
-                _DEMOTE, source.index, index, sources, keys, places, copies, ladder.epoch
-            ),
-            slots=slots,
-            names=ladder.names,
-            timeout_s=ladder.limits.store_timeout_s,
-        )
+        for at in range(0, fits, batch):
+            part = slice(at, at + batch)
+            record = JobRecord(
+                _DEMOTE,
+                source.index,
+                index,
+                run.copies[part],
+                run.keys[part],
+                run.slots[part],
+                copies[part],
+                ladder.epoch,
+            )
+            timeout_s = ladder.limits.store_timeout_s
+            ladder.ledger.open(
+                record, slots=slots[part], names=ladder.names, timeout_s=timeout_s
+            )
         return fits
 
     def _settle_sources(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
@@ -413,7 +439,9 @@ class Demoter:
                 return
             short -= len(victims)
             for index, batch in self._sort_out(tier, victims).items():
-                tier.pin_dirty(batch[: self._send(tier, tier.run_of(batch), index)])
+                run = tier.run_of(batch)
+                sent = self._send(tier, run, index, batch=max(len(batch), 1))
+                tier.pin_dirty(batch[:sent])
                 takes[index] -= len(batch)
         if short > 0:
             for index, room in takes.items():

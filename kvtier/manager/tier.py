@@ -142,13 +142,16 @@ class Run(NamedTuple):
             Run(copies[chunks:], keys[chunks:], slots[chunks:], dropped),
         )
 
-    def join(self, other: Run) -> Run:
-        """Return them and those of ``other``."""
+    @staticmethod
+    def join(runs: Sequence[Run]) -> Run:
+        """Return one run of all ``runs``, at least one."""
+        if len(runs) == 1:
+            return runs[0]
         return Run(
-            [*self.copies, *other.copies],
-            [*self.keys, *other.keys],
-            [*self.slots, *other.slots],
-            min(self.dropped, other.dropped),
+            [copy for run in runs for copy in run.copies],
+            [key for run in runs for key in run.keys],
+            [slot for run in runs for slot in run.slots],
+            min(run.dropped for run in runs),
         )
 
 
