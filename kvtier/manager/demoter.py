@@ -278,8 +278,9 @@ class Demoter:
                 taken = set(admitted)
                 staying = [copy for copy in staying if copy not in taken]
             part = run if len(admitted) == len(run.copies) else ladder.ram.run_of(admitted)
-            if part := self._cut_to_backlog(part, target):
-                going.append((target, part))
+            fitting = self._cut_to_backlog(part, target)
+            if fitting is not None:
+                going.append((target, fitting))
         return going, staying
 
     def _placed(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:

@@ -55,7 +55,7 @@ class Ladder:
         events: What became resident where, until somebody takes it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         tiers: Sequence[TierState],
         *,

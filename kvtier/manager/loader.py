@@ -129,7 +129,8 @@ class Loader:
 
     def end_step(self) -> None:
         """Take back what was promised in this step and not used."""
-        self._promises.clear()
+        if self._promises:
+            self._promises.clear()
         self.promised_to = None
 
     # -- loads ------------------------------------------------------------------------------

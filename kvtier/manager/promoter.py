@@ -451,9 +451,9 @@ class Promoter:
                 tiers.append(0)
                 continue
             for tier in below:
-                copy = tier.copies.get(key)
-                if copy is not None and copy.state == _RESIDENT:
-                    copies.append(copy)
+                held = tier.copies.get(key)
+                if held is not None and held.state == _RESIDENT:
+                    copies.append(held)
                     tiers.append(tier.index)
                     break
             else:

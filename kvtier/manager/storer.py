@@ -141,7 +141,7 @@ class Storer:
         self._writes.clear()
 
     def _is_all_of(self, run: Run, keys: Collection[ChunkKey]) -> bool:
-        """Return whether ``keys`` are those of a store in flight, which is as it was planned."""
+        """Return whether ``keys`` are all of a store, which is as it was planned."""
         if run.dropped != self._ram.dropped or len(keys) != len(run.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may hand them over as one

@@ -67,7 +67,7 @@ class TieredOffloadingManager:
         worth: Says which loads are worth their time; all of them when omitted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         tiers: Sequence[TierState],
         *,
@@ -268,13 +268,10 @@ class TieredOffloadingManager:
         if ladder.limits.retained:
             ladder.retention.expire(now)
         self._promoter.end_step()
-        if ladder.limits.streams:
-            self._loader.end_step()
+        self._loader.end_step()
         self._demoter.flush()
         if ladder.follows_reuse:
-            for gaps in ladder.gaps:
-                if gaps.busy:
-                    gaps.end_step(now)
+            self._note_reuse(now)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
         """Name the slower tiers, by index, that nothing is to be read from for now.
@@ -478,6 +475,11 @@ class TieredOffloadingManager:
             deferred = deferred or answer is Lookup.RETRY
             found += 1
         return None if deferred else found
+
+    def _note_reuse(self, now: float) -> None:
+        for gaps in self._ladder.gaps:
+            if gaps.busy:
+                gaps.end_step(now)
 
     def _preempt(self, req_id: str) -> None:
         request = self._requests.get(req_id)

@@ -92,6 +92,7 @@ def parse_speed(text: str) -> tuple[str, TierSpeed]:
     except UnitError as error:
         raise ConfigError(f"--tier-speed {text}: {error}") from error
 
+
 _DONE: Final = Outcome.DONE
 
 
