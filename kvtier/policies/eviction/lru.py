@@ -9,9 +9,9 @@ amortised. When stale entries outnumber live ones the queue is rebuilt, which bo
 twice the copies.
 
 A request's chunks come, and mostly go, together, so the queue is made for runs of them: two
-lists, one to append to and one, reversed, to take from the end of (Hood and Melville, "Real-
-time queue operations in pure LISP", 1981, but not in real time). Both take a run in one call where
-a deque takes it entry by entry, and most entries need no decision of their own.
+lists, one to append to and one, reversed, to take from the end of (Hood and Melville,
+"Real-time queue operations in pure LISP", 1981, but not in real time). Both take a run in one
+call where a deque takes it entry by entry, and most entries need no decision of their own.
 """
 
 from __future__ import annotations
