@@ -33,6 +33,8 @@ VLLM_TORCH = {
     "0.31.0": "2.13.0",
     "0.32.0": "2.13.0",
 }
+# The engines of one test may take longer than a test may by day.
+PATIENCE = ("-o", "faulthandler_timeout=1200")
 
 
 def install(session: nox.Session, *groups: str, package: bool = True) -> None:
@@ -120,10 +122,8 @@ def integration(session: nox.Session) -> None:
 def compat(session: nox.Session, release: str) -> None:
     """One spill and reload with each vLLM that works; 3 to 8 GB of disk for each of them."""
     install_vllm(session, release)
-    # The engines of one test may take longer than a test may by day.
-    patience = ("-o", "faulthandler_timeout=1200")
     session.run(
-        "pytest", "-m", "integration", *patience, *(session.posargs or ["tests/compat"])
+        "pytest", "-m", "integration", *PATIENCE, *(session.posargs or ["tests/compat"])
     )
 
 
@@ -161,7 +161,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def torture(session: nox.Session) -> None:
-    """The slow tests and the long hypothesis profile; for the night."""
+    """All tests without an engine, slow ones too, in the long hypothesis profile; at night."""
     install(session, "test")
     suites = existing("tests/unit", "tests/contract", "tests/stateful", "tests/crash")
     session.run(
@@ -172,3 +172,11 @@ def torture(session: nox.Session) -> None:
         "--timeout=1800",
         *(session.posargs or suites),
     )
+
+
+@nox.session(name="torture-vllm")
+def torture_vllm(session: nox.Session) -> None:
+    """The slow tests with real vLLM engines on the CPU; at night."""
+    install_vllm(session)
+    selected = session.posargs or ["tests/integration"]
+    session.run("pytest", "-m", "slow", *PATIENCE, *selected)

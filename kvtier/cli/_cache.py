@@ -98,7 +98,8 @@ def explain(
         str,
         typer.Argument(
             metavar="KEY",
-            help="A chunk's key in hex, or its first 8 digits or more; /GROUP may follow.",
+            help="A chunk's key as ls and the log show it: 8 hex digits or more; /GROUP may "
+            "follow.",
         ),
     ],
     directory: Store,

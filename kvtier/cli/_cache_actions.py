@@ -6,27 +6,21 @@ import contextlib
 import functools
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from kvtier.cli import _cache_render as render
+from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
+from kvtier.cli._cache_progress import pulse, show_bars
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
-from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.inspect import (
     Entry,
     IndexReader,
@@ -38,7 +32,6 @@ from kvtier.tiers.slab.inspect import (
 )
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.schema import IndexDamagedError
-from kvtier.tiers.slab.trail import Reason, find_hash
 from kvtier.tiers.slab.verify import Verification
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import UnitError, parse_duration
@@ -72,8 +65,14 @@ class Selection:
     older_than: str | None
     everything: bool
 
-    def find(self, reader: IndexReader) -> list[Entry]:
+    def find(
+        self, reader: IndexReader, note: Callable[[str, Entry | None], None]
+    ) -> list[Entry]:
         """Return the chunks of one namespace that are meant.
+
+        Args:
+            reader: Its index.
+            note: Called with each of the keys and the chunk it means here.
 
         Raises:
             ConfigError: Not exactly one way to choose was given, or one that cannot be read.
@@ -85,11 +84,12 @@ class Selection:
             return reader.entries("stored", -1)
         if self.older_than is not None:
             return reader.entries_unused_since(_now() - _age_s(self.older_than))
-        found: list[Entry] = []
+        found: dict[Entry, None] = {}
         for text in self.keys:
             match = _one_entry(KeyPattern.parse(text), reader)
-            found += [match] if match else []
-        return found
+            note(text, match)
+            found.update({match: None} if match else {})
+        return list(found)
 
 
 def stat(directory: Path, namespace: str | None, *, as_json: bool) -> None:
@@ -120,7 +120,7 @@ def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool)
     """See ``kvtier cache verify``. Returns whether all is good."""
     checks: list[tuple[StoredNamespace, Verification]] = []
     spaces = find_namespaces(directory, namespace)
-    with _progress() as progress:
+    with show_bars() as progress:
         for space in spaces:
             task = progress.add_task(space.name, total=_slots(space))
             advance = functools.partial(progress.advance, task)
@@ -171,10 +171,11 @@ def evict(
         chosen = _choose(spaces, selection)
         if ask and any(entries for _, entries in chosen):
             typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
-        for space, entries in chosen:
-            if entries:
-                with _explained(space):
-                    maintain.drop_chunks(space, entries)
+        with show_bars() as progress:
+            for space, entries in chosen:
+                if entries:
+                    with _explained(space), pulse(progress, f"removing {space.name}") as sign:
+                        maintain.drop_chunks(space, entries, sign)
     if as_json:
         _echo_json(render.removal_document(chosen, removed=True))
     else:
@@ -185,11 +186,11 @@ def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> N
     """See ``kvtier cache compact-index``."""
     spaces = find_namespaces(directory, namespace)
     done: list[tuple[StoredNamespace, maintain.CompactedIndex]] = []
-    with _held(spaces, _STOP_FIRST), _progress() as progress:
-        for space in progress.track(spaces, description="compacting"):
-            with _explained(space):
+    with _held(spaces, _STOP_FIRST), show_bars() as progress:
+        for space in spaces:
+            with _explained(space), pulse(progress, f"compacting {space.name}") as sign:
                 _require_index(space)
-                done.append((space, maintain.compact_index(space)))
+                done.append((space, maintain.compact_index(space, sign)))
     if as_json:
         _echo_json([render.compaction_document(*one) for one in done])
     else:
@@ -217,15 +218,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
         if entry is not None:
             answer.less_recent = reader.less_recent(entry)
         else:
-            trail = list(reader.departures())
-            rows = [(row.at, row.reason, row.key_hashes) for row in trail]
-            for key in pattern.whole_keys():
-                left = find_hash(rows, hash_key(key))
-                answer.left_at, answer.reason = left or (answer.left_at, answer.reason)
-            answer.trail_begins_at = trail[-1].at if trail else 0
-            answer.damaged_at = max(
-                (row.at for row in trail if row.reason == Reason.DAMAGED.value), default=0
-            )
+            explain_absence(answer, pattern, list(reader.departures()))
     return answer
 
 
@@ -250,13 +243,20 @@ def _choose(
     spaces: Sequence[StoredNamespace], selection: Selection
 ) -> list[tuple[StoredNamespace, list[Entry]]]:
     chosen = []
-    for space in spaces:
-        with _explained(space), IndexReader(space) as reader:
-            chosen.append((space, selection.find(reader)))
-    there = [entry.key for _, entries in chosen for entry in entries]
-    for text in selection.keys:
-        if not any(map(KeyPattern.parse(text).matches, there)):
-            raise ConfigError(f"{text} is not there; nothing was removed")
+    missing = dict.fromkeys(selection.keys)
+    with show_bars() as progress:
+        task = progress.add_task("looking", total=len(spaces) * len(selection.keys) or None)
+
+        def note(text: str, found: Entry | None) -> None:
+            progress.advance(task)
+            if found is not None:
+                missing.pop(text, None)
+
+        for space in spaces:
+            with _explained(space), IndexReader(space) as reader:
+                chosen.append((space, selection.find(reader, note)))
+    for text in missing:
+        raise ConfigError(f"{text} is not there; nothing was removed")
     return chosen
 
 
@@ -304,19 +304,6 @@ def _slots(space: StoredNamespace) -> int:
 
 def _disk_nbytes(directory: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _console() -> Console:

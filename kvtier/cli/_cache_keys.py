@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Self
 
 from kvtier.errors import ConfigError
-from kvtier.keys import ChunkKey, group_of, make_key
+from kvtier.keys import GROUP_NBYTES, ChunkKey, group_of, make_key
+from kvtier.tiers.slab.trail import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
 __all__ = ["KeyPattern"]
 
@@ -40,7 +40,7 @@ class KeyPattern:
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"{text!r} is not a key; write 8 or more hex digits, such as the log shows"
+                f"{text!r} is not a key; write 8 or more hex digits, as ls and the log show"
             )
         return cls(match[1].lower(), None if match[2] is None else int(match[2]))
 
@@ -48,11 +48,21 @@ class KeyPattern:
         """Return whether ``key`` is meant."""
         return key.hex().startswith(self.digits) and self.group in {None, group_of(key)}
 
-    def whole_keys(self) -> Iterator[ChunkKey]:
-        """Yield the keys that would be meant if nothing were left out."""
+    def of_marks(self) -> MarkPattern:
+        """Return what is meant in the trail, which has no keys.
+
+        A key that is written whole ends in its group. Of block hashes that are not, one in 16
+        million ends like a group, and is taken for a key.
+        """
+        group, digits = self.group, self.digits
+        if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):
+            last = int(digits[-2 * GROUP_NBYTES :], 16)
+            group = last if last < LIKELY_GROUPS else None
+        return MarkPattern(digits, group)
+
+    def whole_key(self) -> ChunkKey | None:
+        """Return the key that is meant if nothing is left out; None if something must be."""
         if len(self.digits) % 2:
-            return
-        if self.group is None:
-            yield bytes.fromhex(self.digits)
-        else:
-            yield make_key(bytes.fromhex(self.digits), self.group)
+            return None
+        written = bytes.fromhex(self.digits)
+        return written if self.group is None else make_key(written, self.group)

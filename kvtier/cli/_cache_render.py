@@ -106,10 +106,12 @@ class Explanation:
     space: StoredNamespace
     entry: Entry | None
     less_recent: int = 0
+    short_key: str = ""
     left_at: int = 0
     reason: str = ""
     trail_begins_at: int = 0
     damaged_at: int = 0
+    whole_keys_until: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the explanation as plain values."""
@@ -123,10 +125,12 @@ class Explanation:
             }
         return {
             **document,
+            "short_key": self.short_key or None,
             "reason": self.reason or None,
             "left_at": self.left_at or None,
             "trail_begins_at": self.trail_begins_at or None,
             "index_damaged_at": self.damaged_at or None,
+            "whole_keys_only_until": self.whole_keys_until or None,
         }
 
 
@@ -208,7 +212,7 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
     for number, answer in enumerate(answers):
         if number:
             console.print()
-        shown = answer.entry.key.hex() if answer.entry else key
+        shown = answer.entry.key.hex() if answer.entry else answer.short_key or key
         console.print(Text(shown, style="bold"), soft_wrap=True)
         store = {"store": f"{answer.space.name}  {_model(answer.space)}"}
         if answer.entry:
@@ -337,7 +341,11 @@ def _absence_lines(answer: Explanation) -> dict[str, str]:
             f"at {_time(answer.damaged_at)} UTC an index that could not be read was set aside; "
             "what it held is not known"
         )
-    lines["hint"] = "the trail knows whole keys only; was this all of it?"
+    if answer.whole_keys_until:
+        lines["hint"] = (
+            f"what left up to {_time(answer.whole_keys_until)} UTC is found by its whole key "
+            "only: an older kvtier noted it"
+        )
     return lines
 
 

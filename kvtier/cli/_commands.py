@@ -22,6 +22,7 @@ from kvtier.config import (
     KvtierConfig,
     check_environment,
     load_config,
+    resolve_load_path,
     schema,
     vllm_transfer_config,
 )
@@ -168,7 +169,7 @@ def vllm_args(
 
     Append the line, which is quoted for a shell, to 'vllm serve MODEL'.
     """
-    config: KvtierConfig = load_config(file)
+    config: KvtierConfig = resolve_load_path(load_config(file), door)
     value = json.dumps(vllm_transfer_config(file, config, door=door))
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
 

@@ -67,6 +67,9 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     given = dict(parse_speed(text) for text in tier_speed or ())
     for name in given:
         choice("--tier-speed", name, [tier.name for tier in ladder.tiers])
+        if name == ladder.ram.name:
+            problem = "copies between RAM and the KV memory are always measured"
+            raise ConfigError(f"--tier-speed {name}: {problem}; leave it out")
     options = ReplayOptions(
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         gpu_bytes=_gpu_bytes(gpu_memory),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.ladder import default_time_model, simulate_ladder
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.recorded import replay_calls
-from kvtier.sim.report import write_page, write_plot
+from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep, write_csv
 from kvtier.sim.timing import TimeModel, parse_speed
@@ -36,6 +37,7 @@ sim_app = typer.Typer(
 )
 
 _ORDERS = ("policy", "forward", "reverse")
+_WRITABLE = "name a file in a directory you may write to"
 
 Order = Annotated[
     str,
@@ -71,8 +73,15 @@ Speeds = Annotated[
 ]
 
 
+_BY_POLICY = frozenset({"trace", "format_name", "policy", "capacity", "touch_order"})
+_BY_CONFIG = frozenset({"trace", "format_name", "config", "prefill_rate", "tier_speed"})
+_OF_CALLS = frozenset({"trace", "config"})
+"""Which parameters the kinds of a run look at, besides those that all do."""
+
+
 @sim_app.command()
 def run(  # noqa: PLR0913 - each is an option of the command
+    context: typer.Context,
     trace: TraceFile,
     *,
     format_name: FormatOption = "auto",
@@ -101,8 +110,18 @@ def run(  # noqa: PLR0913 - each is an option of the command
     if (policy is None) == (config is None):
         raise ConfigError("name either --policy or --config")
     if config is not None and is_recording(trace):
-        show_replay(replay_calls(trace, load_config(config)), as_json=as_json)
+        remedy = "replay the recorded requests to try something else"
+        _refuse_others(context, _OF_CALLS, "a recording of calls", remedy)
+        with show_progress("replaying") as progress:
+            recorded = replay_calls(trace, load_config(config), progress=progress)
+        show_replay(recorded, as_json=as_json)
         return
+    if config is None:
+        remedy = "replay a ladder with --config"
+        _refuse_others(context, _BY_POLICY | {"chunk_bytes"}, "--policy", remedy)
+    else:
+        remedy = "try one policy in one tier with --policy"
+        _refuse_others(context, _BY_CONFIG | {"chunk_bytes"}, "--config", remedy)
     loaded = read(trace, format_name)
     nbytes = chunk_bytes_of(loaded, chunk_bytes)
     if config is not None:
@@ -150,6 +169,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     chunk_bytes: ChunkBytes = None,
 ) -> None:
     """Replay every TRACE against every policy at every size."""
+    _check_destinations(csv, plot, html)
     loaded = [read(path, format_name) for path in traces]
     with show_progress("sweeping") as progress:
         results = sweep(
@@ -204,6 +224,51 @@ def chunk_bytes_of(trace: Trace, text: str | None) -> int:
     return chunk_nbytes(trace) if text is None else parse_chunk_bytes(text)
 
 
+def _refuse_others(
+    context: typer.Context, used: Collection[str], kind: str, remedy: str
+) -> None:
+    """Refuse options that this kind of run would not look at.
+
+    Args:
+        context: Says what stands on the command line.
+        used: Parameters the run looks at, besides ``as_json``.
+        kind: What the run is of.
+        remedy: What to do who wants the option.
+    """
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and name not in used and name != "as_json":
+            option = parameter.opts[0]
+            raise ConfigError(f"{option} does not go with {kind}; leave it out, or {remedy}")
+
+
+def _check_destinations(csv: Path, plot: Path | None, html: Path | None) -> None:
+    """Make sure, before anything is run for them, that the files can be written.
+
+    Raises:
+        ConfigError: One cannot.
+    """
+    for path in (csv, plot, html):
+        if path is not None:
+            _check_destination(path)
+    if plot is not None:
+        check_plot(plot)
+
+
+def _check_destination(path: Path) -> None:
+    problem = ""
+    if path.is_dir():
+        problem = "is a directory"
+    elif not path.parent.is_dir():
+        problem = f"there is no directory {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise ConfigError(f"{path}: cannot be written: {problem}; {_WRITABLE}")
+
+
 def _capacity(trace: Trace, text: str | None, chunk_bytes: int) -> int:
     if text is None:
         raise ConfigError("--capacity is missing; write one such as --capacity 5%")
@@ -245,4 +310,4 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
         write(path)
     except OSError as error:
         problem = f"{path}: cannot be written: {error.strerror or error}"
-        raise ConfigError(f"{problem}; name a file in a directory you may write to") from error
+        raise ConfigError(f"{problem}; {_WRITABLE}") from error

@@ -126,7 +126,8 @@ def _summary(result: LadderResult) -> list[str]:
         for name, speed in model.speeds.items()
         if (read_s := result.chunk_bytes / speed.read_bytes_per_s) > compute_s
     ]
-    return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}"]
+    path = f"transfer.load_path: {result.load_path}"
+    return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}; {path}"]
 
 
 def _waits(levels: dict[str, float]) -> str:

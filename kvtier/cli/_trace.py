@@ -121,7 +121,8 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Make up traffic: chat (conversations), agents (long tool loops) or shared (prompts).
 
-    Sessions begin at random; lengths and pauses are drawn as the manual says.
+    Sessions begin at random; the manual's page on the command line has a table of what else is
+    drawn, and from which distribution.
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)

@@ -6,7 +6,7 @@ Nobody else in kvtier sees a dict of options or an environment variable.
 from __future__ import annotations
 
 from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
-from kvtier.config._engine_args import Door, vllm_transfer_config
+from kvtier.config._engine_args import Door, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._kinds import options_of
 from kvtier.config._load import load_config, parse_config
@@ -46,6 +46,7 @@ __all__ = [
     "load_config",
     "options_of",
     "parse_config",
+    "resolve_load_path",
     "schema",
     "slot_nbytes",
     "vllm_transfer_config",

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config._models import KvtierConfig
+from kvtier.errors import ConfigError
 
-__all__ = ["Door", "vllm_transfer_config"]
+__all__ = ["Door", "resolve_load_path", "vllm_transfer_config"]
 
 
 class Door(enum.StrEnum):
@@ -18,6 +19,36 @@ class Door(enum.StrEnum):
     """A connector of kvtier's own, the recommended one: a load that fails is computed."""
     SPEC = "spec"
     """A specification for vLLM's own connector, which cannot survive a load that fails."""
+
+
+def resolve_load_path(config: KvtierConfig, door: Door = Door.CONNECTOR) -> KvtierConfig:
+    """Return ``config`` with the load path that ``auto`` means behind ``door``.
+
+    Whoever runs a configuration, or predicts what it does, asks here.
+
+    Args:
+        config: The configuration.
+        door: The way into vLLM.
+
+    Raises:
+        ConfigError: The file asks for a way to load that this door cannot take.
+    """
+    transfer = config.transfer
+    if door is Door.SPEC:
+        for key, value, other in (
+            ("load_path", "direct", "staged"),
+            ("load_mode", "layerwise", "ahead"),
+        ):
+            if getattr(transfer, key) == value:
+                problem = "this door cannot report a load that fails on its way"
+                remedy = f"use --door connector of `kvtier vllm-args`, or {key}: {other}"
+                at = f"transfer.{key}"
+                raise ConfigError(config.origin.complain(at, problem, remedy, value=value))
+    if transfer.load_path != "auto":
+        return config
+    path = "staged" if door is Door.SPEC else "direct"
+    resolved = transfer.model_copy(update={"load_path": path})
+    return config.model_copy(update={"transfer": resolved})
 
 
 def vllm_transfer_config(

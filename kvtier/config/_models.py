@@ -78,7 +78,7 @@ class TierConfig(_Section):
         json_schema_extra={"examples": ["64GiB"]},
     )
     """Bytes the tier may hold; bookkeeping comes on top."""
-    eviction: str = "lru"
+    eviction: str = "hedged-lhd"
     """Which chunk leaves a full tier: a policy by name, or `module:Class` for your own."""
 
 

@@ -119,7 +119,10 @@ _TIER_COUNTERS: Final = {
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
     "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
     "unretained_chunks": "Chunks asked to be kept that were not, or not as long.",
-    "dropped_chunks": "Chunks meant for the tier and not sent because it did not keep up.",
+    "dropped_chunks": (
+        "New chunks not taken because a disk did not keep up: not sent to the tier; of RAM, "
+        "refused because chunks that wait for a slower tier filled it."
+    ),
     "corrupt_chunks": "Chunks dropped because their bytes were not the bytes stored.",
     "read_bytes": "Bytes read from the tier by transfers that completed.",
     "written_bytes": "Bytes written to the tier by transfers that completed.",
@@ -191,7 +194,7 @@ _SHADOW: Final = (
 REUSE_GAP: Final = Metric(
     "kvtier_evict_reuse_gap_seconds",
     Kind.HISTOGRAM,
-    "Time between evicting a chunk from the tier and being asked for it again.",
+    "Time between evicting a chunk from the tier and looking for it, or computing it, again.",
     _TIER_LABELS,
     (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400),
 )

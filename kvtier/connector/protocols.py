@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from kvtier.connector.context import RequestContext
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.report.reporter import StatisticsSource
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 
@@ -145,7 +145,7 @@ class StepOutput(Protocol):
         """Requests that lost their blocks in this step."""
 
 
-class Cache(Protocol):
+class Cache(StatisticsSource, Protocol):
     """What the scheduler half drives: a :class:`~kvtier.connector.service.CacheService`."""
 
     def begin_request(self, request: RequestContext) -> None:
@@ -177,9 +177,6 @@ class Cache(Protocol):
 
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency changes, removals before the stores that use their room."""
-
-    def take_transfers(self) -> ConnectorStats:
-        """Return the transfers between tiers that ended since the last call."""
 
     def reset_cache(self) -> None:
         """Make everything in every tier a miss."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvtier.connector.metadata import ConnectorMetadata, SlotSpec, TransferJob, WorkerOutput
 from kvtier.connector.protocols import AllocatedBlocks, Cache, EngineRequest, StepOutput
+from kvtier.connector.report.statistics import EngineStatistics
 from kvtier.connector.schedule.blocks import BlockTables
 from kvtier.connector.schedule.groups import SchedulerOptions, build_layouts
 from kvtier.connector.schedule.jobs import JobState, JobTable
@@ -43,8 +44,11 @@ class ConnectorScheduler:
 
     No method waits, but for those of the cache that say so.
 
+    A :class:`~kvtier.connector.report.reporter.StatisticsSource`: an exporter reads the half,
+    and not its cache, which knows nothing of what workers copied.
+
     Args:
-        cache: The cache; shut down with the half.
+        cache: The cache; shut down with the half, and its figures are read by nobody else.
         options: How the engine is set up.
 
     Raises:
@@ -63,7 +67,9 @@ class ConnectorScheduler:
         self._jobs = JobTable(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
-        self._copied = ConnectorStats()
+        # Each of the two is taken by a reader of its own, and neither takes from the other.
+        self._untold = ConnectorStats()
+        self._unexported = ConnectorStats()
 
     # -- requests that wait --------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class ConnectorScheduler:
         """
         if output.expected_ranks:
             self._jobs.ranks = output.expected_ranks
-        self._copied.aggregate(ConnectorStats(output.stats))
+        self._note_transfers(ConnectorStats(output.stats))
         for job_id in output.failed_loads:
             self._jobs.fail(job_id)
         for job_id, ranks in output.completed_jobs.items():
@@ -221,9 +227,33 @@ class ConnectorScheduler:
         return self._cache.take_events()
 
     def get_stats(self) -> ConnectorStats | None:
-        """Return what was copied since the last call, by workers and between tiers."""
-        self._copied.aggregate(self._cache.take_transfers())
-        return None if self._copied.is_empty() else self._copied.clone_and_reset()
+        """Return what was copied since the last call, by workers and between tiers.
+
+        Whoever calls :meth:`take_transfers` is told the same once more.
+        """
+        self._note_transfers(self._cache.take_transfers())
+        return None if self._untold.is_empty() else self._untold.clone_and_reset()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is surely another step: a request runs, or work is pending."""
+        return bool(self._jobs) or self._cache.is_active
+
+    def statistics(self) -> EngineStatistics:
+        """Return all figures of the cache now."""
+        return self._cache.statistics()
+
+    def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
+        """Return, per tier, seconds from an eviction to being asked for the chunk again."""
+        return self._cache.take_reuse_gaps()
+
+    def take_transfers(self) -> ConnectorStats:
+        """Return what was copied since the last call, by workers and between tiers.
+
+        For an exporter; what :meth:`get_stats` returns does not depend on it.
+        """
+        self._note_transfers(self._cache.take_transfers())
+        return self._unexported.clone_and_reset()
 
     def reset_cache(self) -> None:
         """Make everything in every tier a miss; running requests offer their chunks again.
@@ -249,6 +279,10 @@ class ConnectorScheduler:
         self._cache.shutdown()
 
     # -- internals -----------------------------------------------------------------------------
+
+    def _note_transfers(self, transfers: ConnectorStats) -> None:
+        self._untold.aggregate(transfers)
+        self._unexported.aggregate(transfers)
 
     def _track(self, request: EngineRequest) -> TrackedRequest:
         """Return what is remembered of a request, from now on if nothing was."""

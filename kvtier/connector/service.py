@@ -340,7 +340,8 @@ class CacheService:
             self._observer.reset()
         self._take_results()
         try:
-            done = self._engine.exclusively(self._reset_tiers, timeout_s=_RESET_TIMEOUT_S)
+            resets = {tier.name: tier.reset for tier in self._storage.tiers}
+            done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
         except Exception:
             logger.exception("resetting the tiers")
             done = False
@@ -472,18 +473,3 @@ class CacheService:
                 self._take_results()
         except Exception:
             logger.exception("shutdown: dirty chunks may not have reached the slower tiers")
-
-    async def _reset_tiers(self) -> None:
-        """Reset every tier, also when one of them fails.
-
-        Raises:
-            ExceptionGroup: What went wrong, tier by tier.
-        """
-        errors: list[Exception] = []
-        for tier in self._storage.tiers:
-            try:
-                await tier.reset()
-            except Exception as error:  # noqa: BLE001 - raised below, after the other tiers
-                errors.append(error)
-        if errors:
-            raise ExceptionGroup("tiers that could not be reset", errors)

@@ -1,5 +1,8 @@
 """Whether GPUDirect storage could work: read from files and package metadata only.
 
+kvtier moves bytes through host memory and has no use for it yet; an operator who plans for it
+learns what a machine lacks.
+
 Nothing is imported or loaded. Importing torch takes seconds and may claim a GPU, and kvikio
 fails at its first I/O, with no way back, where there is no CUDA driver.
 """
@@ -21,6 +24,7 @@ from kvtier.doctor._memory import find_gpus
 
 __all__ = ["GdsParts", "check_gds", "cuda_of_torch", "find_gds_parts"]
 
+_NOT_YET: Final = "kvtier does not use it yet: bytes go through host memory"
 _CUFILE_GLOBS: Final = (
     "usr/local/cuda*/lib64/libcufile.so.0",
     "usr/local/cuda*/targets/*/lib/libcufile.so.0",
@@ -67,12 +71,10 @@ def check_gds(parts: GdsParts) -> Finding:
     """Say whether GPUDirect storage is available, and if not what is missing first."""
     check = "GPUDirect"
     if not parts.gpus:
-        return Finding(check, Verdict.NOTE, "no GPU: GPUDirect storage is not used")
+        return Finding(check, Verdict.NOTE, f"no GPU; {_NOT_YET}")
     torch_major = int(parts.torch_cuda.partition(".")[0] or 0)
     if not parts.kvikio:
-        found = "kvikio is not installed: bytes go through host memory"
-        extra = f"gds-cu{torch_major or 13}"
-        return Finding(check, Verdict.NOTE, found, f'to try it: pip install "kvtier[{extra}]"')
+        return Finding(check, Verdict.NOTE, f"kvikio is not installed; {_NOT_YET}")
     if set(parts.kvikio) != {torch_major}:
         built = ", ".join(f"CUDA {major}" for major in sorted(parts.kvikio))
         found = f"kvikio is built for {built}, torch for CUDA {parts.torch_cuda or 'none'}"
@@ -92,7 +94,7 @@ def _check_driver(check: str, parts: GdsParts, torch_major: int) -> Finding:
         found = f"kvikio {version} and libcufile, but the module nvidia-fs is not loaded"
         return Finding(check, Verdict.NOTE, found, "as root: modprobe nvidia-fs")
     found = f"available: kvikio {version}, libcufile, nvidia-fs, CUDA {parts.torch_cuda}"
-    return Finding(check, Verdict.OK, found)
+    return Finding(check, Verdict.OK, f"{found}; {_NOT_YET}")
 
 
 def cuda_of_torch(source: str) -> str:

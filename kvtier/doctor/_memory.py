@@ -201,11 +201,11 @@ def check_pages(ram_bytes: int, pool: HugePagePool, *, wanted: str) -> Finding:
     if not needed:
         verdict = Verdict.PROBLEM if wanted == "require" else Verdict.OK
         return Finding(check, verdict, "the kernel has none", "set it to auto", key)
-    found = f"{pool.free:,} of {needed:,} that the RAM tier takes are reserved and free"
+    found = f"{pool.free:,} huge pages reserved and free; the RAM tier takes {needed:,}"
     if pool.holds(ram_bytes):
         return Finding(check, Verdict.OK, found)
     verdict = Verdict.PROBLEM if wanted == "require" else Verdict.NOTE
-    found = f"{found}: without them disk I/O takes about twice the processor time"
+    found = f"{found}: in small pages disk I/O takes about twice the processor time"
     remedy = (
         f"as root, best at boot: sysctl -w vm.nr_hugepages={pool.total + needed - pool.free}"
     )

@@ -6,11 +6,15 @@ which held a minute more would have hit. Only the keys of what left lately are k
 tier that is a sample, chosen by the key, so that a chunk is in it always or never (spatially
 hashed sampling: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015); the
 distribution is the same.
+
+A lookup ends at the first chunk that is nowhere, but all behind it was wanted as well: it is
+computed, and offered to be stored. So what is offered counts as asked for too, once, because
+a chunk's gap ends when it is asked for first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -47,6 +51,8 @@ class ReuseGaps:
         # each time.
         self._recent: dict[ChunkKey, float] = {}
         self._older: dict[ChunkKey, float] = {}
+        # The keys of both: every new chunk is looked for here, and a set is the quickest.
+        self._names: set[ChunkKey] = set()
 
     def evicted(self, keys: Iterable[ChunkKey]) -> None:
         """Note that ``keys`` left the tier to make room in this step."""
@@ -60,8 +66,13 @@ class ReuseGaps:
         if left_s is None:
             left_s = self._older.pop(key, None)
         if left_s is not None:
+            self._names.discard(key)
             self._asked.append(left_s)
             self.busy = True
+
+    def remembered(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Return those of ``keys`` that left lately, as far as they are in the sample."""
+        return self._names.intersection(keys) if self._names else set()
 
     def end_step(self, now: float) -> None:
         """Close a step that ends ``now``, in seconds on the clock of the steps before."""
@@ -73,9 +84,11 @@ class ReuseGaps:
         if not self._left:
             return
         self._recent.update(zip(self._left, repeat(now)))
+        self._names.update(self._left)
         self._left.clear()
         if len(self._recent) > _KEPT:
             self._older, self._recent = self._recent, {}
+            self._names = set(self._older)
 
     def clear(self) -> None:
         """Forget what left: after a reset nothing could have been kept."""
@@ -83,6 +96,7 @@ class ReuseGaps:
         self._asked.clear()
         self._recent.clear()
         self._older.clear()
+        self._names.clear()
 
     def take(self) -> list[float]:
         """Return the gaps since the last call, in seconds."""

@@ -172,13 +172,14 @@ class Storer:
         fits = self._room_for(len(new), request)
         if fits is None:
             return None
+        self._note_wanted(new)
         head = new[:fits]
         room = self._ladder.make_room(ram, head)
         if room is None:
-            ram.counters.refused += len(new)
+            self._refuse(len(new))
             return _NOTHING
         slots, evicted = room
-        ram.counters.refused += len(new) - fits
+        self._refuse(len(new) - fits)
         new = head
         self._ladder.truth.withdraw(slots)
         generation = self._ladder.next_generation()
@@ -188,6 +189,18 @@ class Storer:
         self._writes[generation] = Run(copies, new, slots, ram.dropped)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
+
+    def _note_wanted(self, new: Sequence[ChunkKey]) -> None:
+        """Note that chunks which are not in RAM were wanted: somebody computed them."""
+        for gaps in self._ladder.gaps:
+            for key in gaps.remembered(new):
+                self._ladder.asked(key)
+
+    def _refuse(self, chunks: int) -> None:
+        """Count new chunks that find no room, and those that dirty ones kept from it."""
+        ram = self._ram
+        ram.counters.refused += chunks
+        ram.counters.dropped += min(chunks, ram.dirty)
 
     def _room_for(self, chunks: int, request: RequestState | None) -> int | None:
         """Return how many of ``chunks`` new chunks to take, or None to be asked again."""

@@ -12,6 +12,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import is_idle, is_unpinned
+from kvtier.policies.leaves import is_unpinned_leaf
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Outcome
 
@@ -56,7 +57,8 @@ class TierCounters:
     lost: int = 0
     """Chunks that left, or stay, without reaching the slower tier they were meant for."""
     dropped: int = 0
-    """Chunks meant for this tier that were not sent because it did not keep up."""
+    """Chunks meant for this tier that were not sent because it did not keep up; in RAM, those
+    refused that would have found room, had no other waited for a slower tier."""
     promoted: int = 0
     """Chunks of this tier that came up to RAM to stay there."""
     demoted: int = 0
@@ -175,6 +177,7 @@ class TierState:
 
     __slots__ = (
         "_copy_at",
+        "_kids_of_absent",
         "copies",
         "counters",
         "dirty",
@@ -201,6 +204,8 @@ class TierState:
             ahead = range(min(capacity, _MADE_AHEAD))
             self._copy_at[: len(ahead)] = [ChunkCopy(b"", slot) for slot in ahead]
         self.eviction = eviction
+        # A child may come down before its parent, which must then know of it.
+        self._kids_of_absent: dict[ChunkKey, int] = {}
         self.idle = 0
         self.dirty = 0
         self.writing = 0
@@ -337,6 +342,7 @@ class TierState:
         """Let copies that became resident into the order."""
         if self.eviction.leaf_only:
             for copy in copies:
+                copy.kids += self._kids_of_absent.pop(copy.key, 0)
                 self._count_kid(copy, 1)
         self.writing -= len(copies)
         self.counters.stored += len(copies)
@@ -474,6 +480,7 @@ class TierState:
         if copy.transient:
             self.passing -= 1
         del self.copies[copy.key]
+        self._leave_kids(copy)
         if not copy.pins:
             self.slots.release((copy.slot,))
 
@@ -495,7 +502,7 @@ class TierState:
             The victims; fewer when there are no more.
         """
         if self.eviction.leaf_only:
-            victims = self._pick_leaves(count, _unpinned_leaf, ctx)
+            victims = self._pick_leaves(count, is_unpinned_leaf, ctx)
         else:
             victims = self.eviction.pick_many(count, is_unpinned, ctx)
         self.leaving.update(victims)
@@ -608,7 +615,7 @@ class TierState:
         deque(map(self.copies.__delitem__, keys), maxlen=0)
         if self.eviction.leaf_only:
             for victim in victims:
-                victim.kids = 0
+                self._leave_kids(victim)
         self.counters.evicted += len(victims)
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
@@ -633,7 +640,7 @@ class TierState:
         """Put a picked copy back into the order."""
         if self.eviction.leaf_only:
             self._count_kid(copy, 1)
-        self.eviction.on_insert(copy, ctx)
+        self.eviction.on_stay(copy, ctx)
 
     def _leave_order(self, copy: ChunkCopy) -> None:
         if not copy.pins and not copy.dirty:
@@ -646,15 +653,25 @@ class TierState:
             self._count_kid(copy, -1)
 
     def _count_kid(self, copy: ChunkCopy, change: int) -> None:
-        if copy.parent is not None:
-            parent = self.copies.get(copy.parent)
-            if parent is not None:
-                parent.kids += change
+        if copy.parent is None:
+            return
+        parent = self.copies.get(copy.parent)
+        if parent is not None:
+            parent.kids += change
+        else:
+            self._count_kids_of_absent(copy.parent, change)
+
+    def _leave_kids(self, copy: ChunkCopy) -> None:
+        """Remember the children that ``copy``, which has left, leaves behind."""
+        if copy.kids:
+            self._count_kids_of_absent(copy.key, copy.kids)
+            copy.kids = 0
+
+    def _count_kids_of_absent(self, key: ChunkKey, change: int) -> None:
+        kids = self._kids_of_absent.pop(key, 0) + change
+        if kids:
+            self._kids_of_absent[key] = kids
 
 
 def _idle_leaf(copy: ChunkCopy) -> bool:
-    return not copy.pins and not copy.dirty and copy.kids <= 0
-
-
-def _unpinned_leaf(copy: ChunkCopy) -> bool:
-    return not copy.pins and copy.kids <= 0
+    return is_unpinned_leaf(copy) and not copy.dirty

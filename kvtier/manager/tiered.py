@@ -324,7 +324,7 @@ class TieredOffloadingManager:
 
     @property
     def dropped(self) -> list[int]:
-        """Chunks, tier by tier, that were not sent there because the tier did not keep up."""
+        """New chunks, tier by tier, that it did not get because a disk did not keep up."""
         return [tier.counters.dropped for tier in self._ladder.tiers]
 
     def apply(self, result: TransferResult) -> None:

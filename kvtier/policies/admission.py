@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import floor
 
 from typing_extensions import override
 
@@ -20,7 +21,7 @@ from kvtier.policies.eviction._frequency import SketchFrequency
 __all__ = ["Admission", "SecondTouch", "TinyLfu", "WriteBudget", "admits_all"]
 
 _DAY_S = 86_400.0
-_BURSTS_PER_DAY = 24
+_BURSTS_PER_DAY = 25
 _SAMPLE_PER_SLOT = 2
 
 
@@ -99,8 +100,12 @@ class TinyLfu(Admission):
 class WriteBudget(Admission):
     """Refuses what would wear the medium faster than it may.
 
-    A token bucket for each tier: it fills at the daily rate and holds what one hour brings, so
-    a quiet night does not pay for a day of writing without bounds.
+    A token bucket for each tier that holds a 25th of the day's budget and is filled by the rest
+    within a day, so no 24 hours, whenever they begin, see more written than the budget, and a
+    quiet night does not pay for a burst. It holds one chunk at least: a budget of less than 25
+    is spent in whole chunks, evenly, and one of less than a chunk a day is a chunk every few
+    days. What was written is not remembered across restarts, and the bucket is full at a start:
+    each start can cost a 25th of the budget more.
 
     Args:
         bytes_per_day: Bytes that may be written to each slower tier in a day.
@@ -108,8 +113,13 @@ class WriteBudget(Admission):
     """
 
     def __init__(self, *, bytes_per_day: int, chunk_nbytes: int) -> None:
-        self._chunks_per_s = bytes_per_day / chunk_nbytes / _DAY_S
-        self._most = max(bytes_per_day / chunk_nbytes / _BURSTS_PER_DAY, 1.0)
+        per_day = bytes_per_day / chunk_nbytes
+        self._most = max(per_day / _BURSTS_PER_DAY, 1.0)
+        refill = per_day - self._most
+        if per_day <= _BURSTS_PER_DAY:
+            # The chunk that a day begins with was saved up on the day before.
+            refill = floor(per_day) or per_day
+        self._chunks_per_s = refill / _DAY_S
         self._filled: dict[int, tuple[float, float]] = {}
 
     @override

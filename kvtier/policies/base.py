@@ -223,6 +223,15 @@ class Eviction(ABC):
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Note that ``copy`` became a member of the tier."""
 
+    def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        """Note that ``copy``, which was picked, did not go: it is a member again.
+
+        That is no use and no return of a chunk that had left. It counts as just used all the
+        same, as one that was rejected does, or it would be picked again at once. Unless a
+        policy keeps account of what left, letting it in like a new one will do.
+        """
+        self.on_insert(copy, ctx)
+
     @abstractmethod
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Note that ``copy`` was used."""

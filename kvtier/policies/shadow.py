@@ -25,7 +25,9 @@ from typing import Final
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.leaves import pick_leaf
 from kvtier.policies.registry import build_eviction
+from kvtier.policies.terms import NO_TERMS, RequestTerms, terms_of_session
 
 __all__ = ["GhostFigures", "ShadowTier"]
 
@@ -68,12 +70,16 @@ class ShadowTier:
         self._references = 0
         self._ghosts = self._make_ghosts()
 
-    def serve(self, chain: Sequence[ChunkKey], now: float) -> None:
+    def serve(
+        self, chain: Sequence[ChunkKey], now: float, *, request: str = "", session: str = ""
+    ) -> None:
         """Let every ghost see one request.
 
         Args:
             chain: The chunks it asks for, root to leaf.
             now: Seconds on a monotonic clock.
+            request: What identifies it.
+            session: What it belongs to, empty if it does not say.
         """
         mask = self._mask
         if mask:
@@ -82,10 +88,12 @@ class ShadowTier:
             ]
         if not chain:
             return
-        self._ctx.now = now
+        ctx = self._ctx
+        ctx.now, ctx.request, ctx.session = now, request, session
+        terms = terms_of_session(session)
         self._references += len(chain)
         for ghost in self._ghosts:
-            ghost.serve(chain, self._ctx)
+            ghost.serve(chain, ctx, terms)
 
     def figures(self) -> list[GhostFigures]:
         """Return what every policy would have done."""
@@ -112,12 +120,14 @@ class _Ghost:
 
     def __init__(self, eviction: Eviction) -> None:
         self.hits = 0
+        self._terms = NO_TERMS
         self._eviction = eviction
         self._here: dict[ChunkKey, ChunkCopy] = {}
         self._kids: dict[ChunkKey, int] = {}
 
-    def serve(self, chain: Sequence[ChunkKey], ctx: PolicyContext) -> None:
+    def serve(self, chain: Sequence[ChunkKey], ctx: PolicyContext, terms: RequestTerms) -> None:
         """Access the chunks of one request, in the order the policy asks for."""
+        self._terms = terms
         places = range(len(chain))
         if self._eviction.touch_order == "forward":
             self._access(chain, places, ctx)
@@ -150,28 +160,43 @@ class _Ghost:
         self, key: ChunkKey, depth: int, parent: ChunkKey | None, ctx: PolicyContext
     ) -> None:
         eviction = self._eviction
+        before = None
+        if eviction.leaf_only and parent is not None:
+            before = self._here.get(parent)
+            if before is None:
+                return  # it would be stranded
         if eviction.hears_misses:
             eviction.on_miss(key, ctx)
         full = len(self._here) >= eviction.capacity
-        if full and not eviction.insert_first:
+        competes = eviction.insert_first and not eviction.leaf_only
+        if full and not competes:
             # The victim's object becomes the newcomer: making one costs as much as all else.
-            copy = self._evict(ctx)
+            copy = self._evict(ctx, but=before)
+            if copy is None:
+                return
             copy.key, copy.parent, copy.depth, copy.hits = key, parent, depth, 0
         else:
             copy = ChunkCopy(key, 0, parent, depth)
             copy.state = CopyState.RESIDENT
+        copy.terms = self._terms
         self._here[key] = copy
         if eviction.leaf_only:
             copy.kids = self._kids.get(key, 0)
             self._count_kid(parent, 1)
         eviction.on_insert(copy, ctx)
-        if full and eviction.insert_first:
+        if full and competes:
             self._evict(ctx)
 
-    def _evict(self, ctx: PolicyContext) -> ChunkCopy:
-        victim = self._eviction.pick(_always, ctx)
-        if victim is None:
-            raise LookupError("the policy names no victim although every copy may go")
+    def _evict(self, ctx: PolicyContext, *, but: ChunkCopy | None = None) -> ChunkCopy | None:
+        """Let one victim go; None when only leaves may go and ``but`` is the only one."""
+        if self._eviction.leaf_only:
+            victim = pick_leaf(self._eviction, ctx, but=but)
+            if victim is None:
+                return None
+        else:
+            victim = self._eviction.pick(_always, ctx)
+            if victim is None:
+                raise LookupError("the policy names no victim although every copy may go")
         del self._here[victim.key]
         if self._eviction.leaf_only:
             self._count_kid(victim.parent, -1)

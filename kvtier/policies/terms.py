@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["NO_TERMS", "RequestTerms"]
+__all__ = ["NO_TERMS", "RequestTerms", "terms_of_session"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +29,8 @@ class RequestTerms:
 
 
 NO_TERMS = RequestTerms()
+
+
+def terms_of_session(session: str) -> RequestTerms:
+    """Return the terms of a request that says at most what it belongs to."""
+    return RequestTerms(session=session) if session else NO_TERMS

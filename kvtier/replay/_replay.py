@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.report.statistics import TierFigures
 from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
@@ -159,7 +159,7 @@ def replay_trace(
 
     Args:
         trace: The trace. Prompts are rounded up to whole chunks.
-        config: The configuration.
+        config: The configuration. ``load_path: auto`` is what it is behind kvtier's connector.
         options: How to replay.
         progress: Told the share of requests that arrived.
 
@@ -167,6 +167,7 @@ def replay_trace(
         ConfigError: The chunk size, the memory and the configuration do not fit together.
         KvtierError: A tier cannot be opened, or a load brought wrong bytes.
     """
+    config = resolve_load_path(config)
     per_chunk = config.engine.blocks_per_chunk
     if trace.chunk_tokens % per_chunk or options.chunk_bytes % per_chunk:
         raise ConfigError(

@@ -94,6 +94,7 @@ def pick_requests(trace: Trace, numbers: Sequence[int]) -> Trace:
         timestamps_s=trace.timestamps_s[index],
         input_tokens=trace.input_tokens[index],
         output_tokens=trace.output_tokens[index],
+        sessions=[trace.sessions[number] for number in index] if trace.sessions else (),
         distinct=int(picked.ids.max()) + 1 if picked.refs else 0,
     )
 

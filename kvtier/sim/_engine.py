@@ -18,7 +18,9 @@ from itertools import count
 from typing import Any, Final, TypeAlias
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import TieredOffloadingManager
+from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.policies.terms import terms_of_session
+from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, TransferResult, Why
 
@@ -42,20 +44,37 @@ class ModelRequest:
         arrival_s: When it arrived.
         tokens: Length of its prompt.
         keys: Its chunks, root to leaf.
+        session: What it belongs to, empty if nobody says.
         hits: Leading chunks that were loaded.
         first_token_s: When its first token was there.
     """
 
-    __slots__ = ("arrival_s", "first_token_s", "hits", "keys", "number", "req_id", "tokens")
+    __slots__ = (
+        "arrival_s",
+        "first_token_s",
+        "hits",
+        "keys",
+        "number",
+        "req_id",
+        "session",
+        "tokens",
+    )
 
     def __init__(
-        self, number: int, arrival_s: float, tokens: int, keys: Sequence[ChunkKey]
+        self,
+        number: int,
+        arrival_s: float,
+        tokens: int,
+        keys: Sequence[ChunkKey],
+        *,
+        session: str = "",
     ) -> None:
         self.number = number
         self.req_id = str(number)
         self.arrival_s = arrival_s
         self.tokens = tokens
         self.keys = keys
+        self.session = session
         self.hits = 0
         self.first_token_s = 0.0
 
@@ -67,6 +86,7 @@ class ModelEngine:
         manager: The manager.
         model: What things take.
         transfers: When loads and storage jobs end.
+        truth: The manager's; told what did not come up.
         chunk_tokens: Tokens of a chunk.
         retain_s: Seconds chunks are kept in RAM after a use.
     """
@@ -77,12 +97,14 @@ class ModelEngine:
         *,
         model: TimeModel,
         transfers: TransferModel,
+        truth: HonestTruth,
         chunk_tokens: int,
         retain_s: float = 0.0,
     ) -> None:
         self._manager = manager
         self._model = model
         self._transfers = transfers
+        self._truth = truth
         self._chunk_tokens = chunk_tokens
         self._retain_s = retain_s
         self._now_s = 0.0
@@ -169,7 +191,8 @@ class ModelEngine:
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
-            self._manager.begin_request(request.req_id)
+            terms = terms_of_session(request.session)
+            self._manager.begin_request(request.req_id, terms)
             if not self._look(request):
                 self._deferred[request] = None
                 self._may_answer = True
@@ -201,7 +224,9 @@ class ModelEngine:
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
-        self._at(done_s, self._loaded, request)
+            self._at(done_s, self._streamed, (request, plan))
+        else:
+            self._at(done_s, self._loaded, request)
         return True
 
     def _compute(self) -> None:
@@ -235,17 +260,27 @@ class ModelEngine:
     # -- events -----------------------------------------------------------------------------
 
     def _send(self, job: Job) -> float:
-        """Let ``job`` run; return when it is over."""
-        over_s = self._now_s
-        arrive = self._promoted if job.why is _PROMOTE else self._manager.apply
-        for time_s, result in self._transfers.run(job, self._now_s):
-            self._at(time_s, arrive, result)
-            over_s = max(over_s, time_s)
-        return over_s
+        """Let ``job`` run; return when its outcome is known."""
+        results = self._transfers.run(job, self._now_s)
+        promoting = job.why is _PROMOTE
+        for time_s, result in results:
+            if promoting:
+                self._at(time_s, self._promoted, (job, result))
+            else:
+                self._at(time_s, self._manager.apply, result)
+        return results[0][0]
 
-    def _promoted(self, result: TransferResult) -> None:
+    def _promoted(self, outcome: tuple[Job, TransferResult]) -> None:
+        job, result = outcome
         self._manager.apply(result)
+        self._truth.note(job, result)
         self._may_answer = True
+
+    def _streamed(self, load: tuple[ModelRequest, LoadPlan]) -> None:
+        request, plan = load
+        # What did not come up is computed, and all that follows it.
+        request.hits = self._truth.lead(plan)
+        self._loaded(request)
 
     def _loaded(self, request: ModelRequest) -> None:
         self._manager.complete_load(request.req_id)

@@ -14,6 +14,8 @@ import numpy as np
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.leaves import pick_leaf
+from kvtier.policies.terms import NO_TERMS, terms_of_session
 from kvtier.sim.traces import Trace
 
 __all__ = ["Tier", "chunk_keys", "tier_for"]
@@ -60,19 +62,30 @@ class Tier:
     def __init__(self, eviction: Eviction, trace: Trace, order: str) -> None:
         self.ctx = PolicyContext()
         self._eviction = eviction
+        self._terms = NO_TERMS
         self._reverse = order == "reverse"
         self._room = eviction.capacity
         self._here: list[ChunkCopy | None] = [None] * trace.distinct
         self._keys = chunk_keys(trace.distinct)
 
-    def serve(self, chain: Sequence[int]) -> tuple[int, int]:
+    def turn_to(self, request: str, session: str, now: float) -> None:
+        """Tell the policy whose chunks the next uses and insertions are, as a manager does."""
+        ctx = self.ctx
+        ctx.now = now
+        ctx.request = request
+        ctx.session = session
+        self._terms = terms_of_session(session)
+
+    def serve(self, chain: Sequence[int]) -> tuple[int, int, int]:
         """Access a request's chunks.
 
         Args:
             chain: Chunk numbers, root to leaf.
 
         Returns:
-            How many leading chunks were resident at arrival, and how many accesses hit.
+            How many leading chunks were resident at arrival, how many accesses hit, and how
+            many chunks were resident behind one that was not: in reverse at arrival, and
+            forward when their turn came.
         """
         here = self._here
         found: list[ChunkCopy] = []
@@ -83,12 +96,18 @@ class Tier:
             found.append(copy)
         lead = len(found)
         if self._reverse and lead < len(chain):
-            return lead, self._access_in_reverse(chain)
+            behind = self._resident(chain[lead:])
+            return lead, self._access_in_reverse(chain), behind
         if self._reverse:
             found.reverse()
         if lead:
             self._touch(found)
-        return lead, lead + self._access(chain, range(lead, len(chain)))
+        behind = self._access(chain, range(lead, len(chain)))
+        return lead, lead + behind, behind
+
+    def _resident(self, chain: Sequence[int]) -> int:
+        here = self._here
+        return len(chain) - [here[number] for number in chain].count(None)
 
     def _access_in_reverse(self, chain: Sequence[int]) -> int:
         return self._access(chain, range(len(chain) - 1, -1, -1))
@@ -127,6 +146,7 @@ class Tier:
                 copy.hits = 0
             copy.depth = depth
             copy.parent = keys[chain[depth - 1]] if depth else None
+            copy.terms = self._terms
             here[number] = copy
             on_insert(copy, ctx)
         return hits
@@ -155,6 +175,7 @@ class _CarefulTier(Tier):
             copy = self._take(chain[depth])
             copy.depth = depth
             copy.parent = self._keys[chain[depth - 1]] if depth else None
+            copy.terms = self._terms
             self._insert(copy)
         return hits
 
@@ -200,17 +221,19 @@ class _TierOfRivals(_CarefulTier):
 class _SheddingTier(_CarefulTier):
     """For policies that evict on a hit as well: a chunk may be gone when its turn comes."""
 
-    def serve(self, chain: Sequence[int]) -> tuple[int, int]:
+    def serve(self, chain: Sequence[int]) -> tuple[int, int, int]:
         lead = 0
         if self._reverse:
             while lead < len(chain) and self._here[chain[lead]] is not None:
                 lead += 1
-            return lead, self._access_in_reverse(chain)
+            behind = self._resident(chain[lead:])
+            return lead, self._access_in_reverse(chain), behind
         for depth, number in enumerate(chain):
             if self._here[number] is None:
-                return lead, lead + self._access(chain, range(depth, len(chain)))
+                behind = self._access(chain, range(depth, len(chain)))
+                return lead, lead + behind, behind
             lead += self._access(chain, (depth,))
-        return lead, lead
+        return lead, lead, 0
 
     def _touch(self, copies: Sequence[ChunkCopy]) -> None:
         for copy in copies:
@@ -222,7 +245,12 @@ class _SheddingTier(_CarefulTier):
 
 
 class _TierWithKids(Tier):
-    """For policies that evict leaves only: counts every chunk's resident children."""
+    """For policies that evict leaves only: counts every chunk's resident children.
+
+    No chunk is let in behind one that is not here, and none pushes out the one before it, as a
+    live tier pins the prefix that is offered along. So of a chain longer than the tier the head
+    that fits comes in, and the rest stays out.
+    """
 
     def __init__(self, eviction: Eviction, trace: Trace, order: str) -> None:
         super().__init__(eviction, trace, order)
@@ -240,7 +268,7 @@ class _TierWithKids(Tier):
 
     def _access(self, chain: Sequence[int], places: Iterable[int]) -> int:
         here, keys, ctx, eviction = self._here, self._keys, self.ctx, self._eviction
-        on_insert, pick, parents = eviction.on_insert, eviction.pick, self._parents
+        on_insert, parents = eviction.on_insert, self._parents
         hits = 0
         for depth in places:
             number = chain[depth]
@@ -249,27 +277,42 @@ class _TierWithKids(Tier):
                 hits += 1
                 self._touch((copy,))
                 continue
+            before = here[chain[depth - 1]] if depth else None
+            if depth and before is None:
+                continue
             if eviction.hears_misses:
                 eviction.on_miss(keys[number], ctx)
-            if self._room:
-                self._room -= 1
-                copy = ChunkCopy(keys[number], number)
-                copy.state = CopyState.RESIDENT
-            else:
-                copy = _picked(pick(_always, ctx))
-                here[copy.slot] = None
-                self._count_kid(parents[copy.slot], -1)
-                copy.key = keys[number]
-                copy.slot = number
-                copy.hits = 0
-            parent = parents[number] = chain[depth - 1] if depth else -1
+            copy = self._take(number, before)
+            if copy is None:
+                continue
+            parents[number] = before.slot if before is not None else -1
             copy.depth = depth
-            copy.parent = keys[parent] if depth else None
+            copy.parent = before.key if before is not None else None
+            copy.terms = self._terms
             copy.kids = self._kids[number]
             here[number] = copy
-            self._count_kid(parent, 1)
+            self._count_kid(parents[number], 1)
             on_insert(copy, ctx)
         return hits
+
+    def _take(self, number: int, before: ChunkCopy | None) -> ChunkCopy | None:
+        """Return a copy for chunk ``number``, which comes after ``before``.
+
+        None when all that could go are the chunks before it.
+        """
+        if self._room:
+            self._room -= 1
+            copy = ChunkCopy(self._keys[number], number)
+            copy.state = CopyState.RESIDENT
+            return copy
+        victim = pick_leaf(self._eviction, self.ctx, but=before)
+        if victim is not None:
+            self._here[victim.slot] = None
+            self._count_kid(self._parents[victim.slot], -1)
+            victim.key = self._keys[number]
+            victim.slot = number
+            victim.hits = 0
+        return victim
 
     def _count_kid(self, parent: int, change: int) -> None:
         if parent < 0:

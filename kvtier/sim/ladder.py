@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
 from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup, TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
+from kvtier.sim._truth import HonestTruth
 from kvtier.sim.single import Progress
 from kvtier.sim.timing import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "HonestTruth",
     "LadderResult",
     "ReplayedTier",
     "TierResult",
@@ -46,28 +46,6 @@ __all__ = [
 
 _DAY_S = 86_400.0
 _BUSY = 0.7
-
-
-class HonestTruth:
-    """Workers that are instant and never fail."""
-
-    def issue(self, slots: Sequence[int]) -> None:
-        """Nothing to note: the job is over."""
-
-    def withdraw(self, slots: Sequence[int]) -> None:
-        """Nothing to note: nobody reads the stamps."""
-
-    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - of any
-        """Return that all bytes are whole."""
-        return [True] * len(slots)
-
-    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return that all bytes were loaded."""
-        return [True for _ in zip(slots, generations, strict=True)]
-
-    def quiet(self, slots: Sequence[int]) -> list[bool]:
-        """Return that no worker is busy."""
-        return [True] * len(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +99,7 @@ class LadderResult:
         refs: Chunk references.
         chunk_bytes: Bytes of a chunk; in a tier it takes whole pages.
         chunk_tokens: Tokens of a chunk.
+        load_path: How chunks in slower tiers are loaded: ``direct`` or ``staged``.
         tiers: One result per tier, fastest first.
         total_hit_ratio: Chunks loaded from any tier, of all references.
         prefix_hit_ratio: Prompt tokens loaded from any tier, of all prompt tokens.
@@ -139,6 +118,7 @@ class LadderResult:
     refs: int
     chunk_bytes: int
     chunk_tokens: int
+    load_path: str
     tiers: Sequence[TierResult]
     total_hit_ratio: float
     prefix_hit_ratio: float
@@ -177,7 +157,8 @@ def simulate_ladder(
 
     Args:
         trace: The trace.
-        config: The configuration; its directories are not touched.
+        config: The configuration; its directories are not touched. ``load_path: auto`` is
+            what it is behind kvtier's connector.
         chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
         model: What things take; :func:`default_time_model` when omitted.
         progress: Told the share done now and then.
@@ -186,16 +167,18 @@ def simulate_ladder(
         ConfigError: A tier holds less than one chunk, or a policy is not installed.
     """
     begun = time.perf_counter()
+    config = resolve_load_path(config)
     check_chunk_fits(config, chunk_bytes)
     model = model or default_time_model(config, trace)
     slot = slot_nbytes(chunk_bytes)
     tiers = build_tiers(config, [tier.capacity_bytes // slot for tier in config.tiers])
+    truth = HonestTruth()
     manager = build_manager(
         config,
         tiers,
         slot_nbytes=slot,
         chunk_tokens=trace.chunk_tokens,
-        truth=HonestTruth(),
+        truth=truth,
         record_events=False,
         follow_reuse=False,
     )
@@ -203,6 +186,7 @@ def simulate_ladder(
         manager,
         model=model,
         transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot),
+        truth=truth,
         chunk_tokens=trace.chunk_tokens,
         retain_s=config.placement.retain_s or 0.0,
     )
@@ -223,6 +207,7 @@ def simulate_ladder(
         refs=trace.refs,
         chunk_bytes=chunk_bytes,
         chunk_tokens=trace.chunk_tokens,
+        load_path=config.transfer.load_path,
         tiers=results,
         total_hit_ratio=sum(tier.hits for tier in results) / trace.refs,
         prefix_hit_ratio=saved / max(int(trace.input_tokens.sum()), 1),
@@ -279,10 +264,13 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
     # A queue has an order: a request stamped earlier than the one before it came with it.
     arrivals = np.maximum.accumulate(trace.timestamps_s).tolist()
     tokens = trace.input_tokens.tolist()
+    sessions = trace.session_names()
     for number, chain in enumerate(trace.chains()):
         # A chunk named twice in one prompt is stored once.
         chunks = list(map(key_of, dict.fromkeys(chain)))
-        yield ModelRequest(number, arrivals[number], tokens[number], chunks)
+        yield ModelRequest(
+            number, arrivals[number], tokens[number], chunks, session=sessions[number]
+        )
 
 
 def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:

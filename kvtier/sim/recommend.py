@@ -1,10 +1,10 @@
 """Which configuration serves a trace best within given memory and disk.
 
 Two stages, because a ladder run costs much more than a single-tier one. First the eviction
-policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces LRU,
-which every operator understands, only if it hits clearly more. Then whole ladders with the
-winners: when to write down, and when to keep what came up. The ladder whose requests wait
-least wins; among those that wait about as long, the one that keeps most when a process is
+policies, each alone in a tier of RAM's size and in one of the disk's: a policy replaces the
+default, which follows changes of the traffic, only if it hits clearly more. Then whole ladders
+with the winners: when to write down, and when to keep what came up. The ladder whose requests
+wait least wins; among those that wait about as long, the one that keeps most when a process is
 killed, unless another wears the disk clearly less.
 """
 
@@ -30,9 +30,13 @@ __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 
 T = TypeVar("T")
 
-CANDIDATES: Final = ("lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
+CANDIDATES: Final = ("hedged-lhd", "lru", "prefix-lru", "arc", "gdsf", "2q", "s3-fifo")
 """Policies worth trying live. LFU and SIEVE are not: without ageing they freeze on agents."""
 
+_DEFAULT: Final = CANDIDATES[0]
+
+_BLOCK_TOKENS: Final = 16
+"""Of an engine's block where nobody says."""
 _CLEARLY: Final = 0.003
 """Points of prefix hit ratio below which another policy is not worth its surprise."""
 _ABOUT: Final = 1.02
@@ -129,11 +133,11 @@ def _slots(request: RecommendRequest) -> dict[str, int]:
 
 
 def _winner(results: Sequence[SingleResult]) -> str:
-    """Return LRU, or the policy that hits clearly more."""
-    lru = next(result for result in results if result.policy == "lru")
+    """Return the default policy, or the one that hits clearly more."""
+    default = next(result for result in results if result.policy == _DEFAULT)
     best = max(results, key=lambda result: result.prefix_hit_ratio)
-    clearly = best.prefix_hit_ratio > lru.prefix_hit_ratio + _CLEARLY
-    return best.policy if clearly else lru.policy
+    clearly = best.prefix_hit_ratio > default.prefix_hit_ratio + _CLEARLY
+    return best.policy if clearly else default.policy
 
 
 def _try(
@@ -158,6 +162,7 @@ def _try(
             },
         ],
         "placement": {"write": write, "promote_after": promote_after},
+        **_engine(trace),
     }
     text = yaml.safe_dump(document, sort_keys=False)
     config = parse_config(text, source="recommended")
@@ -168,6 +173,12 @@ def _try(
         model=_time_model(trace, config, request),
     )
     return _Tried(write, promote_after, text, result)
+
+
+def _engine(trace: Trace) -> dict[str, dict[str, int]]:
+    """Return the section that makes chunks as long as the trace's, with usual blocks."""
+    blocks, rest = divmod(trace.chunk_tokens, _BLOCK_TOKENS)
+    return {} if rest else {"engine": {"blocks_per_chunk": blocks}}
 
 
 def _time_model(trace: Trace, config: KvtierConfig, request: RecommendRequest) -> TimeModel:
@@ -208,12 +219,15 @@ def _reasons(
             f"{tier} that reads {approximate_size(read)}/s and writes "
             f"{approximate_size(write)}/s."
         )
+    yield f"Loads go the path {best.result.load_path}, as behind kvtier's connector."
+    yield f"Assumes chunks of {trace.chunk_tokens} tokens: set engine.blocks_per_chunk to that"
+    yield f"over the tokens of one of the engine's blocks, usually {_BLOCK_TOKENS}."
     for tier, results in singles.items():
         yield ""
         yield f"Eviction, alone in {results[0].capacity_chunks:,} chunks (the {tier} tier):"
         for single in sorted(results, key=lambda one: -one.prefix_hit_ratio):
             yield f"  {single.policy:<12}{single.prefix_hit_ratio:8.2%} of the prompt tokens"
-        yield f"  LRU stays unless another hits {_CLEARLY:.1%} more: {_winner(results)}."
+        yield f"  {_DEFAULT} stays unless another hits {_CLEARLY:.1%} more: {_winner(results)}."
     yield ""
     yield "Placement, on the whole ladder:"
     for one in tried:

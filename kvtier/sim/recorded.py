@@ -21,12 +21,15 @@ from kvtier.manager import NO_TERMS, Lookup, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.recording import ManagerSetup
 from kvtier.sim._recording import Line, recorded_lines, recorded_setup
-from kvtier.sim.ladder import HonestTruth, ReplayedTier
+from kvtier.sim._truth import HonestTruth
+from kvtier.sim.ladder import ReplayedTier
+from kvtier.sim.single import Progress
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
 
 __all__ = ["ReplayResult", "replay_calls"]
 
+_TOLD_EVERY: Final = 1024
 _LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
 
 
@@ -63,12 +66,15 @@ class ReplayResult:
     seconds: float
 
 
-def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
+def replay_calls(
+    path: Path, config: KvtierConfig, *, progress: Progress | None = None
+) -> ReplayResult:
     """Replay the recording at ``path``.
 
     Args:
         path: A file of calls, plain or compressed.
         config: The configuration it was recorded with; its directories are not touched.
+        progress: Told the share done now and then.
 
     Raises:
         TraceError: The file is damaged, or an answer differs from the recorded one; it names
@@ -82,9 +88,12 @@ def replay_calls(path: Path, config: KvtierConfig) -> ReplayResult:
     setup = recorded_setup(source, number, header, config)
     replay = _Replay(source, setup)
     calls = 0
+    total = source.content.count(b"\n")
     for number, line in lines:
         replay.call(number, line)
         calls += 1
+        if progress is not None and (number == total or not calls % _TOLD_EVERY):
+            progress(number / total)
     return replay.result(calls, time.perf_counter() - begun)
 
 
@@ -92,6 +101,7 @@ class _Recalled(HonestTruth):
     """Workers that say again what they said then: yes, unless it was noted."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._said: deque[str] = deque()
 
     def remember(self, said: Sequence[str]) -> None:

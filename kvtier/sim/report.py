@@ -11,7 +11,22 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.sim.sweep import SweepResult
 
-__all__ = ["write_page", "write_plot"]
+__all__ = ["check_plot", "write_page", "write_plot"]
+
+
+def check_plot(path: Path) -> None:
+    """Make sure that :func:`write_plot` can draw to ``path``.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or does not know the format.
+    """
+    try:
+        from matplotlib import figure  # noqa: PLC0415 - an optional extra, and slow
+    except ImportError as error:
+        remedy = "install it with: pip install 'kvtier[plots]', or leave out --plot"
+        raise ConfigError(f"--plot needs the package matplotlib; {remedy}") from error
+    if path.suffix.lstrip(".") not in figure.Figure().canvas.get_supported_filetypes():
+        raise ConfigError(f"--plot {path}: no such picture format; name it .png, .svg or .pdf")
 
 
 def write_plot(results: Sequence[SweepResult], path: Path) -> None:
@@ -25,16 +40,12 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
         ConfigError: matplotlib is not installed, or does not know the format.
         OSError: The file cannot be written.
     """
-    try:
-        from matplotlib import colormaps  # noqa: PLC0415 - an optional extra, and slow
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        remedy = "install it with: pip install 'kvtier[plots]', or leave out --plot"
-        raise ConfigError(f"--plot needs the package matplotlib; {remedy}") from error
+    check_plot(path)
+    from matplotlib import colormaps  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     traces = list(dict.fromkeys(result.of for result in results))
     figure = Figure(figsize=(6.4 * len(traces), 4.8), layout="constrained")
-    if path.suffix.lstrip(".") not in figure.canvas.get_supported_filetypes():
-        raise ConfigError(f"--plot {path}: no such picture format; name it .png, .svg or .pdf")
     # Its dark shades first, then the light ones.
     colours = [colormaps["tab20"](at) for at in (*range(0, 20, 2), *range(1, 20, 2))]
     panels = figure.subplots(1, len(traces), squeeze=False)[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import count, islice
 from typing import Any, Final, Literal
 
 from kvtier.policies import build_eviction
@@ -48,7 +49,10 @@ class SingleResult:
             leading hits are those before its first miss; a partial last chunk counts as the
             tokens it has.
         lead_chunks: Leading hits.
-        stranded_hits: ``hits - lead_chunks``: resident, but behind a missing ancestor.
+        stranded_hits: Resident, but behind a missing ancestor: in forward order
+            ``hits - lead_chunks``, and in reverse the chunks resident when their request
+            arrived, less the leading ones. Never negative; in reverse some may be gone when
+            their turn comes, and be no hits.
         seconds: Time taken, reading the trace excluded.
         refs_per_second: ``refs / seconds``.
     """
@@ -99,15 +103,18 @@ def simulate_single(
     chains = trace.chains()
     arrivals = trace.timestamps_s.tolist()
     inputs = trace.input_tokens.tolist()
-    hits = leads = saved = 0
+    requests = zip(
+        chains, arrivals, inputs, trace.session_names(), map(str, count()), strict=False
+    )
+    hits = leads = stranded = saved = 0
     step = len(chains) // _SLICES + 1
     for start in range(0, len(chains), step):
-        part = slice(start, start + step)
-        for chain, now, tokens in zip(chains[part], arrivals[part], inputs[part], strict=True):
-            tier.ctx.now = now
-            lead, found = tier.serve(chain)
+        for chain, now, tokens, session, name in islice(requests, step):
+            tier.turn_to(name, session, now)
+            lead, found, behind = tier.serve(chain)
             hits += found
             leads += lead
+            stranded += behind
             saved += min(lead * trace.chunk_tokens, tokens)
         if progress is not None:
             progress(min(start + step, len(chains)) / len(chains))
@@ -122,7 +129,7 @@ def simulate_single(
         block_hit_ratio=hits / trace.refs,
         prefix_hit_ratio=saved / max(sum(inputs), 1),
         lead_chunks=leads,
-        stranded_hits=hits - leads,
+        stranded_hits=stranded,
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
     )

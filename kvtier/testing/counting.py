@@ -1,38 +1,162 @@
-"""Counting what code does and holds, where timing it would prove nothing."""
+"""Counting what code does and holds, where timing it would prove nothing.
+
+A line of Python is a step. One line can also do any amount of work in C, so in the packages
+that are looked at the built-in functions which walk through their argument are replaced while
+counting by ones that charge a step for each item, and a method of a list or a deque that
+walks through it is charged its length. What is left, and counts as one line, is what the
+interpreter does without a call: slices, ``in`` on a list, comparisons of containers.
+"""
 
 from __future__ import annotations
 
+import builtins
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Final, cast
+
+from typing_extensions import override
 
 from kvtier.policies import ChunkCopy
 
-__all__ = ["count_entries", "count_lines", "reachable"]
+__all__ = ["count_entries", "count_lines", "count_steps", "packages_of", "reachable"]
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, ChunkCopy, bytes, str, int, float)
+_WALKING: Final = (sorted, min, max, sum, any, all, list, tuple, set, frozenset)
+_WALKING_METHODS: Final = frozenset(
+    ["copy", "count", "index", "insert", "remove", "reverse", "sort"]
+)
+_LISTS: Final = (list, deque)
+_CALLS_IN_C: Final = frozenset(["c_call", "c_return"])
 
 
 def count_lines(work: Callable[[], object]) -> int:
     """Count the lines of Python that ``work`` runs outside :mod:`kvtier.testing`."""
-    lines = 0
+    return count_steps(work, packages=())
 
-    def trace(frame: types.FrameType, event: str, _: Any) -> Any:  # noqa: ANN401 - as sys says
-        nonlocal lines
-        if frame.f_globals.get("__name__", "").startswith("kvtier.testing."):
+
+def count_steps(work: Callable[[], object], *, packages: Collection[str]) -> int:
+    """Count the lines of Python that ``work`` runs, and the items it walks through in C.
+
+    Args:
+        work: What to run; nothing of :mod:`kvtier.testing` counts.
+        packages: Names of the packages whose work in C is counted too.
+    """
+    return _Counter(packages).run(work)
+
+
+def packages_of(item: object) -> frozenset[str]:
+    """Return the packages that hold the classes of ``item``, those of Python left out."""
+    names = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
+    return frozenset(names - sys.stdlib_module_names)
+
+
+class _Counter:
+    def __init__(self, packages: Collection[str]) -> None:
+        self._packages = packages
+        self._steps = 0
+        self._changed: dict[int, dict[str, Any]] = {}
+        self._ends: list[object] = []
+        self._charging = {kind.__name__: self._charged(kind) for kind in _WALKING}
+
+    def run(self, work: Callable[[], object]) -> int:
+        """Run ``work`` and return its steps."""
+        trace, profile = sys.gettrace(), sys.getprofile()
+        sys.settrace(self._on_line)
+        if self._packages:
+            sys.setprofile(self._on_call)
+        try:
+            work()
+        finally:
+            sys.setprofile(profile)
+            sys.settrace(trace)
+            for names in self._changed.values():
+                for name, charging in self._charging.items():
+                    if names.get(name) is charging:
+                        del names[name]
+        return self._steps
+
+    def _on_line(self, frame: types.FrameType, event: str, _: Any) -> Any:  # noqa: ANN401 - as sys says
+        names = frame.f_globals
+        if names.get("__name__", "").startswith("kvtier.testing."):
             return None
-        lines += event == "line"
-        return trace
+        if event == "call" and id(names) not in self._changed and self._counts(frame):
+            self._changed[id(names)] = names
+            for name, charging in self._charging.items():
+                names.setdefault(name, charging)
+        self._steps += event == "line"
+        return self._on_line
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return lines
+    def _on_call(self, frame: types.FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - as sys says
+        if event not in _CALLS_IN_C:
+            return
+        owner = getattr(called, "__self__", None)
+        if not isinstance(owner, _LISTS) or not self._counts(frame):
+            return
+        if event == "c_call" and called.__name__ in _WALKING_METHODS:
+            self._steps += len(owner)
+        elif called.__name__ == "pop" and isinstance(owner, list):
+            self._on_pop(owner, event)
+
+    def _on_pop(self, owner: list[Any], event: str) -> None:
+        """Charge for the items that move up when another one than the last is taken."""
+        if event == "c_call":
+            plain = len(owner) < 2 or owner[-1] is owner[-2]
+            self._ends.append(None if plain else owner[-1])
+        elif self._ends and (end := self._ends.pop()) is not None and owner[-1:] == [end]:
+            self._steps += len(owner)
+
+    def _counts(self, frame: types.FrameType) -> bool:
+        name = frame.f_globals.get("__name__", "")
+        return name.partition(".")[0] in self._packages and not name.startswith(
+            "kvtier.testing."
+        )
+
+    def _charge(self, items: Any) -> Iterable[Any]:  # noqa: ANN401 - anything iterable
+        if hasattr(items, "__len__"):
+            self._steps += len(items)
+            return cast("Iterable[Any]", items)
+        return self._charge_each(items)
+
+    def _charge_each(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._steps += 1
+            yield item
+
+    def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
+        """Return what stands in for ``walking``, one of :data:`_WALKING`."""
+        if isinstance(walking, type):
+            return _stand_in_for(walking, self._charge)
+
+        stops_early = walking in {builtins.any, builtins.all}
+        charge = self._charge_each if stops_early else self._charge
+
+        def charging(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the original
+            # Several arguments of min and max are what to compare, not what to walk through.
+            if len(args) == 1 or walking is builtins.sum:
+                args = (charge(args[0]), *args[1:])
+            return walking(*args, **options)
+
+        return charging
+
+
+def _stand_in_for(
+    kind: type[Any], charge: Callable[[Iterable[Any]], Iterable[Any]]
+) -> type[Any]:
+    """Return a class that makes instances of ``kind`` and takes these for its own."""
+
+    class Meta(type):
+        @override
+        def __call__(cls, *args: Any) -> Any:
+            return kind(*map(charge, args))
+
+        @override
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, kind)
+
+    return Meta(kind.__name__, (kind,), {})
 
 
 def reachable(root: object) -> Iterator[object]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import ClassVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.testing.counting import count_entries, count_lines, reachable
+from kvtier.testing.counting import count_entries, count_steps, packages_of, reachable
 from kvtier.testing.model_tier import ModelTier
 from kvtier.testing.streams import PINNED, STREAMS, Stream
 
@@ -101,6 +102,20 @@ class EvictionContract(ABC):
         assert set(again) == set(copies)
         assert len(again) == len(copies)
 
+    def test_a_picked_copy_can_stay(self) -> None:
+        eviction, copies, ctx = self._filled(8)
+        for _ in range(200):
+            first, second = eviction.pick(_any, ctx), eviction.pick(_any, ctx)
+            assert first is not None
+            assert second is not None
+            eviction.on_stay(second, ctx)
+            eviction.on_stay(first, ctx)
+            eviction.on_hit(first, ctx)
+        picked = _pick_all(eviction, ctx)
+        assert set(picked) == set(copies)
+        assert len(picked) == len(copies)
+        assert count_entries(eviction) <= _ENTRIES_PER_SLOT * 8 + _ENTRIES_OF_EMPTY
+
     def test_the_same_key_in_a_new_copy_is_a_new_member(self) -> None:
         eviction, copies, ctx = self._filled(2)
         old = copies[0]
@@ -121,6 +136,54 @@ class EvictionContract(ABC):
         batch.on_hit_many(iter(batches[2:6]), ctx)
         order = [copy.key for copy in _pick_all(single, ctx)]
         assert [copy.key for copy in _pick_all(batch, ctx)] == order
+
+    def test_a_batch_of_victims_leaves_and_is_of_those_that_may_go(self) -> None:
+        eviction, copies, ctx = self._filled(8)
+        allowed = set(copies[::3])
+        assert eviction.pick_many(0, _any, ctx) == []
+        first = eviction.pick_many(2, allowed.__contains__, ctx)
+        second = eviction.pick_many(8, allowed.__contains__, ctx)
+        assert len(first) == 2
+        assert len(second) == len(allowed) - 2
+        assert {*first, *second} == allowed
+        rest = eviction.pick_many(9, _any, ctx)
+        assert len(rest) == len(copies) - len(allowed)
+        assert {*rest} == {*copies} - allowed
+        assert eviction.pick_many(1, _any, ctx) == []
+
+    def test_batches_among_pins_do_what_calls_for_one_chunk_do(self) -> None:
+        capacity, rng, keys = 24, random.Random(7), _keys(64)
+        single, batch = (
+            ModelTier(self.make_eviction(capacity=capacity), one_by_one=one_by_one)
+            for one_by_one in (True, False)
+        )
+        for _ in range(400):
+            single.pinned = batch.pinned = set(rng.sample(keys, rng.choice((0, 16, 48))))
+            allowed, members = single.may_go(), list(single.members)
+            # Asked for more than may go, a batch may leave those that stay in another order.
+            leaving = min(rng.randrange(8), len(allowed))
+            victims = [victim.key for victim in batch.evict_many(leaving)]
+            assert victims == [victim.key for victim in single.evict_many(leaving)]
+            assert len(victims) == leaving
+            assert allowed.issuperset(victims)
+            used = rng.sample(members, min(rng.randrange(8), len(members)))
+            used = [key for key in used if key in single.members]
+            absent = [key for key in keys if key not in single.members]
+            room = capacity - len(single.members)
+            coming = rng.sample(absent, min(rng.randrange(8), room))
+            for tier in (single, batch):
+                tier.use_many(used)
+                tier.insert_many(coming)
+
+    def test_a_prompt_that_comes_as_a_batch_is_inserted_once_each(self) -> None:
+        eviction, ctx = self.make_eviction(capacity=8), PolicyContext()
+        copies = _make_copies(8)
+        for parent, copy in pairwise(copies):
+            copy.parent, copy.depth = parent.key, parent.depth + 1
+        eviction.on_insert_many(copies, ctx)
+        picked = _pick_all(eviction, ctx)
+        assert set(picked) == set(copies)
+        assert len(picked) == len(copies)
 
     def test_rejected_candidates_are_not_asked_again_at_every_pick(self) -> None:
         members = 512
@@ -205,7 +268,7 @@ class EvictionContract(ABC):
             assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
 
     def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
-        """Count the policy's lines and questions per access once the tier is full."""
+        """Count the policy's steps and questions per access once the tier is full."""
         tier = ModelTier(self.make_eviction(capacity=capacity))
         accesses = 6 * capacity
         keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]
@@ -214,8 +277,11 @@ class EvictionContract(ABC):
         for number in range(capacity):
             tier.access(_key(number))
         asked = tier.asked
-        lines = count_lines(lambda: [tier.access(key) for key in keys])
-        return (lines + tier.asked - asked) / accesses
+        steps = count_steps(
+            lambda: [tier.access(key) for key in keys],
+            packages=packages_of(tier.eviction),
+        )
+        return (steps + tier.asked - asked) / accesses
 
     def _filled(self, members: int) -> tuple[Eviction, list[ChunkCopy], PolicyContext]:
         eviction, ctx = self.make_eviction(capacity=members), PolicyContext()

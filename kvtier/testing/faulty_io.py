@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -24,6 +24,7 @@ __all__ = ["Fault", "FaultyIo"]
 
 T = TypeVar("T")
 
+_TRANSFERS: Final = ("preadv", "pwritev")
 _CHANGES: Final = ("INSERT", "UPDATE", "DELETE", "BEGIN")
 _DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
@@ -107,7 +108,8 @@ class FaultyIo(BlockIo):
         self._counts: Counter[str] = Counter()
         self._strike: tuple[str, int, Fault] | None = None
         self._failures: list[_Failure] = []
-        self._held: threading.Event | None = None
+        self._held = threading.Event()
+        self._stalled: Mapping[str, int] = {}
         self._reached = threading.Event()
         self._torn_after: int | None = None
         self._connections: list[_FaultyConnection] = []
@@ -142,10 +144,18 @@ class FaultyIo(BlockIo):
         """Report so many free bytes on the disk."""
         self._free_nbytes = free_nbytes
 
-    def stall(self) -> threading.Event:
-        """Make every read and write hang until the returned event is set."""
+    def stall(self, *calls: str, after: int = 0) -> threading.Event:
+        """Make calls hang until the returned event is set; it takes the place of the last one.
+
+        Args:
+            *calls: Names of the calls; all reads and writes if there are none.
+            after: How many calls of each name are let through first.
+        """
         self._reached.clear()
         self._held = threading.Event()
+        with self._counting:
+            counted = self._counts
+            self._stalled = {call: counted[call] + after for call in calls or _TRANSFERS}
         return self._held
 
     def wait_until_stalled(self, *, timeout_s: float) -> bool:
@@ -168,7 +178,6 @@ class FaultyIo(BlockIo):
         """See :class:`BlockIo`."""
         inherited = super().preadv
         fault = self._note("preadv", offset, sum(map(len, buffers)))
-        self._hang()
         asked = self._shortened(buffers, fault)
         return _carry_out("preadv", fault, lambda: inherited(fd, asked, offset))
 
@@ -176,7 +185,6 @@ class FaultyIo(BlockIo):
         """See :class:`BlockIo`."""
         inherited = super().pwritev
         fault = self._note("pwritev", offset, sum(map(len, buffers)))
-        self._hang()
         if self._torn_after is not None:
             inherited(fd, _first(buffers, self._torn_after), offset)
             return sum(map(len, buffers))
@@ -203,10 +211,10 @@ class FaultyIo(BlockIo):
         inherited = super().sync
         self.run("sync", lambda: inherited(fd))
 
-    def lock(self, fd: int, *, wait: bool) -> None:
+    def lock(self, fd: int) -> None:
         """See :class:`BlockIo`."""
         inherited = super().lock
-        self.run("lock", lambda: inherited(fd, wait=wait))
+        self.run("lock", lambda: inherited(fd))
 
     def make_directory(self, path: Path) -> None:
         """See :class:`BlockIo`."""
@@ -257,11 +265,14 @@ class FaultyIo(BlockIo):
         return _carry_out(call, self._note(call), action, undo)
 
     def _note(self, call: str, offset: int = 0, nbytes: int = 0) -> Fault | None:
-        """Count the call and return what befalls it."""
+        """Count the call, let it hang if it is to, and return what befalls it."""
         with self._counting:
             self.calls.append(call)
             number = self._counts[call]
             self._counts[call] += 1
+            hangs = number >= self._stalled.get(call, number + 1)
+        if hangs:
+            self._hang()
         for failure in self._failures:
             if failure.strikes(call, offset, nbytes):
                 return Fault(failure.error)
@@ -282,10 +293,9 @@ class FaultyIo(BlockIo):
         return connection
 
     def _hang(self) -> None:
-        if self._held is not None:
-            self._reached.set()
-            if not self._held.wait(60):
-                raise OSError(errno.ETIMEDOUT, "a test never released a stalled call")
+        self._reached.set()
+        if not self._held.wait(60):
+            raise OSError(errno.ETIMEDOUT, "a test never released a stalled call")
 
     def _shortened(
         self, buffers: Sequence[memoryview], fault: Fault | None

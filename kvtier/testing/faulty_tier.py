@@ -1,14 +1,14 @@
 """A slab on a disk that a test makes sick while an engine uses it.
 
-:class:`FaultyTier` is the NVMe tier with other system calls below it: reads of some chunks
-fail, hang or bring flipped bits, and all else, checksums and index included, is what runs in
-production. Which reads is said in a file that the tier looks at before each batch, so a test
+:class:`FaultyTier` is the NVMe tier with other system calls below it: reads or writes of some
+chunks fail, hang or flip bits, and all else, checksums and index included, is what runs in
+production. Which ones is said in a file that the tier looks at before each batch, so a test
 says it to a tier in whatever process, and changes its mind while the engine runs. What was done
 is written down in another file, line by line, before the batch is answered; a test compares the
 engine's counters with that.
 
-Of every ``one_in`` chunks read exactly one is hit, at a place drawn anew each time: as random
-as independent draws to whoever reads, and never by luck none at all.
+Of every ``one_in`` chunks moved exactly one is hit, at a place drawn anew each time: as random
+as independent draws to whoever moves them, and never by luck none at all.
 
 The tier is no built-in kind. :func:`install` puts it on the path of a process and its children.
 """
@@ -19,12 +19,12 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import override
@@ -34,10 +34,10 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.base import SlotOutcomes, TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.types import Why
+from kvtier.tiers.slab.direct_io import BlockIo, aligned_buffer
+from kvtier.types import Outcome, Why
 
-__all__ = ["FaultPlan", "FaultyTier", "FaultyTierConfig", "Injection", "ReadFault", "install"]
+__all__ = ["DiskFault", "FaultPlan", "FaultyTier", "FaultyTierConfig", "Injection", "install"]
 
 _ROTTEN_BYTE: Final = 100
 """Which byte of a slot is flipped."""
@@ -45,15 +45,15 @@ _ENTRY_POINTS: Final = f"[kvtier.tiers]\nfaulty = {__name__}:FaultyTier\n"
 _METADATA: Final = "Metadata-Version: 2.1\nName: kvtier-faulty\nVersion: 1.0\n"
 
 
-class ReadFault(StrEnum):
-    """What befalls the read of a chunk."""
+class DiskFault(StrEnum):
+    """What befalls the read, or the write, of a chunk."""
 
     FAIL = "fail"
     """The system call fails with EIO."""
     STALL = "stall"
     """It hangs for ``stall_s``, and with it the whole batch; then it works."""
     ROT = "rot"
-    """It brings one flipped bit."""
+    """One bit is flipped on the way."""
 
 
 class _Value(BaseModel):
@@ -65,16 +65,18 @@ class FaultPlan(_Value):
 
     name: str
     """What the ledger calls it."""
-    fault: ReadFault
+    fault: DiskFault
     one_in: int = Field(ge=1)
-    """Chunks read for each that is hit."""
+    """Chunks moved for each that is hit."""
+    on: Literal["read", "write"] = "read"
+    """Which way they move."""
 
 
 class Injection(_Value):
     """What one batch suffered: a line of the ledger."""
 
     plan: str
-    fault: ReadFault
+    fault: DiskFault
     chunks: int
     """Chunks that were hit; of a batch that hangs, all."""
 
@@ -88,16 +90,16 @@ class FaultyTierConfig(NvmeTierConfig):
     ledger: Path = Field(strict=False)
     """Where each :class:`Injection` is appended."""
     stall_s: float = 1.0
-    """How long a read that stalls hangs."""
+    """How long a read or write that stalls hangs."""
     seed: int = 0
     """Of the draws."""
 
 
 @dataclass(slots=True)
 class _Illness:
-    """What ails some slots while a batch reads them, and which of them that has hit."""
+    """What ails some slots while a batch moves them, and which of them that has hit."""
 
-    fault: ReadFault
+    fault: DiskFault
     struck: set[int] = field(default_factory=set)
 
 
@@ -110,8 +112,8 @@ class _SickDisk(BlockIo):
         self._ill: dict[int, _Illness] = {}
 
     @contextmanager
-    def ill(self, slots: Sequence[int], fault: ReadFault) -> Iterator[_Illness]:
-        """Let ``slots`` suffer from ``fault``; no other batch reads them meanwhile."""
+    def ill(self, slots: Sequence[int], fault: DiskFault) -> Iterator[_Illness]:
+        """Let ``slots`` suffer from ``fault``; no other batch moves them meanwhile."""
         illness = _Illness(fault)
         self._ill |= dict.fromkeys(slots, illness)
         try:
@@ -122,21 +124,42 @@ class _SickDisk(BlockIo):
 
     @override
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        end = offset + sum(map(len, buffers))
-        slots = range(offset // self._slot_nbytes, -(-end // self._slot_nbytes))
+        rotten = self._suffer(offset, sum(map(len, buffers)))
+        moved = super().preadv(fd, buffers, offset)
+        for at in rotten:
+            _flip(buffers, at)
+        return moved
+
+    @override
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        rotten = self._suffer(offset, sum(map(len, buffers)))
+        if rotten:
+            # What was to be written is the caller's, and stays as it is.
+            buffers = [_copy(buffer) for buffer in buffers]
+        for at in rotten:
+            _flip(buffers, at)
+        return super().pwritev(fd, buffers, offset)
+
+    def _suffer(self, offset: int, nbytes: int) -> list[int]:
+        """Fail or hang, if some of these bytes are to, and return which ones are to be flipped.
+
+        Counted from ``offset`` on.
+        """
+        size = self._slot_nbytes
+        slots = range(offset // size, -(-(offset + nbytes) // size))
         found = {slot: illness for slot in slots if (illness := self._ill.get(slot))}
         for slot, illness in found.items():
             illness.struck.add(slot)
         faults = {illness.fault for illness in found.values()}
-        if ReadFault.STALL in faults:
+        if DiskFault.STALL in faults:
             threading.Event().wait(self._stall_s)
-        if ReadFault.FAIL in faults:
+        if DiskFault.FAIL in faults:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        moved = super().preadv(fd, buffers, offset)
-        for slot, illness in found.items():
-            if illness.fault is ReadFault.ROT:
-                _flip(buffers, slot * self._slot_nbytes + _ROTTEN_BYTE - offset)
-        return moved
+        return [
+            slot * size + _ROTTEN_BYTE - offset
+            for slot, illness in found.items()
+            if illness.fault is DiskFault.ROT
+        ]
 
 
 class _Draws:
@@ -199,14 +222,46 @@ class FaultyTier(SlabTier):
         *,
         why: Why,
     ) -> SlotOutcomes:
+        plan = await self._plan("read", why)
+        moving = super().read(keys, slots, into, why=why)
+        return await self._suffer(plan, slots, moving, why)
+
+    @override
+    async def write(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        sources: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        epoch = self._epoch
+        plan = await self._plan("write", why)
+        if epoch != self._epoch:
+            return SlotOutcomes((Outcome.FAILED,) * len(keys), "the tier was reset meanwhile")
+        moving = super().write(keys, slots, sources, why=why)
+        return await self._suffer(plan, slots, moving, why)
+
+    async def _plan(self, on: str, why: Why) -> FaultPlan | None:
+        """Return what is to befall a batch that moves this way."""
         plan = await self._pool.run(self._read_plan, priority=int(why))
+        return plan if plan is not None and plan.on == on else None
+
+    async def _suffer(
+        self,
+        plan: FaultPlan | None,
+        slots: Sequence[int],
+        moving: Awaitable[SlotOutcomes],
+        why: Why,
+    ) -> SlotOutcomes:
+        """Move a batch on a disk that does as planned, and note what was done."""
         hit = [] if plan is None else self._draws.hit(plan, slots)
         if plan is None or not hit:
-            return await super().read(keys, slots, into, why=why)
+            return await moving
         with self._disk.ill(hit, plan.fault) as illness:
-            moved = await super().read(keys, slots, into, why=why)
+            moved = await moving
         if illness.struck:
-            whole = plan.fault is ReadFault.STALL
+            whole = plan.fault is DiskFault.STALL
             chunks = len(slots) if whole else len(illness.struck)
             injection = Injection(plan=plan.name, fault=plan.fault, chunks=chunks)
             await self._pool.run(lambda: self._note(injection), priority=int(why))
@@ -229,6 +284,12 @@ def install(directory: Path) -> None:
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(_METADATA)
     (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+
+
+def _copy(buffer: memoryview) -> memoryview:
+    copy = aligned_buffer(len(buffer))
+    copy[:] = buffer
+    return copy
 
 
 def _flip(buffers: Sequence[memoryview], at: int) -> None:

@@ -60,6 +60,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
         _check_slots(tier, held[tier.index])
         _check_counters(tier)
         _check_order(tier)
+        _check_kids(tier)
     _check_grants(manager)
     _check_retained(manager)
 
@@ -157,6 +158,22 @@ def _check_order(tier: TierState) -> None:
     if len(order) != len(resident) or set(order) != resident:
         rule = "the eviction order holds what is resident and stays"
         raise InvariantError(rule, f"{tier.name}: {order} instead of {resident}")
+
+
+def _check_kids(tier: TierState) -> None:
+    """A policy that evicts leaves is told of every child, whichever came first."""
+    if not tier.eviction.leaf_only:
+        return
+    kids = Counter(
+        copy.parent
+        for copy in tier.copies.values()
+        if copy.state == CopyState.RESIDENT and copy not in tier.leaving
+    )
+    for copy in tier.copies.values():
+        if copy.state == CopyState.RESIDENT:
+            _expect(
+                "children equal a recount", repr(copy), counted=kids[copy.key], noted=copy.kids
+            )
 
 
 def _check_retained(manager: TieredOffloadingManager) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.keys import ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
 
@@ -13,6 +15,7 @@ class ModelTier:
 
     Args:
         eviction: The policy; its capacity is the tier's.
+        one_by_one: Whether batches are broken up into calls for one chunk each.
 
     Attributes:
         members: The resident copies by key.
@@ -21,8 +24,9 @@ class ModelTier:
         asked: How often the policy asked whether a copy may go.
     """
 
-    def __init__(self, eviction: Eviction) -> None:
+    def __init__(self, eviction: Eviction, *, one_by_one: bool = False) -> None:
         self.eviction = eviction
+        self._batches = Eviction if one_by_one else type(eviction)
         self.members: dict[ChunkKey, ChunkCopy] = {}
         self.pinned: set[ChunkKey] = set()
         self.hits = 0
@@ -65,9 +69,34 @@ class ModelTier:
         """Let one victim go and return it; None when nobody may go."""
         victim = self.eviction.pick(self._may_go, self._ctx)
         if victim is not None:
-            victim.state = CopyState.GONE
-            self._forget(victim)
+            self._let_go(victim)
         return victim
+
+    def evict_many(self, count: int) -> list[ChunkCopy]:
+        """Let up to ``count`` victims go at once and return them, as the manager does.
+
+        Where children must go before their parents that is one after the other.
+        """
+        if self.eviction.leaf_only:
+            one_each = (self.evict() for _ in range(count))
+            return [victim for victim in one_each if victim is not None]
+        victims = self._batches.pick_many(self.eviction, count, self._may_go, self._ctx)
+        for victim in victims:
+            self._let_go(victim)
+        return victims
+
+    def use_many(self, keys: Sequence[ChunkKey]) -> None:
+        """Use ``keys``, all of them resident, at once."""
+        self.hits += len(keys)
+        copies = iter([self.members[key] for key in keys])
+        self._batches.on_hit_many(self.eviction, copies, self._ctx)
+
+    def insert_many(self, keys: Sequence[ChunkKey]) -> None:
+        """Let ``keys``, all of them absent and without parents, into free slots at once."""
+        for key in keys:
+            self.eviction.on_miss(key, self._ctx)
+        copies = [self._enter(key, None) for key in keys]
+        self._batches.on_insert_many(self.eviction, copies, self._ctx)
 
     def remove(self, key: ChunkKey) -> None:
         """Take ``key`` out for another reason than to make room."""
@@ -90,12 +119,21 @@ class ModelTier:
         return not self.eviction.leaf_only or not copy.kids
 
     def _insert(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        self.eviction.on_insert(self._enter(key, parent), self._ctx)
+
+    def _enter(self, key: ChunkKey, parent: ChunkKey | None) -> ChunkCopy:
         copy = ChunkCopy(key, len(self.members), parent)
         copy.state = CopyState.RESIDENT
         copy.kids = self._kids.get(key, 0)
         self.members[key] = copy
         self._count_kid(parent, 1)
-        self.eviction.on_insert(copy, self._ctx)
+        return copy
+
+    def _let_go(self, victim: ChunkCopy) -> None:
+        if self.members.get(victim.key) is not victim:
+            raise AssertionError(f"{victim} was picked and is not in the tier")
+        victim.state = CopyState.GONE
+        self._forget(victim)
 
     def _forget(self, copy: ChunkCopy) -> None:
         del self.members[copy.key]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
@@ -34,12 +34,16 @@ class SteppedEngine:
         seed: Of the fates of jobs.
         slowest_steps: Most steps a job takes; 0 ends every job before the next question.
         failing: Share of the jobs that fail.
+
+    Attributes:
+        hangs: While set, no job ends.
     """
 
     def __init__(self, *, seed: int, slowest_steps: int, failing: float) -> None:
         self._seed = seed
         self._slowest_steps = slowest_steps
         self._failing = failing
+        self.hangs = False
         self._step = 0
         self._running: list[tuple[int, TransferResult]] = []
 
@@ -69,6 +73,8 @@ class SteppedEngine:
 
     def poll(self) -> list[TransferResult]:
         """Return the results of the jobs that ended."""
+        if self.hangs:
+            return []
         ended = [result for ends, result in self._running if ends <= self._step]
         self._running = [(ends, job) for ends, job in self._running if ends > self._step]
         return ended
@@ -89,16 +95,17 @@ class SteppedEngine:
         self.tick()
         return True
 
-    def exclusively(
+    def exclusively_each(
         self,
-        action: Callable[[], Awaitable[None]],
+        actions: Mapping[str, Callable[[], Awaitable[None]]],
         *,
         timeout_s: float,  # noqa: ARG002 - it is done at once
     ) -> bool:
-        """Run ``action``; what is running ends later as it would have."""
+        """Run ``actions``; what is running ends later as it would have."""
 
         async def run() -> None:
-            await action()
+            for action in actions.values():
+                await action()
 
         asyncio.run(run())
         return True
@@ -136,6 +143,7 @@ class SteppedCache:
         seed: Of what happens to storage jobs.
         slowest_steps: Most steps a storage job takes.
         failing: Share of the storage jobs that fail.
+        write: When chunks go down, of the :class:`~kvtier.policies.LadderPlacement`.
         limits: The manager's bounds; by default all of RAM may be pinned.
         tokens_per_chunk: For the figures.
 
@@ -152,11 +160,12 @@ class SteppedCache:
         seed: int = 0,
         slowest_steps: int = 0,
         failing: float = 0.0,
+        write: Literal["through", "evict"] = "through",
         limits: ManagerLimits | None = None,
         tokens_per_chunk: int = 16,
     ) -> None:
         self.truth = RecordingTruth(driven=True)
-        self.bench = Workbench(*capacities, truth=self.truth, limits=limits)
+        self.bench = Workbench(*capacities, write=write, truth=self.truth, limits=limits)
         self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
         nothing = SimpleNamespace(
             close=lambda **_: None, geometry=SimpleNamespace(slot_nbytes=4096)

@@ -68,6 +68,8 @@ class Channel:
     expired: int = 0
     late: int = 0
     """Jobs whose deadline passed while a system call of theirs goes on."""
+    pauses: int = 0
+    """Exclusive actions under way, for which jobs wait."""
 
     def statistics(self, now: float) -> ChannelStatistics:
         """Return a snapshot at ``now``."""

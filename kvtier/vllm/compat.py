@@ -47,8 +47,10 @@ __all__ = [
     "hit_sources",
     "kv_content",
     "media",
+    "missing_members",
     "read_engine",
     "refusal",
+    "require_members",
     "require_supported_vllm",
 ]
 
@@ -172,6 +174,32 @@ def _takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 
 def _as_optional(mine: inspect.Parameter, yours: inspect.Parameter) -> bool:
     return yours.default is yours.empty or mine.default is not mine.empty
+
+
+def require_members(thing: object, *names: str) -> None:
+    """Check that what kvtier reads of vLLM's own state, which is nobody's interface, is there.
+
+    Args:
+        thing: An object of vLLM's, or a dataclass or named tuple of it.
+        names: Its attributes, or fields.
+
+    Raises:
+        UnsupportedError: One is not; says which.
+    """
+    missing = missing_members(thing, *names)
+    if missing:
+        kind = thing if isinstance(thing, type) else type(thing)
+        raise UnsupportedError(
+            f"this vLLM's {kind.__name__} has no {', '.join(missing)}: {SUPPORTED}"
+        )
+
+
+def missing_members(thing: object, *names: str) -> list[str]:
+    """Return which of ``names`` are no attribute of ``thing``, or no field if it is a type."""
+    if isinstance(thing, type):
+        fields = {*getattr(thing, "__dataclass_fields__", ()), *getattr(thing, "_fields", ())}
+        return [name for name in names if name not in fields]
+    return [name for name in names if not hasattr(thing, name)]
 
 
 # -- names that changed ------------------------------------------------------------------------

@@ -27,20 +27,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, base
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-    OffloadingConnector,
-)
 
 from kvtier.config import KvtierConfig, load_config
 from kvtier.connector.pace import prompt_tokens
 from kvtier.errors import UnsupportedError
+from kvtier.vllm import compat
 from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, base
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+        TransferJob,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+except ImportError as error:
+    raise compat.refusal(error) from error
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +106,14 @@ class KVTierConnector(OffloadingConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        compat.require_supported_vllm(type(self))
+        compat.require_members(OffloadingConnectorMetadata, "load_jobs", "store_jobs")
+        compat.require_members(TransferJob, "req_id", "src_spec", "dst_spec")
         super().__init__(_with_spec(vllm_config), role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            compat.require_members(self.connector_scheduler, "manager")
+        else:
+            compat.require_members(self.connector_worker, "worker")
         self._one_group = len(kv_cache_config.kv_cache_groups) == 1
         if not (self._one_group or _TAKES_NAMES):
             raise UnsupportedError(

@@ -35,6 +35,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvtier.vllm import compat
 from kvtier.vllm.manager import KVTierManager
 
 if TYPE_CHECKING:
@@ -112,16 +113,9 @@ def why_not_in_step(
 
 def _is_known(half: Any) -> bool:  # noqa: ANN401 - vLLM's
     """Return whether all that is read of vLLM's half is there."""
-    known = hasattr(half, "_req_status") and hasattr(half, "_jobs")
-    for name, wanted in _READ.items():
-        kind: Any = getattr(scheduler, name, None)
-        fields = (
-            [field.name for field in dataclasses.fields(kind)]
-            if dataclasses.is_dataclass(kind)
-            else getattr(kind, "_fields", ())
-        )
-        known = known and wanted <= set(fields)
-    return known
+    read = [(half, {"_req_status", "_jobs"})]
+    read += [(getattr(scheduler, name, None), wanted) for name, wanted in _READ.items()]
+    return not any(compat.missing_members(thing, *names) for thing, names in read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _EVENT_FIELDS = {field.name for field in dataclasses.fields(OffloadingEvent)}
+_NAMES_TIERS = "ownership" in _EVENT_FIELDS
 # A removal is announced for all that is stored; vLLM then keeps what describes the blocks.
 _DESCRIBED: Any = {"removal_expected": True} if "removal_expected" in _EVENT_FIELDS else {}
 _KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
@@ -61,6 +62,8 @@ class KVTierManager(OffloadingManager):
         self._warn_of_random_hashes = persistent
         self._reporter = StatsReporter(service) if report_metrics else None
         self._in_step: set[str] = set()
+        names = [tier.name for tier in service.statistics().tiers]
+        self._tiers = [_place(name, index) for index, name in enumerate(names)]
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -172,8 +175,8 @@ class KVTierManager(OffloadingManager):
         for event in self._service.take_events():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
-                medium=STORAGE_MEDIUM if event.tier else RAM_MEDIUM,
                 removed=event.removed,
+                **self._tiers[event.tier],
                 **_DESCRIBED,
             )
 
@@ -207,3 +210,10 @@ class KVTierManager(OffloadingManager):
     def shutdown(self) -> None:
         """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""
         self._service.shutdown()
+
+
+def _place(name: str, index: int) -> dict[str, Any]:
+    """Return what an event says of where chunks are: the medium, and of several the tier."""
+    if not index:
+        return {"medium": RAM_MEDIUM}
+    return {"medium": STORAGE_MEDIUM} | ({"ownership": name} if _NAMES_TIERS else {})

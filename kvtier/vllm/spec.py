@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from kvtier.config import KvtierConfig, load_config
+from kvtier.config import Door, load_config, resolve_load_path
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
@@ -56,7 +56,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         UnsupportedError: This vLLM or this layout is not supported.
     """
 
-    _reports_failed_loads: ClassVar[bool] = False
+    _door: ClassVar[Door] = Door.SPEC
 
     def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - vLLM's configurations
         require_supported_vllm(KVTierManager, KVTierWorker)
@@ -69,31 +69,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
                 "`kvtier vllm-args FILE` prints"
             )
-        self._settings = self._choose_load_path(load_config(path))
+        self._settings = resolve_load_path(load_config(path), self._door)
         require_supported_layout(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
-
-    def _choose_load_path(self, settings: KvtierConfig) -> KvtierConfig:
-        """Return ``settings`` with the load path of this door.
-
-        Raises:
-            ConfigError: The file asks for one that this door cannot take.
-        """
-        wanted = settings.transfer.load_path
-        for key, value, other in (
-            ("load_path", "direct", "staged"),
-            ("load_mode", "layerwise", "ahead"),
-        ):
-            if getattr(settings.transfer, key) == value and not self._reports_failed_loads:
-                problem = "this door cannot report a load that fails on its way"
-                remedy = f"use --door connector of `kvtier vllm-args`, or {key}: {other}"
-                at = f"transfer.{key}"
-                raise ConfigError(settings.origin.complain(at, problem, remedy, value=value))
-        if wanted == "auto":
-            wanted = "direct" if self._reports_failed_loads else "staged"
-        transfer = settings.transfer.model_copy(update={"load_path": wanted})
-        return settings.model_copy(update={"transfer": transfer})
 
     @classmethod
     @override
@@ -163,7 +142,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     share=share,
                     blocks_per_chunk=self._engine.blocks_per_chunk,
                     close_timeout_s=self._settings.transfer.close_timeout_s,
-                    reports_failed_loads=self._reports_failed_loads,
+                    reports_failed_loads=self._door is Door.CONNECTOR,
                 )
             except BaseException:
                 region.close()
@@ -174,4 +153,4 @@ class KVTierOffloadingSpec(OffloadingSpec):
 class KVTierConnectorSpec(KVTierOffloadingSpec):
     """What :class:`~kvtier.vllm.connector.KVTierConnector` builds its halves from."""
 
-    _reports_failed_loads = True
+    _door = Door.CONNECTOR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import astuple, fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from kvtier.cli import app
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
 from kvtier.iopool import IoPool
+from kvtier.keys import short
+from kvtier.sim.traces import GENERATORS, Workload
 from tests.docs.pages import DOCS, blocks_of
 from tests.unit.stores import KEYS, Store
 
@@ -99,6 +102,17 @@ def test_what_is_made_of_a_trace_on_the_page_is_what_the_commands_print(
         assert printed == [line.rstrip() for line in output.split("\n")]
 
 
+def test_the_page_says_what_each_generator_draws() -> None:
+    _, _, section = PAGE.read_text().partition("## kvtier trace generate\n")
+    rows = [line.split("|")[1:-1] for line in section.split("\n## ")[0].splitlines()]
+    heading, _, *body = [[cell.strip() for cell in row] for row in rows if row]
+    parameters = [row[0].partition(":")[0].strip("`") for row in body]
+    assert parameters == [field.name for field in fields(Workload)]
+    columns = list(zip(*(map(float, row[2:]) for row in body), strict=True))
+    said = dict(zip([name.strip("`") for name in heading[2:]], columns, strict=True))
+    assert said == {name: astuple(workload) for name, workload in GENERATORS.items()}
+
+
 def test_the_arguments_on_the_page_are_what_the_command_prints(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,10 +139,9 @@ def test_the_errors_on_the_page_are_what_the_command_says(
     assert output == "".join(f"error: {line}\n" for line in str(refusal.value).split("\n"))
 
 
-@pytest.mark.parametrize("command", ["stat", "ls", "verify", "explain"])
-def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
-    tmp_path: Path, command: str
-) -> None:
+@pytest.fixture
+def used_store(tmp_path: Path) -> Store:
+    """A store in which a chunk was used, and from which KEYS[5] was evicted."""
     pool = IoPool(2, name="kvtier-test")
     store = Store(tmp_path / "store", pool)
     store.start()
@@ -137,9 +150,32 @@ def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
     store.put([KEYS[20]], [5])
     store.stop()
     assert pool.close(timeout_s=10)
+    return store
+
+
+def test_what_the_page_shows_of_a_chunk_that_is_gone_is_what_the_command_says(
+    used_store: Store,
+) -> None:
+    arguments, output = shown("cache explain 10af")
+    asked, shown_key = short(KEYS[5]), arguments[2]
+    command = ["cache", "explain", asked, str(used_store.root)]
+    answer = CliRunner(env={"COLUMNS": "96"}).invoke(app, command)
+    assert answer.exit_code == 1
+    assert output.splitlines()[0] == shown_key
+    assert answer.stdout.splitlines()[0] == asked
+    assert labels(answer.stdout)[1:] == labels(output)[1:]
+    assert answer.stdout.splitlines()[2] == output.splitlines()[2]
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "explain"])
+def test_what_the_page_shows_of_a_store_has_the_lines_that_are_printed(
+    used_store: Store, command: str
+) -> None:
     arguments, output = shown(f"cache {command}")
     key = [KEYS[1].hex()] if command == "explain" else []
-    printed = invoke(["cache", command, *key, *arguments[2 + len(key) : -1], str(store.root)])
+    printed = invoke(
+        ["cache", command, *key, *arguments[2 + len(key) : -1], str(used_store.root)]
+    )
     # Below the heading; of a list, only the columns.
     rows = slice(1, 2) if command == "ls" else slice(1, None)
     assert labels(printed)[rows] == labels(output)[rows]

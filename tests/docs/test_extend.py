@@ -10,9 +10,10 @@ import pytest
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.tier_contract import StorageTierContract
-from tests.docs.pages import DOCS, run_page
+from tests.docs.pages import DOCS, blocks_of, run_page
 
-NAMES: dict[str, Any] = run_page(DOCS / "howto/extend.md")
+PAGE = DOCS / "howto/extend.md"
+NAMES: dict[str, Any] = run_page(PAGE)
 POLICY_TESTS = [name for name in vars(EvictionContract) if name.startswith("test_")]
 TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]
 
@@ -21,6 +22,11 @@ TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]
 def test_the_policy_on_the_page_keeps_the_contract(name: str) -> None:
     test: Callable[[], None] = getattr(NAMES["TestSecondChance"](), name)
     test()
+
+
+def test_the_policy_on_the_page_has_twenty_lines() -> None:
+    (text,) = (block.text for block in blocks_of(PAGE) if "class SecondChance(" in block.text)
+    assert len([line for line in text.splitlines() if line.strip()]) <= 20
 
 
 def test_the_policy_on_the_page_spares_what_was_used() -> None:

@@ -214,6 +214,37 @@ def test_a_load_that_fails_costs_a_recomputation_and_nothing_else(
     site.assert_nothing_held()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_with_several_groups_a_load_that_fails_is_the_matter_of_its_request_alone(
+    policy: str, windowed: Path, reference: Reference, site: Site
+) -> None:
+    """A block does not say whose it is there: vLLM is told the request, not the blocks."""
+    wave = Wave(prompts=reference.conversations[2].prompts[:16], max_tokens=4)
+    blocks = reference.footprint_blocks
+    scenario = through("direct", site.scenario((wave,), ram_blocks=blocks, nvme_blocks=blocks))
+    scenario = scenario.model_copy(
+        update={"model": windowed, "gpu_blocks": 2048, "load_failures": policy}
+    )
+    written = run_engine(scenario, site.directory, "writer")
+    assert written.count("kvtier_hit_tokens") == 0, "the writer computed all of it"
+    expected = {answer.prompt: answer.tokens for answer in written.answers()}
+    (slots,) = site.store.glob("*/slots.bin")
+    rot(slots, every=20)
+    report = run_engine(scenario, site.directory, "reader")
+    lost = site.log("reader").count("the load of request")
+    assert 0 < lost < len(wave.prompts)
+    failed = [answer for answer in report.answers() if answer.failed]
+    assert len(failed) == (lost if policy == "fail" else 0)
+    for answer in report.answers():
+        assert answer.failed or answer.tokens == expected[answer.prompt]
+    assert report.count("kvtier_corrupt_chunks", tier="nvme") > 0
+    assert hit_tokens(report, "nvme") > 0
+    assert report.count("kvtier_internal_errors") == 0
+    assert_nothing_pinned(report)
+    site.assert_nothing_held()
+
+
 def rot(slots: Path, *, every: int) -> None:
     """Flip a bit in every ``every``-th slot of a store of the demo model."""
     with slots.open("r+b") as file:

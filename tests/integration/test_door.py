@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ from kvtier.types import Outcome, TransferResult
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
 from kvtier.vllm.metrics import metric_definitions
+from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.specs import SlotLoadStoreSpec
 
 BLOCKS = 24
@@ -229,8 +231,10 @@ def settings(tmp_path: Path) -> Settings:
 def open_door() -> Iterator[OpenDoor]:
     doors: list[Door] = []
 
-    def open_one(path: Path, **changes: Any) -> Door:
-        door = Door(offloading_config(path, **changes))
+    def open_one(
+        path: Path, kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec, **changes: Any
+    ) -> Door:
+        door = Door(offloading_config(path, **changes), kind)
         doors.append(door)
         return door
 
@@ -572,41 +576,89 @@ def test_a_broken_file_is_refused_with_its_place(settings: Settings) -> None:
         KVTierOffloadingSpec(offloading_config(path))
 
 
+@dataclass(frozen=True)
+class Asker:
+    """A request for a prefix whose first chunk is filled with ``content``, and so on."""
+
+    keys: list[bytes]
+    content: int
+    context: ReqContext
+
+
+def schedule(door: Door, waiting: list[Asker], loaded: list[Asker]) -> list[Asker]:
+    """Take one step as vLLM does: plan the loads of all requests, then do them at once.
+
+    Args:
+        door: The engine's halves.
+        waiting: Requests that wait; those that wait no longer are taken out.
+        loaded: What the step before returned: they run in this one.
+
+    Returns:
+        Requests that were loaded.
+    """
+    running = list(loaded)
+    loads: dict[int, tuple[Asker, SlotLoadStoreSpec, range]] = {}
+    used = 0
+    for asker in list(waiting):
+        hits = door.lookup(asker.keys, asker.context)
+        if hits is None:
+            continue
+        waiting.remove(asker)
+        if hits:
+            source = door.manager.prepare_load(asker.keys[:hits], asker.context)
+            loads[next(door.jobs)] = asker, source, range(used, used + hits)
+            used += hits
+        else:
+            running.append(asker)
+    names = [asker.context.req_id for asker in running]
+    door.manager.on_schedule_end(ScheduleEndContext(names, ()))
+    for job_id, (_, source, blocks) in loads.items():
+        destination = GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
+        assert door.worker.submit_load(job_id, source, destination)
+    door.worker.wait(set(loads))
+    assert {result.job_id for result in door.worker.get_finished()} == set(loads)
+    for asker, _, blocks in loads.values():
+        assert all(door.holds(block, asker.content + at) for at, block in enumerate(blocks))
+        door.manager.complete_load(set(asker.keys[: len(blocks)]), asker.context)
+    return [asker for asker, _, _ in loads.values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "load_path"),
+    [
+        pytest.param(KVTierOffloadingSpec, "staged", id="spec"),
+        pytest.param(KVTierConnectorSpec, "staged", id="staged"),
+        pytest.param(KVTierConnectorSpec, "direct", id="direct"),
+    ],
+)
 @pytest.mark.parametrize("ram", [4, 2, 1])
 @pytest.mark.parametrize("requests", [1, 4])
 def test_a_prefix_larger_than_ram_makes_progress_within_five_steps(
-    settings: Settings, open_door: OpenDoor, ram: int, requests: int
+    settings: Settings,
+    open_door: OpenDoor,
+    kind: type[KVTierOffloadingSpec],
+    load_path: str,
+    ram: int,
+    requests: int,
 ) -> None:
-    path = settings(ram=16, nvme=64)
-    door = open_door(path)
-    prefixes = [fill_and_store(door, 10 + 8 * number, 8) for number in range(requests)]
+    extra = f"transfer:\n  load_path: {load_path}\n"
+    door = open_door(settings(ram=16, extra=extra), kind)
+    contents = [10 + 8 * number for number in range(requests)]
+    prefixes = [fill_and_store(door, content, 8) for content in contents]
     door.settle()
     door.close()
-    door = open_door(settings(ram=ram, nvme=64))
-    waiting = {number: door.request() for number in range(requests)}
-    steps = 0
-    while waiting:
-        started = []
-        for number, context in list(waiting.items()):
-            hits = door.lookup(prefixes[number], context)
-            if hits is None:
-                continue
-            if hits:
-                chunks = prefixes[number][:hits]
-                spec = door.manager.prepare_load(chunks, context)
-                job_id = next(door.jobs)
-                blocks = list(range(hits))
-                door.worker.submit_load(job_id, spec, GPULoadStoreSpec(blocks, [hits], [0]))
-                door.finish(job_id)
-                assert all(door.holds(block, 10 + 8 * number + block) for block in range(hits))
-                door.manager.complete_load(set(chunks), context)
-            started.append(context.req_id)
-            del waiting[number]
-        door.manager.on_schedule_end(ScheduleEndContext(started, ()))
+    door = open_door(settings(ram=ram, extra=extra), kind)
+    waiting = [
+        Asker(keys, content, door.request())
+        for keys, content in zip(prefixes, contents, strict=True)
+    ]
+    loaded: list[Asker] = []
+    for _ in range(5):
+        loaded = schedule(door, waiting, loaded)
         # A step of a real model takes longer than the disk: let it catch up.
-        door.manager._service._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
-        steps += 1
-        assert steps <= 5
+        assert door.manager._service._engine.wait(range(1 << 10), timeout_s=DEADLINE_S)
+    assert (waiting, loaded) == ([], []), "not all were scheduled"
+    assert door.figures(1).hit_chunks > 0
 
 
 def test_a_hit_stays_a_hit_until_the_step_ends_although_its_demotion_has_finished(

@@ -9,7 +9,7 @@ injected   counted
 ``fail``   ``kvtier_failed_chunks{cause=read}``, a chunk each
 ``rot``    ``kvtier_failed_chunks{cause=corrupt}`` and ``kvtier_corrupt_chunks``, a chunk each
 ``stall``  ``kvtier_expired_jobs``, a batch each, and ``kvtier_failed_chunks{cause=expired}``,
-           all chunks of the batch
+           all chunks of the batch; of reads and writes alike
 =========  ====================================================================================
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.testing.faulty_tier import FaultPlan, Injection, ReadFault, install
+from kvtier.testing.faulty_tier import DiskFault, FaultPlan, Injection, install
 from kvtier.vllm.demo.runner import EngineProcess, run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import CONVERSATIONS, Reference, Site
@@ -42,10 +42,10 @@ CONTEXT_TOKENS = 1024
 NEVER = 1 << 30
 LONG_S = 900.0
 
-Phase = tuple[ReadFault, int]
+Phase = tuple[DiskFault, int]
 
-BY_DAY = ((ReadFault.FAIL, 10), (ReadFault.ROT, 10), (ReadFault.STALL, 10))
-BY_NIGHT = tuple((fault, one_in) for one_in in (100, 10, 2) for fault in ReadFault)
+BY_DAY = ((DiskFault.FAIL, 10), (DiskFault.ROT, 10), (DiskFault.STALL, 10))
+BY_NIGHT = tuple((fault, one_in) for one_in in (100, 10, 2) for fault in DiskFault)
 
 
 class SickSite:
@@ -94,7 +94,7 @@ class SickSite:
 
     def well(self, wave: Wave) -> Wave:
         """Return ``wave``, sent to a disk that is as good as well."""
-        return self.sick(wave, FaultPlan(name="well", fault=ReadFault.FAIL, one_in=NEVER))
+        return self.sick(wave, FaultPlan(name="well", fault=DiskFault.FAIL, one_in=NEVER))
 
     def injections(self, plan: str) -> list[Injection]:
         """Return what was done under the plan of that name."""
@@ -135,7 +135,7 @@ def waves_of(sick_site: SickSite, phases: Sequence[Phase], prompts: int) -> list
     waves = [talk]
     for fault, one_in in phases:
         # A stall takes seconds, so there are fewer of them.
-        wave = talk if fault is ReadFault.STALL else there_and_back(talk)
+        wave = talk if fault is DiskFault.STALL else there_and_back(talk)
         plan = FaultPlan(name=name_of((fault, one_in)), fault=fault, one_in=one_in)
         waves.append(sick_site.sick(wave, plan))
     return [*waves, sick_site.well(talk)]
@@ -151,7 +151,7 @@ def counted(wave: WaveReport, counter: str, **labels: str) -> float:
 
 
 def assert_counted_as_injected(wave: WaveReport, injections: Sequence[Injection]) -> None:
-    chunks, batches = Counter[ReadFault](), Counter[ReadFault]()
+    chunks, batches = Counter[DiskFault](), Counter[DiskFault]()
     for injection in injections:
         chunks[injection.fault] += injection.chunks
         batches[injection.fault] += 1
@@ -160,14 +160,14 @@ def assert_counted_as_injected(wave: WaveReport, injections: Sequence[Injection]
         for cause in ("read", "write", "corrupt", "expired", "refused")
     }
     assert failed == {
-        "read": chunks[ReadFault.FAIL],
+        "read": chunks[DiskFault.FAIL],
         "write": 0,
-        "corrupt": chunks[ReadFault.ROT],
-        "expired": chunks[ReadFault.STALL],
+        "corrupt": chunks[DiskFault.ROT],
+        "expired": chunks[DiskFault.STALL],
         "refused": 0,
     }
-    assert counted(wave, "kvtier_corrupt_chunks", tier="nvme") == chunks[ReadFault.ROT]
-    assert counted(wave, "kvtier_expired_jobs", tier="nvme") == batches[ReadFault.STALL]
+    assert counted(wave, "kvtier_corrupt_chunks", tier="nvme") == chunks[DiskFault.ROT]
+    assert counted(wave, "kvtier_expired_jobs", tier="nvme") == batches[DiskFault.STALL]
     assert counted(wave, "kvtier_internal_errors") == 0
 
 
@@ -225,10 +225,39 @@ def test_a_load_that_fails_in_two_ranks_is_computed_by_both(sick_site: SickSite)
 
 @pytest.mark.slow
 @every_door
+def test_writes_that_stall_cost_no_request_and_are_counted(
+    door: str, sick_site: SickSite
+) -> None:
+    """What could not be written in time is in RAM only, and its slots come back."""
+    site = sick_site.site
+    talk = few(site.reference.conversations[0], PROMPTS)
+    plan = FaultPlan(name="writes", fault=DiskFault.STALL, one_in=10, on="write")
+    waves = [sick_site.sick(talk, plan), sick_site.well(there_and_back(talk))]
+    scenario = sick_site.scenario(waves, door=door)
+    assert scenario.config is not None
+    settings = yaml.safe_load(scenario.config.read_text())
+    settings["transfer"]["store_timeout"] = f"{LOAD_TIMEOUT_S}s"
+    scenario.config.write_text(yaml.safe_dump(settings))
+    report = run_engine(scenario, site.directory, door)
+    site.reference.assert_equal(report, waves=waves)
+    assert not any(answer.failed for answer in report.answers())
+    injections = sick_site.injections("writes")
+    assert injections, "nothing was written"
+    expired = report.count("kvtier_failed_chunks", tier="nvme", cause="expired")
+    assert expired == sum(injection.chunks for injection in injections)
+    assert report.count("kvtier_expired_jobs", tier="nvme") == len(injections)
+    assert counted(report.waves[-1], "kvtier_hit_tokens", tier="nvme") > 0
+    assert report.count("kvtier_internal_errors") == 0
+    assert_only_late_reads_hold(report)
+    site.assert_nothing_held()
+
+
+@pytest.mark.slow
+@every_door
 def test_a_disk_that_fails_on_and_on_is_left_alone(door: str, sick_site: SickSite) -> None:
     """With the breaker as it is by default, and every read failing."""
     site, talk = sick_site.site, sick_site.site.reference.conversations[0]
-    plan = FaultPlan(name="all", fault=ReadFault.FAIL, one_in=1)
+    plan = FaultPlan(name="all", fault=DiskFault.FAIL, one_in=1)
     healthy = few(talk, PROMPTS)
     waves = [healthy, sick_site.sick(healthy, plan), sick_site.well(healthy)]
     scenario = sick_site.scenario(waves, door=door, breaker_failures=5)
@@ -248,7 +277,7 @@ def test_a_disk_that_fails_on_and_on_is_left_alone(door: str, sick_site: SickSit
 @pytest.mark.slow
 def test_where_failed_loads_fail_requests_the_others_end_well(sick_site: SickSite) -> None:
     site, talk = sick_site.site, few(sick_site.site.reference.conversations[0], CONVERSATIONS)
-    plan = FaultPlan(name="rot", fault=ReadFault.ROT, one_in=40)
+    plan = FaultPlan(name="rot", fault=DiskFault.ROT, one_in=40)
     waves = [talk, sick_site.sick(talk, plan)]
     scenario = sick_site.scenario(waves, door="direct")
     scenario = scenario.model_copy(update={"load_failures": "fail"})
@@ -378,7 +407,7 @@ def test_a_reset_amid_traffic_leaves_no_stale_byte_in_any_tier(
     kept = [prompt for prompt in changed if changed[prompt] == reference.answers[prompt][:1]]
     assert len(kept) < len(changed) / 4, "the other weights are not felt"
 
-    stalls = FaultPlan(name="stalls", fault=ReadFault.STALL, one_in=2)
+    stalls = FaultPlan(name="stalls", fault=DiskFault.STALL, one_in=2)
     # In the order of before: what it begins with is the first that left RAM.
     amid = wave.model_copy(update=change | {"reset_after_steps": 3})
     waves = (wave, wave, sick_site.sick(amid, stalls), sick_site.well(wave), backwards)

@@ -53,6 +53,23 @@ def test_what_is_reported_adds_up_in_vllms_payload() -> None:
     assert reduced["kvtier_kv_offload_size:('ram_to_nvme',)_count"] == 3
 
 
+def test_gaps_between_eviction_and_reuse_are_observed_tier_by_tier() -> None:
+    source = Source(is_active=False, now=engine(tier("ram"), tier("nvme")))
+    reporter = StatsReporter(source)
+    total = OffloadingConnectorStats()
+    for gaps in ([[0.5, 3.0], []], [[], [40.0]], [[7.0], [2.0]]):
+        source.gaps = [list(of_tier) for of_tier in gaps]
+        stats = reporter.report()
+        assert stats is not None
+        total.aggregate(stats)
+    assert reporter.report() is None, "what was reported is reported once"
+    reduced = total.reduce()
+    gap = "kvtier_evict_reuse_gap_seconds"
+    for name, seconds in (("ram", [0.5, 3.0, 7.0]), ("nvme", [40.0, 2.0])):
+        assert reduced[f"{gap}:('{name}',)_count"] == len(seconds)
+        assert reduced[f"{gap}:('{name}',)_sum"] == sum(seconds)
+
+
 def test_what_workers_copied_is_reported_by_transfer_type_too() -> None:
     stats = OffloadingConnectorStats()
     stats.increase_counter("vllm:kv_offload_load_bytes", 30)

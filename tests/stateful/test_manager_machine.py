@@ -90,6 +90,7 @@ class ManagerMachine(RuleBasedStateMachine):
         # Streams need a warm disk and a budget, which chance alone gives them rarely.
         warm=st.sampled_from([[0, 1, 2], [0, 1], [2], []]),
         streams=st.sampled_from([True, False]),
+        eviction=st.sampled_from(["lru", "hedged-lhd"]),
     )
     def start(
         self,
@@ -104,6 +105,7 @@ class ManagerMachine(RuleBasedStateMachine):
         retained: int,
         warm: list[int],
         streams: bool,
+        eviction: str,
     ) -> None:
         self.truth = RecordingTruth(driven=True)
         tiers = 1 + len(slower)
@@ -117,6 +119,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 promote_after=promote_after,
             ),
             truth=self.truth,
+            eviction=eviction,
             limits=ManagerLimits(
                 pin_budget=budget,
                 reserve=reserve,

@@ -27,10 +27,16 @@ def trace_of(
     chunk_tokens: int = 16,
     tokens: Sequence[int] = (),
     every_s: float = 1.0,
+    sessions: Sequence[str] = (),
 ) -> Trace:
     """Return a trace of ``chains``, one request every ``every_s`` seconds."""
     builder = TraceBuilder(chunk_tokens=chunk_tokens)
     for number, chain in enumerate(chains):
         length = tokens[number] if tokens else max(len(chain) * chunk_tokens, 1)
-        builder.add(chain, timestamp_s=number * every_s, input_tokens=length)
+        builder.add(
+            chain,
+            timestamp_s=number * every_s,
+            input_tokens=length,
+            session=sessions[number] if sessions else "",
+        )
     return builder.finish(name="small", format_name="made", sha256="0" * 64)

@@ -14,6 +14,7 @@ from kvtier.keys import ChunkKey
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab.index import hash_keys
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
 SLOT = 8192
@@ -35,6 +36,18 @@ PRAGMA user_version=1;
 PRAGMA journal_mode=WAL;
 """
 """What kvtier 0.1 made."""
+
+VERSION_2 = """
+DROP TABLE departures;
+CREATE TABLE departures(
+    end INTEGER PRIMARY KEY,
+    at INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    key_hashes BLOB NOT NULL
+);
+PRAGMA user_version=2;
+"""
+"""What turns an index of today into one of version 2."""
 
 
 class Store:
@@ -114,6 +127,17 @@ class Store:
         with connection:
             connection.executemany("INSERT INTO chunks VALUES (?,?,?,?,?)", rows)
             connection.executemany("INSERT INTO meta VALUES (?,?)", notes)
+        connection.close()
+
+    def become_version_2(self, evicted: Sequence[ChunkKey] = ()) -> None:
+        """Let the index be one of version 2 whose trail knows that ``evicted`` left."""
+        hashes = hash_keys(evicted).astype("<u8").tobytes()
+        connection = sqlite3.connect(self.index)
+        connection.executescript(VERSION_2)
+        with connection:
+            connection.execute(
+                "INSERT INTO departures VALUES (1000, 1700000000, 'evicted', ?)", (hashes,)
+            )
         connection.close()
 
     def seen(self) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,10 @@ class TestEvict:
         assert ran.out.splitlines()[-1] == "removed 2 chunks (16.0 KiB)"
         assert store.start() == [KEYS[slot] for slot in range(SLOTS) if slot not in {2, 5}]
 
+    def test_a_chunk_named_twice_is_one_chunk(self, shell: Shell, store: Store) -> None:
+        ran = shell("evict", KEYS[2].hex(), short(KEYS[2]), "--yes", store.filled().root)
+        assert (ran.code, ran.out.splitlines()[-1]) == (0, "removed 1 chunk (8.00 KiB)")
+
     def test_what_was_not_used_for_long_leaves(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.sql("UPDATE chunks SET stored_at = stored_at - 86400, used_at = used_at - 86400")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvtier.keys import make_key, short
 from tests.unit.cache_shell import Shell, flat
 from tests.unit.stores import KEYS, Store
 
@@ -55,8 +56,11 @@ class TestExplain:
     def why(self, shell: Shell, store: Store, slot: int) -> str:
         key = KEYS[slot]
         (answer,) = shell.json("explain", key.hex(), store.root, code=1)["answers"]
-        (same,) = shell.json("explain", f"{key[:-4].hex()}/0", store.root, code=1)["answers"]
-        assert same["reason"] == answer["reason"]
+        others = [f"{key[:-4].hex()}/0", short(key), key.hex()[:16], f"{key.hex()[:8]}/0"]
+        for other in others:
+            (same,) = shell.json("explain", other, store.root, code=1)["answers"]
+            assert same == answer, other
+        assert answer["short_key"] == short(key)
         assert answer["left_at"] > 1_700_000_000
         return str(answer["reason"])
 
@@ -115,6 +119,68 @@ class TestExplain:
         ran = shell("explain", KEYS[30].hex(), store.filled().root)
         assert ran.code == 1
         assert "never seen, or so long ago that the trail has forgotten" in ran.out
+        assert "hint" not in ran.out
+
+    @pytest.mark.parametrize("digits", range(8, 17))
+    def test_a_chunk_of_another_group_that_is_gone_is_another_chunk(
+        self, shell: Shell, store: Store, digits: int
+    ) -> None:
+        store.filled()
+        store.start()
+        store.tier.forget([7])
+        store.stop()
+        ran = shell("explain", f"{KEYS[7].hex()[:digits]}/1", store.root)
+        assert "never seen, or so long ago that the trail has forgotten" in ran.out
+        ran = shell("explain", f"{KEYS[7].hex()[:digits]}/0", store.root)
+        assert ran.out.startswith(f"{short(KEYS[7])}\n")
+        assert "dropped by the engine" in ran.out
+
+    def test_a_beginning_of_two_chunks_that_are_gone_is_refused(
+        self, shell: Shell, store: Store
+    ) -> None:
+        twin = make_key(KEYS[0][:-4], 1)
+        store.start()
+        store.put([KEYS[0], twin], [0, 1])
+        store.tier.forget([0])
+        store.put([KEYS[1]], [1])
+        store.stop()
+        for digits in (8, 16, 64):
+            ran = shell("explain", KEYS[0].hex()[:digits], store.root)
+            assert (ran.code, ran.out) == (2, "")
+            assert f"{short(KEYS[0])}, {short(twin)}; give one of them" in ran.err
+        for key, reason in ((KEYS[0], "corrupt"), (twin, "evicted")):
+            for written in (short(key), key.hex()):
+                (answer,) = shell.json("explain", written, store.root, code=1)["answers"]
+                assert (answer["reason"], answer["short_key"]) == (reason, short(key))
+
+    def test_the_trail_of_an_older_version_is_asked_by_whole_keys(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.filled().become_version_2(evicted=[KEYS[40]])
+        seen = store.seen()
+        for restart in (False, True):
+            if restart:
+                assert store.seen() == seen
+                store.start()
+                store.put([KEYS[20]], [0])
+                store.stop()
+            (answer,) = shell.json("explain", KEYS[40].hex(), store.root, code=1)["answers"]
+            assert (answer["reason"], answer["left_at"]) == ("evicted", 1_700_000_000)
+            ran = shell("explain", short(KEYS[40]), store.root)
+            assert ran.code == 1
+            assert (
+                "hint what left up to 2023-11-14 22:13:20 UTC is found by its whole key only"
+            ) in flat(ran.out)
+        ran = shell("explain", short(KEYS[0]), store.root)
+        assert "another chunk was written into its slot" in ran.out
+
+    def test_what_came_back_and_left_again_left_last(self, shell: Shell, store: Store) -> None:
+        store.filled().become_version_2(evicted=[KEYS[40]])
+        store.start()
+        store.put([KEYS[40]], [3])
+        store.tier.forget([3])
+        store.stop()
+        assert self.why(shell, store, 40) == "corrupt"
 
     def test_the_last_reason_counts(self, shell: Shell, store: Store) -> None:
         store.filled()

@@ -144,3 +144,81 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     step(cache)
     assert not manager.has_work()
     assert not service._ways
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def figures(cache: SteppedCache, name: str) -> list[int]:
+    return [getattr(tier, name) for tier in cache.service.statistics().tiers]
+
+
+def test_write_through_to_a_disk_that_hangs_drops_the_newest_counts_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=2, backlog=4)
+    cache = SteppedCache(8, 16, limits=limits)
+    cache.engine.hangs = True
+    store(cache, Context("a"), 6, ends_first=False)
+    assert warnings_in(caplog) == []
+    step(cache)
+    (warning,) = warnings_in(caplog)
+    assert "tier nvme does not keep up: 2 new chunks" in warning
+    assert "were not copied to it and will not outlive RAM" in warning
+    store(cache, Context("b"), 8, ends_first=False)
+    step(cache)
+    assert figures(cache, "dropped_chunks") == [0, 4]
+    assert warnings_in(caplog) == [warning], "the others are told when the minute is over"
+    cache.engine.hangs = False
+    for _ in range(8):
+        step(cache)
+    assert cache.bench.resident(1) == set(prefix(4))
+
+
+def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = SteppedCache(8, 16, write="evict")
+    service = cache.service
+    cache.engine.hangs = True
+    store(cache, Context("a"), 8, ends_first=False)
+    service.begin_request(Context("b"))
+    later = prefix(4, of=1)
+    offers = 0
+    while (plan := service.prepare_store(later, "b")) is None:
+        step(cache)
+        offers += 1
+    assert not plan.keys
+    assert offers == 16
+    assert warnings_in(caplog) == []
+    step(cache)
+    (warning,) = warnings_in(caplog)
+    assert "tier ram is full of chunks that wait for a slower tier" in warning
+    assert "4 new chunks" in warning
+    assert "were not stored at all" in warning
+    assert figures(cache, "refused_chunks") == [4, 0]
+    assert figures(cache, "dropped_chunks") == [4, 0]
+    service.prepare_store(later, "nobody, who is not asked to wait")
+    step(cache)
+    assert figures(cache, "dropped_chunks") == [8, 0]
+    assert warnings_in(caplog) == [warning], "the others are told when the minute is over"
+    cache.engine.hangs = False
+    for _ in range(4):
+        step(cache)
+    plan = service.prepare_store(later, "b")
+    assert plan is not None
+    assert plan.keys == later
+
+
+def test_a_store_larger_than_ram_is_refused_without_a_word_about_the_disk(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = SteppedCache(8, 16, write="evict")
+    plan = cache.service.prepare_store(prefix(12), "a")
+    assert plan is not None
+    assert len(plan.keys) == 8
+    step(cache)
+    assert figures(cache, "refused_chunks") == [4, 0]
+    assert figures(cache, "dropped_chunks") == [0, 0]
+    assert warnings_in(caplog) == []

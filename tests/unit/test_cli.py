@@ -201,6 +201,23 @@ def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> N
     assert shell("vllm-args", config, "--json").out == f"{value}\n"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [("load_path", "direct", "staged"), ("load_mode", "layerwise", "ahead")],
+)
+def test_arguments_that_the_engine_would_refuse_are_not_printed(
+    shell: Shell, config: Path, key: str, value: str, other: str
+) -> None:
+    config.write_text(f"{config.read_text()}transfer:\n  {key}: {value}\n")
+    assert shell("vllm-args", config).code == 0
+    assert shell("vllm-args", config, "--door", "spec") == Ran(
+        2,
+        "",
+        f"error: {config}:5: transfer.{key} = {value}: this door cannot report a load that "
+        f"fails on its way; use --door connector of `kvtier vllm-args`, or {key}: {other}\n",
+    )
+
+
 def test_the_command_line_starts_without_torch_and_vllm() -> None:
     program = "import sys, kvtier.cli; print(*sys.modules)"
     done = subprocess.run(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import (
+    Door,
     KvtierConfig,
     NvmeTierConfig,
     RamTierConfig,
@@ -16,6 +17,7 @@ from kvtier.config import (
     check_environment,
     environment,
     parse_config,
+    resolve_load_path,
     vllm_transfer_config,
 )
 from kvtier.errors import ConfigError
@@ -125,6 +127,19 @@ def test_every_tier_that_is_too_small_for_a_chunk_is_named() -> None:
     ram, nvme = str(caught.value).splitlines()
     assert ram.startswith("tiers[0].capacity = 4KiB: smaller than one chunk, which takes 1MiB")
     assert nvme.startswith("tiers[1].capacity = 8KiB: ")
+
+
+@pytest.mark.parametrize(("door", "path"), [("connector", "direct"), ("spec", "staged")])
+def test_the_load_path_left_open_is_the_doors_and_one_asked_for_stays(
+    tmp_path: Path, door: str, path: str
+) -> None:
+    left_open = ladder(tmp_path)
+    resolved = resolve_load_path(left_open, Door(door))
+    assert resolved.transfer.load_path == path
+    assert resolve_load_path(resolved, Door(door)) is resolved
+    assert left_open.transfer.load_path == "auto"
+    staged = ladder(tmp_path, more="\ntransfer: {load_path: staged}")
+    assert resolve_load_path(staged, Door(door)).transfer.load_path == "staged"
 
 
 def test_the_engine_is_told_where_the_file_is_from_any_directory(

@@ -127,13 +127,15 @@ class Source:
     reads: int = 0
     transfers: ConnectorStats = field(default_factory=ConnectorStats)
     now: EngineStatistics = field(default_factory=lambda: engine(tier("ram")))
+    gaps: list[list[float]] = field(default_factory=list)
 
     def statistics(self) -> EngineStatistics:
         self.reads += 1
         return replace(self.now)
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        return [[]]
+        taken, self.gaps = self.gaps, []
+        return taken or [[] for _ in self.now.tiers]
 
     def take_transfers(self) -> ConnectorStats:
         return self.transfers.clone_and_reset()
@@ -167,7 +169,9 @@ def test_an_engine_that_may_not_step_again_is_read_at_once() -> None:
     assert reporter.take() is not None
     source.transfers.record_transfer(4096, 0.5, ("ram", "nvme"))
     assert reporter.take() is None
+    source.gaps = [[1.5, 90.0]]
     source.is_active = False
     last = reporter.take()
     assert last is not None
     assert last.transfers.reduce()["ram_to_nvme_total_bytes"] == 4096
+    assert last.reuse_gaps == [[1.5, 90.0]]

@@ -293,8 +293,11 @@ def test_huge_pages_are_counted_against_the_ram_tier(
 ) -> None:
     finding = check_pages(GIB, HugePagePool(2 << 20, total=600, free=free), wanted=wanted)
     assert finding.verdict == verdict
+    if free == 513:
+        assert finding.found == "513 huge pages reserved and free; the RAM tier takes 513"
     if free == 512:
-        assert "512 of 513" in finding.found
+        taken = "512 huge pages reserved and free; the RAM tier takes 513: in small pages "
+        assert finding.found.startswith(taken)
         assert finding.remedy.endswith("vm.nr_hugepages=601")
 
 
@@ -316,7 +319,8 @@ def test_a_small_dev_shm_matters_to_the_engine_and_not_to_kvtier() -> None:
     ("parts", "verdict", "words"),
     [
         (GDS, "ok", "available: kvikio 26.10.0"),
-        (replace(GDS, gpus=0), "note", "no GPU: GPUDirect storage is not used"),
+        (GDS, "ok", "kvtier does not use it yet: bytes go through host memory"),
+        (replace(GDS, gpus=0), "note", "no GPU; kvtier does not use it yet"),
         (replace(GDS, kvikio={}), "note", "kvikio is not installed"),
         (replace(GDS, torch_cuda="12.8"), "warning", "CUDA 13, torch for CUDA 12.8"),
         (replace(GDS, torch_cuda=""), "warning", "CUDA 13, torch for CUDA none"),
@@ -324,7 +328,17 @@ def test_a_small_dev_shm_matters_to_the_engine_and_not_to_kvtier() -> None:
         (replace(GDS, cufile=False), "note", "no libcufile"),
         (replace(GDS, module=False), "note", "nvidia-fs is not loaded"),
     ],
-    ids=["all", "gpu", "kvikio", "older torch", "cpu torch", "two kvikios", "cufile", "module"],
+    ids=[
+        "all",
+        "unused",
+        "gpu",
+        "kvikio",
+        "older torch",
+        "cpu torch",
+        "two kvikios",
+        "cufile",
+        "module",
+    ],
 )
 def test_gpudirect_says_what_is_missing_first(
     parts: GdsParts, verdict: str, words: str

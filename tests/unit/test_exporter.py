@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.metrics import METRICS, Kind
 from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.connector.report.statistics import EngineStatistics, TierFigures
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import ConfigError
 from tests.unit.test_connector_metrics import engine, tier
+from tests.unit.toy_engine import TOKENS, ToyEngine
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -111,6 +113,96 @@ def test_what_is_observed_adds_up_over_refreshes() -> None:
     assert value(found, f"{gap}_bucket", le="2.0", tier="ram") == 2
     assert value(found, f"{gap}_count", tier="ram") == 3
     assert value(found, f"{gap}_sum", tier="nvme") == 1e9
+
+
+def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> ConnectorStats:
+    stats = ConnectorStats()
+    stats.record_transfer(nbytes, seconds, way)
+    return stats
+
+
+def moved_bytes(exporter: MetricsExporter) -> dict[str, float]:
+    """Return the bytes of a scrape by transfer type."""
+    return {
+        dict(labels)["transfer_type"]: number
+        for (name, labels), number in scrape(exporter).items()
+        if name == "kvtier_kv_offload_total_bytes_total"
+    }
+
+
+def test_a_scheduler_half_has_what_its_workers_copied_and_its_tiers() -> None:
+    toy = ToyEngine(slots=(8, 16))
+    between_tiers = toy.cache.service._transfers
+    with MetricsExporter(toy.half, 0) as exporter:
+        toy.fill("a", 2 * TOKENS)
+        for _ in range(3):  # until the chunks are down: a busy half is not read at every step
+            toy.step()
+        for stats in (
+            copied(8192, 0.5, ("gpu", "ram")),
+            copied(1024, 0.25, ("ram", "gpu")),
+            copied(4096, 0.25, ("gpu", "ram")),
+        ):
+            toy.half.update_connector_output(WorkerOutput(stats=stats.to_dict()))
+        between_tiers.record_transfer(2048, 0.5, ("ram", "nvme"))
+        exporter.refresh()
+        found = scrape(exporter)
+    assert value(found, "kvtier_stored_chunks_total", tier="ram") == 2
+    for transfer_type, nbytes, seconds, count in (
+        ("gpu_to_ram", 12288, 0.75, 2),
+        ("ram_to_gpu", 1024, 0.25, 1),
+        ("ram_to_nvme", 2048, 0.5, 1),
+    ):
+        labels = {"transfer_type": transfer_type}
+        assert value(found, "kvtier_kv_offload_total_bytes_total", **labels) == nbytes
+        assert value(found, "kvtier_kv_offload_total_time_total", **labels) == seconds
+        assert value(found, "kvtier_kv_offload_size_count", **labels) == count
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_an_exporter_and_the_engines_own_statistics_both_have_all(asked_first: bool) -> None:
+    toy = ToyEngine(slots=(8, 16))
+    told: dict[str, float] = {}
+
+    def ask() -> None:
+        stats = toy.half.get_stats()
+        for name, number in ({} if stats is None else stats.reduce()).items():
+            told[name] = told.get(name, 0) + number
+
+    with MetricsExporter(toy.half, 0) as exporter:
+        for _ in range(3):
+            stats = copied(4096, 0.5, ("gpu", "ram"))
+            toy.half.update_connector_output(WorkerOutput(stats=stats.to_dict()))
+            toy.cache.service._transfers.record_transfer(2048, 0.25, ("ram", "nvme"))
+            readers = (ask, exporter.refresh)
+            for read in readers if asked_first else reversed(readers):
+                read()
+        assert moved_bytes(exporter) == {"gpu_to_ram": 3 * 4096, "ram_to_nvme": 3 * 2048}
+    assert told == {
+        "gpu_to_ram_total_bytes": 3 * 4096,
+        "gpu_to_ram_total_time": 1.5,
+        "ram_to_nvme_total_bytes": 3 * 2048,
+        "ram_to_nvme_total_time": 0.75,
+    }
+
+
+def test_a_scheduler_half_is_active_until_its_cache_and_its_workers_are_done() -> None:
+    toy = ToyEngine()
+    seen = []
+
+    def look() -> None:
+        seen.append((toy.half.is_active, toy.cache.service.is_active))
+
+    look()
+    request = toy.arrive("a", TOKENS)
+    look()
+    toy.schedule(request)
+    toy.step()
+    toy.finish(request)
+    toy.step()
+    look()  # the workers still copy, and their figures are to come
+    toy.acknowledge()
+    look()
+    assert seen == [(False, False), (True, True), (True, False), (False, False)]
 
 
 def test_labels_of_the_job_are_on_every_series() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import pytest_asyncio
@@ -14,11 +16,11 @@ from kvtier.errors import ConfigError
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
 from kvtier.testing.faulty_tier import (
+    DiskFault,
     FaultPlan,
     FaultyTier,
     FaultyTierConfig,
     Injection,
-    ReadFault,
 )
 from kvtier.tiers.base import TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Why
@@ -43,8 +45,10 @@ class Patient:
         context = TierContext(SLOT, LayoutFingerprint({"model": "m"}), pool)
         self.tier = FaultyTier.open(self.options, context)
 
-    def fall_ill(self, fault: ReadFault, one_in: int) -> None:
-        plan = FaultPlan(name=str(fault), fault=fault, one_in=one_in)
+    def fall_ill(
+        self, fault: DiskFault, one_in: int, on: Literal["read", "write"] = "read"
+    ) -> None:
+        plan = FaultPlan(name=str(fault), fault=fault, one_in=one_in, on=on)
         self.options.plan.write_text(plan.model_dump_json())
 
     async def read(self) -> Sequence[Outcome]:
@@ -53,6 +57,13 @@ class Patient:
         moved = await self.tier.read(KEYS, range(CHUNKS), into, why=Why.LOAD)
         for key, buffer, outcome in zip(KEYS, into, moved.outcomes, strict=True):
             assert (outcome is not Outcome.DONE) or buffer == make_payload(key, SLOT)
+        return moved.outcomes
+
+    async def write(self) -> Sequence[Outcome]:
+        """Write all chunks in one batch, whose sources stay as they are."""
+        sources = make_sources(KEYS, SLOT)
+        moved = await self.tier.write(KEYS, range(CHUNKS), sources, why=Why.STORE)
+        assert sources == [make_payload(key, SLOT) for key in KEYS]
         return moved.outcomes
 
     def ledger(self) -> list[Injection]:
@@ -70,17 +81,16 @@ def pool() -> Iterator[IoPool]:
 @pytest_asyncio.fixture
 async def patient(tmp_path: Path, pool: IoPool) -> AsyncIterator[Patient]:
     patient = await pool.run(lambda: Patient(tmp_path, pool), priority=0)
-    sources = make_sources(KEYS, SLOT)
-    await patient.tier.write(KEYS, range(CHUNKS), sources, why=Why.STORE)
+    assert set(await patient.write()) == {Outcome.DONE}
     yield patient
     await patient.tier.aclose()
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"), [(ReadFault.FAIL, Outcome.FAILED), (ReadFault.ROT, Outcome.CORRUPT)]
+    ("fault", "outcome"), [(DiskFault.FAIL, Outcome.FAILED), (DiskFault.ROT, Outcome.CORRUPT)]
 )
 async def test_one_chunk_of_so_many_is_lost_and_written_down(
-    patient: Patient, fault: ReadFault, outcome: Outcome
+    patient: Patient, fault: DiskFault, outcome: Outcome
 ) -> None:
     patient.fall_ill(fault, 4)
     first, second = await patient.read(), await patient.read()
@@ -91,17 +101,58 @@ async def test_one_chunk_of_so_many_is_lost_and_written_down(
 
 
 async def test_a_batch_that_stalls_takes_its_time_and_then_works(patient: Patient) -> None:
-    patient.fall_ill(ReadFault.STALL, CHUNKS)
+    patient.fall_ill(DiskFault.STALL, CHUNKS)
     began_s = time.monotonic()
     outcomes = await patient.read()
     assert time.monotonic() - began_s >= STALL_S
     assert set(outcomes) == {Outcome.DONE}
-    stall = Injection(plan="stall", fault=ReadFault.STALL, chunks=CHUNKS)
+    stall = Injection(plan="stall", fault=DiskFault.STALL, chunks=CHUNKS)
     assert patient.ledger() == [stall]
 
 
+async def test_a_batch_of_writes_that_stalls_takes_its_time_and_then_works(
+    patient: Patient,
+) -> None:
+    patient.fall_ill(DiskFault.STALL, CHUNKS, "write")
+    began_s = time.monotonic()
+    assert set(await patient.write()) == {Outcome.DONE}
+    assert time.monotonic() - began_s >= STALL_S
+    stall = Injection(plan="stall", fault=DiskFault.STALL, chunks=CHUNKS)
+    assert patient.ledger() == [stall]
+    assert set(await patient.read()) == {Outcome.DONE}
+    assert patient.ledger() == [stall], "reads are none of its business"
+
+
+async def test_writes_that_fail_are_misses_and_written_down(patient: Patient) -> None:
+    patient.fall_ill(DiskFault.FAIL, 4, "write")
+    outcomes = await patient.write()
+    # A write fails as a piece, with its neighbours.
+    failed = {at for at, outcome in enumerate(outcomes) if outcome is Outcome.FAILED}
+    assert failed
+    found = await patient.read()
+    assert {at for at, what in enumerate(found) if what is Outcome.CORRUPT} == failed
+    (injection,) = patient.ledger()
+    assert injection.chunks >= 1
+
+
+async def test_writes_that_rot_are_found_out_by_the_next_read(patient: Patient) -> None:
+    patient.fall_ill(DiskFault.ROT, 4, "write")
+    assert set(await patient.write()) == {Outcome.DONE}
+    outcomes = await patient.read()
+    assert [outcomes[at : at + 4].count(Outcome.CORRUPT) for at in (0, 4, 8)] == [1, 1, 1]
+    assert patient.ledger() == [Injection(plan="rot", fault=DiskFault.ROT, chunks=3)]
+
+
+async def test_a_write_that_a_reset_overtakes_fails(patient: Patient) -> None:
+    writing = asyncio.ensure_future(patient.write())
+    await asyncio.sleep(0)
+    await patient.tier.reset()
+    assert set(await writing) == {Outcome.FAILED}
+    assert set(await patient.read()) == {Outcome.CORRUPT}
+
+
 async def test_the_medium_itself_is_well(patient: Patient) -> None:
-    patient.fall_ill(ReadFault.ROT, 1)
+    patient.fall_ill(DiskFault.ROT, 1)
     assert set(await patient.read()) == {Outcome.CORRUPT}
     patient.options.plan.unlink()
     assert set(await patient.read()) == {Outcome.DONE}

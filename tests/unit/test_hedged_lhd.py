@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.keys import make_key
+from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction import HedgedLhd, Lru, _stake
 from kvtier.policies.eviction._hit_density import HitDensity
@@ -16,6 +17,7 @@ from kvtier.policies.eviction._runs import Timeline
 from kvtier.policies.eviction._stake import Stake
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
+from kvtier.testing.counting import count_lines
 from kvtier.testing.model_tier import ModelTier
 from tests.unit.sim_traces import TRACES, needs_traces
 
@@ -98,6 +100,18 @@ def chain(length: int, start: int = 0) -> list[ChunkCopy]:
     ]
 
 
+def in_group(copies: list[ChunkCopy], group: int) -> list[ChunkCopy]:
+    """Return ``copies`` as they are of another KV cache group."""
+    for copy in copies:
+        copy.key = make_key(copy.key[:8], group)
+        copy.parent = copy.parent and make_key(copy.parent[:8], group)
+    return copies
+
+
+def _way(copies: list[ChunkCopy], downwards: bool) -> list[ChunkCopy]:
+    return copies if downwards else copies[::-1]
+
+
 class _Filled:
     """A tier that serves prompts whole, in bulk or chunk by chunk."""
 
@@ -146,6 +160,97 @@ def test_a_prompt_goes_leaf_first_however_it_came(downwards: bool) -> None:
         for copy in reversed(copies):
             policy.on_insert(copy, ctx)
     assert policy.pick_many(8, lambda _: True, ctx) == copies[::-1]
+
+
+@pytest.mark.parametrize("downwards", [True, False])
+def test_chunks_of_several_groups_go_leaf_first_in_each(downwards: bool) -> None:
+    policy, ctx = HedgedLhd(16), PolicyContext()
+    # Groups of layers may hold different parts of a prompt: the first here is the deeper one.
+    groups = [in_group(chain(9)[4:], 0), in_group(chain(3), 1)]
+    policy.on_insert_many([copy for group in groups for copy in _way(group, downwards)], ctx)
+    victims = policy.pick_many(8, lambda _: True, ctx)
+    for number, group in enumerate(groups):
+        assert [copy for copy in victims if copy.key.endswith(bytes([number]))] == group[::-1]
+
+
+def test_chunks_of_unknown_prompts_enter_in_bulk_as_one_by_one() -> None:
+    single, batch, ctx = HedgedLhd(600), HedgedLhd(600), PolicyContext()
+    for policy in (single, batch):
+        copies = chain(5)
+        policy.on_insert_many(copies, ctx)
+        survivors = [ChunkCopy(copy.key, copy.slot) for copy in chain(500, start=5)]
+        if policy is batch:
+            policy.on_insert_many(survivors, ctx)
+        else:
+            for copy in survivors:
+                policy.on_insert(copy, ctx)
+        policy._settle()
+    ours, theirs = batch._books.stake, single._books.stake
+    assert (ours.uses, ours.depths) == (theirs.uses, theirs.depths)
+    orders = [
+        [copy.slot for copy in policy.pick_many(600, lambda _: True, ctx)]
+        for policy in (single, batch)
+    ]
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 505
+
+
+def test_a_victim_that_stays_is_neither_lost_nor_a_departure() -> None:
+    policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(16)
+    policy.on_insert_many(copies, ctx)
+    books = policy._books
+    for _ in range(3):
+        victims = policy.pick_many(4, lambda _: True, ctx)
+        for copy in reversed(victims):
+            policy.on_stay(copy, ctx)
+        policy._settle()
+        assert (books.stake.lead, books.timeline.departures, books.members) == (0.0, 0, 16)
+        assert books.clock == 16
+        assert not books.ghosts
+    assert set(policy.pick_many(16, lambda _: True, ctx)) == set(copies)
+
+
+def test_a_tier_says_of_a_leaving_copy_that_is_wanted_that_it_stays() -> None:
+    policy, ctx, keys = HedgedLhd(8), PolicyContext(), [copy.key for copy in chain(8)]
+    tier = TierState("ram", 0, 8, policy)
+    copies = tier.begin_writing(keys, tier.slots.allocate(8), [None, *keys], range(8))
+    tier.publish(copies, ctx)
+    assert tier.pick_leaving(3, ctx) == copies[:4:-1]
+    assert tier.lead(keys, ctx) == 8
+    policy._settle()
+    assert policy._books.stake.lead == 0.0
+    assert policy._books.clock == policy._books.members == 8
+
+
+def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
+    policy, ctx = HedgedLhd(4), PolicyContext()
+    first, *others = chain(20)
+    policy.on_insert(first, ctx)
+    assert policy.pick(lambda _: True, ctx) is first
+    for copy in others:
+        policy.on_insert(copy, ctx)
+        assert policy.pick(lambda _: True, ctx) is copy
+    policy.on_stay(first, ctx)
+    assert policy._books.members == 1
+    assert policy.pick_many(2, lambda _: True, ctx) == [first]
+
+
+def test_a_pick_in_vain_costs_a_look_at_each_and_moves_nobody() -> None:
+    policy, ctx, asked, members = HedgedLhd(400), PolicyContext(), 0, 400
+    for start in range(0, members, 40):
+        policy.on_insert_many(chain(40, start), ctx)
+
+    def refuse(_: ChunkCopy) -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    lines = count_lines(lambda: policy.pick_many(5, refuse, ctx))
+    assert asked == members
+    assert lines < 10 * members
+    leaf_first = [depth + start for start in range(0, 400, 40) for depth in range(40)[::-1]]
+    victims = policy.pick_many(members, lambda _: True, ctx)
+    assert [int.from_bytes(copy.key[:8], "big") for copy in victims] == leaf_first
 
 
 def test_what_one_batch_uses_twice_moves_twice() -> None:
@@ -207,7 +312,7 @@ def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -
         if step in removals:
             tier.remove(next(iter(tier.members)))
     policy._stop()
-    timeline = policy._timeline
+    timeline = policy._books.timeline
     within = [run for run in timeline.runs if not run.beyond]
     # The run at the edge counts as a whole, and the tier's own removals leave room.
     assert timeline._held == sum(run.live + run.away for run in within)
@@ -231,7 +336,7 @@ def test_what_lru_misses_as_well_is_not_taken_for_lost(
     for number in range(1000):
         tier.access(make_key((number % 66).to_bytes(8, "big"), 0))
         policy._settle()
-        assert policy._stake.lead == 0.0
+        assert policy._books.stake.lead == 0.0
     assert not tier.hits
 
 
@@ -277,7 +382,7 @@ def test_losses_are_bounded_by_counting_whatever_comes(
     capacity, rng, uses = 32, random.Random(seed), 0
     policy = HedgedLhd(capacity)
     ours, theirs = ModelTier(policy), ModelTier(Lru(capacity))
-    stake, seen, most_lead = policy._stake, [0], 0.0
+    stake, seen, most_lead = policy._books.stake, [0], 0.0
     for regime, length in regimes:
         for _ in range(10 * length):
             if regime == "new":

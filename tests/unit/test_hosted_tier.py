@@ -6,30 +6,38 @@ That it is a storage tier like any other is in tests/contract/test_tiers.py.
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import (
     CapacityError,
+    ClosedError,
     ConfigError,
     StoreDamagedError,
     StoreLockedError,
+    TierUnavailableError,
 )
 from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
 from kvtier.testing.chunks import Arena, make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext, TierStatistics
-from kvtier.tiers.hosted import HostedTier, client, connection, process
-from kvtier.tiers.hosted.frames import Batch, Frame
+from kvtier.tiers.hosted import HostedTier, client, connection, host, process
+from kvtier.tiers.hosted.frames import Batch, Frame, FrameParser
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
@@ -183,6 +191,88 @@ async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_se
         kill(shelf.tier, signal.SIGKILL)
 
 
+async def test_a_host_that_is_killed_while_it_closes_loses_nothing_that_was_committed(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(range(3))
+    assert await shelf.put(keys, range(3)) == [DONE] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+        patch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+        kill(shelf.tier, signal.SIGSTOP)
+        await shelf.tier.aclose()
+    assert sorted(await shelf.open()) == sorted(zip(keys, range(3), strict=True))
+    assert await shelf.get(keys, range(3)) == [DONE] * 3
+
+
+async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    pool = IoPool(1, name="kvtier-own")
+    tier = await opened(options, replace(context, pool=pool))
+    await tier.aopen()
+    assert await context.pool.run(lambda: pool.close(timeout_s=10), priority=0)
+    await tier.aclose()
+    assert tier._host is not None
+    assert tier._host.process.returncode == 0
+
+
+async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
+    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never_ends(process: object) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(connection, "aend", never_ends)
+    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 0.01)
+    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    held = shelf.tier._host
+    assert held is not None
+    await pool.run(lambda: held.process.wait(10), priority=0)
+
+
+async def test_a_reset_that_a_hung_host_keeps_from_ending_starts_none_for_a_closed_tier(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+    await shelf.tier.aopen()
+    first = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)
+    resetting = asyncio.ensure_future(shelf.tier.reset())
+    await asyncio.sleep(0)
+    await shelf.tier.aclose()
+    with pytest.raises(ClosedError):
+        await resetting
+    assert shelf.tier.host_pid == first
+
+
+async def test_a_host_that_starts_again_too_late_is_ended(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[process.HostProcess] = []
+    start = client._start
+
+    def close_meanwhile(
+        options: TierConfig, context: TierContext
+    ) -> tuple[process.HostProcess, process.Opened]:
+        found = start(options, context)
+        started.append(found[0])
+        asyncio.run_coroutine_threadsafe(shelf.tier.aclose(), loop).result(10)
+        return found
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(client, "_start", close_meanwhile)
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    while not started:
+        assert await shelf.get(keys, [0]) == [FAILED]
+    assert "is closed" in shelf.error
+    assert started[0].process.returncode == 0
+
+
 def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
     return Frame({**header, "op": "no such thing"})
 
@@ -268,10 +358,120 @@ async def test_errors_of_opening_cross_over_as_they_are(
         await opened(options, context)
 
 
+@dataclass
+class Survivors:
+    """A tier in which so many chunks survived."""
+
+    chunks: int
+
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
+        return ((number.to_bytes(36), number) for number in range(self.chunks))
+
+
+class CountingWriter:
+    """An engine that takes what it is sent."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    def write(self, data: bytes) -> None:
+        self.frames += 1
+
+    async def drain(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("chunks", "frames", "cleanings"), [(0, 0, 0), (8, 1, 0), (9, 2, 1)], ids=str
+)
+async def test_the_host_cleans_its_heap_only_of_what_many_chunks_left_there(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, frames: int, cleanings: int
+) -> None:
+    monkeypatch.setattr(host, "_RECOVERED_AT_ONCE", 8)
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    engine = CountingWriter()
+    await host._tell_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
+    assert (engine.frames, len(collected)) == (frames, cleanings)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Chatterbox:
+    """A host that always has something to say, of which nothing is that the store is open.
+
+    Each word takes a second on a clock of the test's own.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.timeouts_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def settimeout(self, timeout_s: float) -> None:
+        self.timeouts_s.append(timeout_s)
+
+    def sendall(self, data: bytes) -> None:
+        self.now_s += 1
+
+    def recv(self, nbytes: int) -> bytes:
+        self.now_s += 1
+        header = {"op": "log", "level": logging.DEBUG, "logger": "kvtier", "text": "wait"}
+        return Frame(header).encode()
+
+
+def test_the_deadline_is_that_of_the_whole_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 4)
+    talk = Chatterbox()
+    hosting = process.HostProcess(cast("Any", None), cast("Any", talk), FrameParser())
+    with pytest.raises(TimeoutError):
+        hosting.open({}, clock=talk.clock)
+    assert talk.timeouts_s == [4, 3, 2, 1]
+
+
+def test_a_store_that_is_not_open_in_time_is_an_error_that_says_so(
+    options: NvmeTierConfig, context: TierContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 0.01)
+    late = r"tier nvme: .* not opened the store after 0\.01 s and was ended; .* start the eng"
+    with pytest.raises(TierUnavailableError, match=late):
+        HostedTier.open(options, context)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOMEM, "Cannot allocate memory; free memory"),
+        (errno.EMFILE, "Too many open files; allow the engine more open files"),
+        (errno.ENOENT, f"No such file or directory; check that {sys.executable} is there"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
+    options: NvmeTierConfig,
+    context: TierContext,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    words: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    error = f"tier nvme: .*{re.escape(words)}.*own_process: false"
+    before = open_descriptors()
+    with pytest.raises(TierUnavailableError, match=error):
+        HostedTier.open(options, context)
+    assert open_descriptors() == before, "a socket was left open"
+
+
 ENGINE = """
 import os, sys, asyncio, signal
 from pathlib import Path
-from kvtier.config import NvmeTierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_keys
 from kvtier.testing.shelf import Shelf

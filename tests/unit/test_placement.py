@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from math import floor
 from typing import Literal
 
 import pytest
@@ -66,16 +68,30 @@ def test_tinylfu_admits_what_was_wanted_twice_lately() -> None:
     assert not tiny.admits(copy_of(0), 1, CTX), "old uses fade"
 
 
-def test_a_write_budget_is_kept_over_a_day_and_never_borrowed_ahead() -> None:
-    budget = WriteBudget(bytes_per_day=240 * MIB, chunk_nbytes=MIB)
+@pytest.mark.parametrize("chunks_per_day", [2.5, 24.0, 26.0, 240.0, 1000.5])
+@pytest.mark.parametrize("quiet_h", [0, 7])
+def test_no_day_sees_more_written_than_the_budget_whenever_it_begins(
+    chunks_per_day: float, quiet_h: int
+) -> None:
+    budget = WriteBudget(bytes_per_day=int(chunks_per_day * MIB), chunk_nbytes=MIB)
     ctx = PolicyContext()
-    written = 0
-    for second in range(0, int(DAY_S), 20):
-        ctx.now = second
-        written += sum(budget.admits(copy_of(0), 1, ctx) for _ in range(3))
-    assert written == pytest.approx(240 + 10, abs=1), "a day, and the hour it began with"
-    ctx.now += 10 * DAY_S
-    assert sum(budget.admits(copy_of(0), 1, ctx) for _ in range(100)) == 10
+    written: list[float] = []
+    for minute in range(3 * 24 * 60):
+        if quiet_h and minute // 60 % (2 * quiet_h) < quiet_h:
+            continue
+        ctx.now = 60.0 * minute
+        while budget.admits(copy_of(0), 1, ctx):
+            written.append(ctx.now)
+    days = [bisect_left(written, begin + DAY_S) - at for at, begin in enumerate(written)]
+    assert max(days) <= chunks_per_day
+    if not quiet_h:
+        assert len(written) >= 3 * floor(chunks_per_day) * 0.95, "nor is much of it left over"
+
+
+def test_a_quiet_time_pays_for_no_more_than_a_burst() -> None:
+    budget, ctx = WriteBudget(bytes_per_day=250 * MIB, chunk_nbytes=MIB), PolicyContext()
+    for ctx.now in (0.0, 10 * DAY_S):
+        assert sum(budget.admits(copy_of(0), 1, ctx) for _ in range(100)) == 10
 
 
 def test_a_small_budget_is_a_chunk_now_and_then() -> None:
@@ -202,7 +218,7 @@ def configured(*lines: str) -> str:
         (["write: through", "admit: second-touch"], False, 0),
         (["write: through", "admit: tinylfu"], False, 0),
         (["write: through", "write_budget_per_day: 24MiB"], False, 1),
-        (["write: through", "write_budget_per_day: 48MiB"], False, 2),
+        (["write: through", "write_budget_per_day: 50MiB"], False, 2),
         (["write: evict"], False, 0),
         (["write: evict", "promote: move"], False, 0),
     ],

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
-from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.single import SingleResult, TouchOrder, simulate_single
 from kvtier.sim.traces import Trace, read_trace
 from tests.unit.sim_traces import ROOT, TRACES
 from tests.unit.textbook import TEXTBOOK, count_hits
@@ -43,6 +43,7 @@ NAMES = {
     "W-TinyLFU": "w-tinylfu-exact",
 }
 REFS = {"mooncake_conversation": 288_500, "mooncake_synthetic": 121_877}
+ROUNDED = 1e-6
 LIRS_TOLERANCE = 0.0005  # the implementations differ among themselves by up to 0.00009
 
 
@@ -57,6 +58,7 @@ class Row(NamedTuple):
     tool: str
     hits: int
     leads: int | None
+    prefix_hit_ratio: float | None
 
 
 def test_every_policy_is_compared_with_something() -> None:
@@ -100,7 +102,8 @@ def reference() -> dict[Run, list[Row]]:
             order: TouchOrder = "reverse" if row["touch_order"] == "reverse" else "forward"
             run = Run(row["trace"], NAMES[row["policy"]], order, int(row["cache_blocks"]))
             leads = int(row["lead_blocks"]) if row["lead_blocks"] else None
-            rows.setdefault(run, []).append(Row(row["tool"], int(row["hits"]), leads))
+            prefix = float(row["prefix_hit_ratio"]) if row["prefix_hit_ratio"] else None
+            rows.setdefault(run, []).append(Row(row["tool"], int(row["hits"]), leads, prefix))
     return rows
 
 
@@ -111,7 +114,7 @@ NO_TRACES = "no reference traces; name their directory in KVTIER_TRACES"
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> Iterator[dict[Run, Future[tuple[int, int]]]]:
+def results(request: pytest.FixtureRequest) -> Iterator[dict[Run, Future[SingleResult]]]:
     """Run what the selected tests need, on all processors."""
     selected = [getattr(item, "callspec", None) for item in request.session.items]
     groups = [spec.params["group"] for spec in selected if spec and "group" in spec.params]
@@ -127,13 +130,12 @@ def results(request: pytest.FixtureRequest) -> Iterator[dict[Run, Future[tuple[i
 TRACE_OF: dict[str, Trace] = {}
 
 
-def replay(run: Run) -> tuple[int, int]:
+def replay(run: Run) -> SingleResult:
     trace = TRACE_OF.get(run.trace) or read_trace(TRACES / f"{run.trace}.jsonl")
     TRACE_OF[run.trace] = trace
-    result = simulate_single(
+    return simulate_single(
         trace, policy=run.policy, capacity=run.capacity, touch_order=run.touch_order
     )
-    return result.hits, result.lead_chunks
 
 
 @pytest.mark.skipif(not ROWS, reason=NO_TRACES)
@@ -153,15 +155,20 @@ def test_the_figures_are_all_there() -> None:
     ],
 )
 def test_hits_are_those_of_the_reference(
-    group: tuple[str, str, TouchOrder], results: dict[Run, Future[tuple[int, int]]]
+    group: tuple[str, str, TouchOrder], results: dict[Run, Future[SingleResult]]
 ) -> None:
     runs = [run for run in ROWS if run[:3] == group]
     assert len(runs) == 6
     for run in runs:
-        hits, leads = results[run].result()
+        result = results[run].result()
+        near = LIRS_TOLERANCE if run.policy == "lirs" else ROUNDED
         for row in ROWS[run]:
             if run.policy == "lirs":
-                assert hits == pytest.approx(row.hits, abs=LIRS_TOLERANCE * REFS[run.trace])
+                tolerance = LIRS_TOLERANCE * REFS[run.trace]
+                assert result.hits == pytest.approx(row.hits, abs=tolerance)
             else:
-                assert hits == row.hits, (run, row.tool)
-                assert row.leads in {None, leads}, (run, row.tool)
+                assert result.hits == row.hits, (run, row.tool)
+                assert row.leads in {None, result.lead_chunks}, (run, row.tool)
+            if row.prefix_hit_ratio is not None:
+                expected = pytest.approx(row.prefix_hit_ratio, abs=near)
+                assert result.prefix_hit_ratio == expected, (run, row.tool)

@@ -33,3 +33,13 @@ def test_later_drops_are_added_up_and_told_once_a_minute(
     assert "60 new chunks" in caplog.records[1].getMessage()
     log.note([0, 63], 120.0)
     assert len(caplog.records) == 2
+
+
+def test_what_ram_refuses_is_told_in_its_own_words_and_by_itself(
+    log: PressureLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.note([2, 3], 0.0)
+    ram, nvme = (record.getMessage() for record in caplog.records)
+    assert "tier ram is full of chunks that wait for a slower tier" in ram
+    assert "2 new chunks (2.0 GB) were not stored at all" in ram
+    assert "tier nvme does not keep up" in nvme

@@ -33,7 +33,7 @@ from kvtier.recording import (
 from kvtier.recording import _recorder as recorder_module
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
-from kvtier.sim.ladder import HonestTruth
+from kvtier.sim._truth import HonestTruth
 from kvtier.sim.recorded import replay_calls
 from kvtier.sim.timing import TierSpeed, TimeModel, TransferModel
 from kvtier.sim.traces import TraceError, read_trace
@@ -66,6 +66,7 @@ class Forgetful(HonestTruth):
     """Workers of whom now and then one did not write its bytes, or is still busy."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._draw = random.Random(seed)
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
@@ -86,12 +87,13 @@ def record_run(
         lines.extend(encoder.lines(name, values))
 
     tiers = build_tiers(setup.config, setup.capacities)
+    truth = Forgetful(seed)
     manager = build_manager(
         setup.config,
         tiers,
         slot_nbytes=CHUNK,
         chunk_tokens=16,
-        truth=Forgetful(seed),
+        truth=truth,
         record_events=False,
         make=partial(RecordingManager, note=note),
     )
@@ -109,6 +111,7 @@ def record_run(
             manager,
             model=model,
             transfers=TransferModel(model, ram="ram", slot_nbytes=CHUNK),
+            truth=truth,
             chunk_tokens=16,
         )
         assert len(list(engine.serve(part))) == len(part)
@@ -132,7 +135,7 @@ CHAINS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=2, m
     ram=st.integers(4, 9),
     nvme=st.integers(4, 20),
     write=st.sampled_from(["write: through", "write: evict", "write: evict\n  promote: move"]),
-    eviction=st.sampled_from(["lru", "arc", "w-tinylfu", "prefix-lru"]),
+    eviction=st.sampled_from(["hedged-lhd", "lru", "arc", "w-tinylfu", "prefix-lru"]),
     seed=st.integers(0, 9),
 )
 def test_whatever_happened_the_replay_answers_the_same(
@@ -151,7 +154,10 @@ def test_whatever_happened_the_replay_answers_the_same(
     config = setup.config.model_copy(update={"tiers": tuple(tiers)})
     path = tmp_path_factory.mktemp("run") / "calls.jsonl"
     manager = record_run(path, ManagerSetup(config, [ram, nvme], CHUNK, 16), chains, seed=seed)
-    result = replay_calls(path, config)
+    told: list[float] = []
+    result = replay_calls(path, config, progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
     assert result.requests == len(chains)
     for tier, live in zip(result.tiers, manager.snapshot().tiers, strict=True):
         assert tier.hits == live.counters.hits
@@ -178,7 +184,7 @@ def calls(tmp_path: Path) -> Path:
     return path
 
 
-def config_file(path: Path, eviction: str = "lru") -> Path:
+def config_file(path: Path, eviction: str = "hedged-lhd") -> Path:
     path.write_text(
         f"tiers:\n- {{kind: ram, capacity: 4MiB, eviction: {eviction}}}\n"
         "- {kind: nvme, path: /nowhere/at/all, capacity: 20MiB}\n"

@@ -24,7 +24,7 @@ CHAINS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 7)), min_size=1, m
 
 @pytest.mark.parametrize("policy", installed_evictions())
 @settings(max_examples=30)
-@given(chains=CHAINS, capacity=st.integers(4, 20))
+@given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_a_ghost_that_sees_everything_hits_what_the_simulator_hits(
     policy: str, chains: list[list[int]], capacity: int
 ) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import app
+from kvtier.cli import _sim, app
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.recording import CALLS_MARK
 from kvtier.sim import report
 from kvtier.sim.sweep import COLUMNS
 from tests.unit.sim_traces import TRACES, needs_traces
@@ -108,6 +109,7 @@ def test_tables_are_for_people(trace: Path, config: Path) -> None:
     table = kvtier("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     assert "time to first token p50" in table
     assert "written per day" in table
+    assert "transfer.load_path: direct" in table
 
 
 def test_no_table_loses_a_column_where_there_is_little_room(trace: Path, config: Path) -> None:
@@ -174,6 +176,46 @@ def test_a_wrong_option_is_one_clear_line(
     text = refusal("sim", "run", trace, *arguments)
     assert why in text
     assert "\n" not in text
+
+
+POLICY = ("--policy", "lru", "--capacity", "5%")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "kind"),
+    [
+        ("--capacity", "5%", "--config"),
+        ("--touch-order", "policy", "--config"),
+        ("--prefill-rate", "5000", "--policy"),
+        ("--tier-speed", "ram=1GB/s,1GB/s,1ms", "--policy"),
+    ],
+)
+def test_an_option_of_the_other_kind_of_run_is_refused(
+    trace: Path, config: Path, option: str, value: str, kind: str
+) -> None:
+    run = ("--config", config) if kind == "--config" else POLICY
+    text = refusal("sim", "run", trace, *run, option, value)
+    assert text.startswith(f"{option} does not go with {kind}; leave it out, or ")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--format", "mooncake"),
+        ("--chunk-bytes", "1MiB"),
+        ("--capacity", "5%"),
+        ("--prefill-rate", "5000"),
+        ("--tier-speed", "nvme=1GB/s,1GB/s,1ms"),
+    ],
+)
+def test_a_recording_says_all_itself(
+    tmp_path: Path, config: Path, option: str, value: str
+) -> None:
+    calls = tmp_path / "calls-000001.jsonl"
+    calls.write_text(f'{{"{CALLS_MARK}": 1}}\n')
+    text = refusal("sim", "run", calls, "--config", config, option, value)
+    assert text.startswith(f"{option} does not go with a recording of calls; leave it out, or ")
 
 
 def test_a_speed_of_a_tier_that_is_not_there_is_refused(trace: Path, config: Path) -> None:
@@ -253,9 +295,44 @@ def test_without_matplotlib_a_picture_says_what_to_install(
         report.write_plot([], tmp_path / "x.png")
 
 
-def test_an_output_that_cannot_be_written_is_refused(trace: Path, tmp_path: Path) -> None:
-    grid = ("--policies", "lru", "--capacities", "5%", "--csv", tmp_path / "no/such/x.csv")
-    assert "cannot be written" in refusal("sim", "sweep", trace, *grid)
+@pytest.mark.parametrize(
+    ("option", "file", "why"),
+    [
+        ("--csv", "no/such/x.csv", "cannot be written: there is no directory"),
+        ("--csv", "", "cannot be written: is a directory"),
+        ("--html", "no/such/x.html", "cannot be written: there is no directory"),
+        ("--plot", "no/such/x.png", "cannot be written: there is no directory"),
+        ("--plot", "x.docx", "no such picture format"),
+        ("--plot", "x", "no such picture format"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    file: str,
+    why: str,
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(_sim, "sweep", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr(_sim, "read", lambda *_: ran.append(0))
+    csv_too = () if option == "--csv" else ("--csv", tmp_path / "x.csv")
+    grid = ("--policies", "lru", "--capacities", "5%", *csv_too)
+    assert why in refusal("sim", "sweep", trace, *grid, option, tmp_path / file)
+    assert ran == []
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_without_matplotlib_no_cell_of_a_sweep_with_a_picture_is_run(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(_sim, "sweep", lambda *_, **__: ran.append(1))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="--plot needs the package matplotlib"):
+        sweep(trace, "--plot", tmp_path / "x.png")
+    assert ran == []
 
 
 def test_the_page_needs_nothing_else_and_cannot_be_broken_out_of(
@@ -339,6 +416,8 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
     config = parse_config(text, source="recommended")
     assert [tier.kind for tier in config.tiers] == ["ram", "nvme"]
     assert [tier.capacity_bytes for tier in config.tiers] == [64 << 20, 1 << 30]
+    assert config.engine.blocks_per_chunk == 512 // 16
+    assert "# Assumes chunks of 512 tokens: set engine.blocks_per_chunk" in text
     assert text.count("<- chosen") == 1
     assert "no cache at all" in text
     assert f"write: {config.placement.write}" in next(

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,7 +84,20 @@ def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(
         result = simulate_single(trace, policy=policy, capacity=capacity, touch_order=order)
         assert 0 <= result.hits <= trace.refs - trace.distinct
         assert 0 <= result.lead_chunks <= trace.refs - trace.distinct
-        assert result.stranded_hits == result.hits - result.lead_chunks
+        assert result.stranded_hits >= 0
+        if order == "forward":
+            assert result.stranded_hits == result.hits - result.lead_chunks
+
+
+def test_in_reverse_what_is_stranded_is_counted_at_arrival() -> None:
+    # 9 pushes out 0, and 1 and 2 stay behind.
+    behind = trace_of([[0, 1, 2], [1], [2], [9], [0, 1, 2]])
+    result = simulate_single(behind, policy="lru", capacity=3, touch_order="reverse")
+    assert (result.hits, result.lead_chunks, result.stranded_hits) == (4, 2, 2)
+    # 9 pushes out 3, whose return pushes out the chunks before it, one by one.
+    pushed = trace_of([[0, 1, 2, 3], [9], [0, 1, 2, 3]])
+    result = simulate_single(pushed, policy="fifo", capacity=4, touch_order="reverse")
+    assert (result.hits, result.lead_chunks, result.stranded_hits) == (0, 3, 0)
 
 
 @given(chains=CHAINS, capacity=st.integers(1, 20))
@@ -95,10 +109,34 @@ def test_belady_is_not_beaten(chains: list[list[int]], capacity: int) -> None:
         assert other.hits <= best.hits, policy
 
 
-@given(chains=CHAINS, capacity=st.integers(10, 40))
-def test_a_leaf_first_policy_strands_nothing(chains: list[list[int]], capacity: int) -> None:
-    result = simulate_single(trace_of(chains), policy="prefix-lru", capacity=capacity)
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@given(chains=CHAINS, capacity=st.integers(1, 40))
+def test_a_leaf_first_policy_strands_nothing(
+    order: TouchOrder, chains: list[list[int]], capacity: int
+) -> None:
+    result = simulate_single(
+        trace_of(chains), policy="prefix-lru", capacity=capacity, touch_order=order
+    )
     assert result.stranded_hits == 0
+
+
+def test_of_a_chain_longer_than_a_leaf_first_tier_the_head_stays() -> None:
+    chain, other = list(range(6)), [9, 10]
+    trace = trace_of([chain, chain, other, other, chain])
+    result = simulate_single(trace, policy="prefix-lru", capacity=4)
+    assert result.lead_chunks == result.hits == 4 + 2 + 2
+    assert result.stranded_hits == 0
+
+
+def test_leaf_first_is_no_worse_than_lru_where_prompts_are_longer_than_the_tier() -> None:
+    agents = generate("agents", sessions=30, per_s=0.05, chunk_tokens=512, seed=3)
+    capacity = int(np.diff(agents.offsets).max()) // 2
+    leaf_first, lru = (
+        simulate_single(agents, policy=policy, capacity=capacity)
+        for policy in ("prefix-lru", "lru")
+    )
+    assert leaf_first.stranded_hits == 0
+    assert leaf_first.prefix_hit_ratio >= lru.prefix_hit_ratio
 
 
 def test_a_partial_last_chunk_counts_as_the_tokens_it_has() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.tiers.slab import group_commit, index
+from kvtier.keys import make_key, short
+from kvtier.tiers.slab import group_commit, index, maintain
 from kvtier.tiers.slab.change import Change, Row
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import IndexDatabase, IndexSpec, hash_keys
-from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyHashes, Reason
+from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
+from kvtier.tiers.slab.schema import bring_up
+from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, MarkPattern, Reason, mark_keys
 from tests.unit.stores import KEYS, SLOTS, Store
 
 
@@ -27,8 +31,8 @@ def database(tmp_path: Path) -> Iterator[IndexDatabase]:
     database.close()
 
 
-def trail_in(directory: Path) -> list[KeyHashes]:
-    """Return the hashes of each row of the trail, oldest first."""
+def trail_in(directory: Path) -> list[KeyMarks]:
+    """Return the marks of each row of the trail, oldest first."""
     connection = sqlite3.connect(directory / "index.sqlite")
     rows = connection.execute("SELECT key_hashes FROM departures ORDER BY end").fetchall()
     connection.close()
@@ -71,6 +75,7 @@ class TestLoading:
         stored = database.load(5)
         assert list(stored) == [(key, slot) for slot, key in enumerate(keys, start=1)]
         assert stored.key_hashes.tolist() == hash_keys(keys).tolist()
+        assert stored.key_marks.tolist() == mark_keys(keys).tolist()
 
 
 class TestVersions:
@@ -82,7 +87,7 @@ class TestVersions:
         store.put([KEYS[SLOTS]], [0])
         store.stop()
         assert store.index.stat().st_ino == inode
-        assert store.sql("PRAGMA user_version") == [(2,)]
+        assert store.sql("PRAGMA user_version") == [(3,)]
         rows = store.sql("SELECT stored_at > 0, used_at > 0, hits FROM chunks ORDER BY slot")
         assert rows == [(1, 1, 0), (0, 0, 0), (0, 0, 0), (0, 1, 1), *[(0, 0, 0)] * 12]
         assert store.start() == [KEYS[1], KEYS[2], *KEYS[4:SLOTS], KEYS[3], KEYS[SLOTS]]
@@ -98,15 +103,56 @@ class TestVersions:
         aside.close()
         assert (columns[-1], version) == ("last_use", (1,))
 
+    def test_version_2_is_brought_up_in_place_and_keeps_chunks_uses_and_trail(
+        self, store: Store
+    ) -> None:
+        store.start()
+        store.fill()
+        store.tier.touch([3])
+        store.stop()
+        store.become_version_2(evicted=[KEYS[40]])
+        kept = "SELECT * FROM chunks ORDER BY slot"
+        before, inode = store.sql(kept), store.index.stat().st_ino
+        assert set(store.start()) == set(KEYS[:SLOTS])
+        store.put([KEYS[SLOTS]], [0])
+        store.stop()
+        assert (store.index.stat().st_ino, store.sql(kept)[1:]) == (inode, before[1:])
+        assert store.sql("PRAGMA user_version") == [(3,)]
+        assert store.sql(
+            "SELECT end, reason, key_hashes, marked FROM departures ORDER BY end"
+        ) == [
+            (1000, "evicted", hash_keys([KEYS[40]]).tobytes(), 0),
+            (1040, "evicted", mark_keys([KEYS[0]]).tobytes(), 1),
+        ]
+
+    def test_who_reads_while_an_engine_brings_version_2_up_reads_on(self, store: Store) -> None:
+        store.filled().become_version_2(evicted=[KEYS[40]])
+        (space,) = find_namespaces(store.root)
+        with maintain.hold(space, "stop that engine"), IndexReader(space) as reader:
+            before = (reader.totals(), list(reader.departures()))
+            connection = sqlite3.connect(store.index)
+            bring_up(connection)
+            connection.close()
+            assert reader.live
+            assert (reader.totals(), list(reader.departures())) == before
+
+    def test_an_upgrade_of_version_2_cut_short_costs_the_cache_and_not_the_start(
+        self, store: Store
+    ) -> None:
+        store.filled().become_version_2()
+        store.sql("ALTER TABLE departures ADD COLUMN marked")  # but the version says 2
+        assert store.start() == []
+        store.fill()
+
     def test_a_version_nobody_knows_is_set_aside(self, store: Store) -> None:
-        store.filled().sql("PRAGMA user_version=3")
+        store.filled().sql("PRAGMA user_version=4")
         assert store.start() == []
         store.stop()
         assert (store.directory / "index.sqlite.damaged").exists()
         assert store.sql("SELECT reason, key_hashes FROM departures") == [("damaged", b"")]
 
     def test_a_trail_without_room_to_go_on_is_damage(self, store: Store) -> None:
-        store.filled().sql("INSERT INTO departures VALUES (?, 1, 'reset', x'')", 2**63 - 1)
+        store.filled().sql("INSERT INTO departures VALUES (?, 1, 'reset', x'', 1)", 2**63 - 1)
         assert store.start() == []
         store.fill()
 
@@ -136,6 +182,33 @@ class TestUses:
         assert store.sql("SELECT hits FROM chunks WHERE slot = 5") == [(2,)]
 
 
+class TestMarks:
+    def test_a_mark_is_the_first_eight_bytes_and_the_group(self) -> None:
+        keys = [make_key(bytes(range(1, 33)), 0), make_key(bytes(range(1, 33)), 3)]
+        assert mark_keys(keys).tolist() == [0x0102030405060708, 0x0102030705060708]
+
+    @pytest.mark.parametrize("other", [b"", b"abc", bytes(7), bytes(40)])
+    def test_keys_of_unlike_lengths_have_the_marks_they_have_alone(self, other: bytes) -> None:
+        keys = [make_key(other, 5), *KEYS[:3]]
+        alone = [mark_keys([key]).tolist()[0] for key in keys]
+        assert mark_keys(keys).tolist() == alone
+        assert mark_keys(keys[::-1]).tolist() == alone[::-1]
+
+    @pytest.mark.parametrize("count", range(8, 17))
+    @pytest.mark.parametrize("group", [0, 7, 63])
+    def test_a_pattern_means_the_keys_that_begin_so_and_no_other(
+        self, count: int, group: int
+    ) -> None:
+        keys = [make_key(random.Random(seed).randbytes(32), group) for seed in range(500)]
+        marks = mark_keys(keys)
+        digits = keys[123].hex()[:count]
+        for asked in (group, None):
+            pattern = MarkPattern(digits, asked)
+            assert np.flatnonzero(pattern.matches(marks)).tolist() == [123]
+            assert pattern.short_of(int(marks[123])) == short(keys[123])
+        assert not MarkPattern(digits, group + 1).matches(marks).any()
+
+
 class TestTrail:
     def test_it_keeps_the_newest_and_stays_within_its_bytes(
         self, database: IndexDatabase, tmp_path: Path
@@ -154,7 +227,7 @@ class TestTrail:
         database.note_departures(Reason.RESET, np.arange(2_000_000, dtype=np.uint64))
         (kept,) = trail_in(tmp_path)
         assert (kept.nbytes <= TRAIL_NBYTES, kept[-1]) == (True, 1_999_999)
-        database.note_departures(Reason.EVICTED, hash_keys(KEYS[:1]))
+        database.note_departures(Reason.EVICTED, mark_keys(KEYS[:1]))
         assert [len(row) for row in trail_in(tmp_path)] == [len(kept), 1]
         database.note_departures(Reason.EVICTED, kept)
         assert [len(row) for row in trail_in(tmp_path)] == [len(kept)]
@@ -190,10 +263,10 @@ class TestGroupCommit:
         monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
         database = Recorder()
         group = GroupCommit(database, name="test", clock=1)
-        group.depart_nowait(Reason.EVICTED, hash_keys(KEYS[:1]))  # the first goes at once
+        group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[:1]))  # the first goes at once
         await group.put([0], [KEYS[0]], [7])
         group.use_nowait([0])
-        group.depart_nowait(Reason.EVICTED, hash_keys(KEYS[1:2]))
+        group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[1:2]))
         await group.put([1], [KEYS[1]], [7])
         assert not database.changes[-1].notes
         await stopped(group)
@@ -206,7 +279,7 @@ class TestGroupCommit:
         monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
         database = Recorder()
         group = GroupCommit(database, name="test", clock=1)
-        group.depart_nowait(Reason.EVICTED, hash_keys(KEYS[:1]))
+        group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[:1]))
         await group.put([0, 1, 2], KEYS[:3], [7, 7, 7])
         group.use_nowait([0, 1, 2])
         await group.put([0], [KEYS[3]], [7])

@@ -24,6 +24,7 @@ from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.inspect import find_namespaces, holder_of
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
 SLOT = 4096
@@ -32,8 +33,8 @@ KEYS = make_keys(range(8))
 Opener = Callable[..., SlabTier]
 
 
-def fingerprint(model: str) -> LayoutFingerprint:
-    return LayoutFingerprint({"model": model, "tp": 1})
+def fingerprint(model: str, ranks: int = 1) -> LayoutFingerprint:
+    return LayoutFingerprint({"model": model, "ranks": ranks})
 
 
 @pytest.fixture
@@ -58,10 +59,16 @@ def open_tier(root: Path, pool: IoPool) -> Iterator[Opener]:
     opened: list[SlabTier] = []
 
     def open_tier(
-        *, model: str = "m", slots: int = 8, slot_nbytes: int = SLOT, io: BlockIo | None = None
+        *,
+        model: str = "m",
+        ranks: int = 1,
+        slots: int = 8,
+        slot_nbytes: int = SLOT,
+        io: BlockIo | None = None,
+        path: Path = root,
     ) -> SlabTier:
-        options = NvmeTierConfig(path=root, capacity_bytes=slots * SLOT, direct_io="off")
-        context = TierContext(slot_nbytes, fingerprint(model), pool)
+        options = NvmeTierConfig(path=path, capacity_bytes=slots * SLOT, direct_io="off")
+        context = TierContext(slot_nbytes, fingerprint(model, ranks), pool)
         opened.append(SlabTier.open(options, context, io=io))
         return opened[-1]
 
@@ -137,7 +144,7 @@ from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint
 options = NvmeTierConfig(path=pathlib.Path(sys.argv[1]), capacity_bytes=8 * 4096)
 pool = IoPool(1, name="kvtier-holder")
-context = TierContext(4096, LayoutFingerprint({"model": "m", "tp": 1}), pool)
+context = TierContext(4096, LayoutFingerprint({"model": "m", "ranks": 1}), pool)
 tier = SlabTier.open(options, context)
 sys.stdout.write("open\\n")
 sys.stdout.flush()
@@ -183,6 +190,29 @@ def test_a_model_upgrade_stays_within_capacity(
     assert [path.name for path in root.iterdir() if path.is_dir()] == [
         fingerprint("new").namespace()
     ]
+
+
+def test_another_number_of_ranks_does_not_cost_the_cache(open_tier: Opener, own: Path) -> None:
+    before = open_tier(ranks=1)
+    fill(before)
+    close(before)
+    with pytest.raises(
+        ConfigError, match=r"for 1 ranks .* an engine of 2 cannot read"
+    ) as caught:
+        open_tier(ranks=2)
+    assert str(own) in str(caught.value)
+    assert len(slots_of(open_tier(ranks=1))) == 8
+
+
+def test_two_numbers_of_ranks_share_a_store_that_has_room_for_both(
+    open_tier: Opener, root: Path
+) -> None:
+    before = open_tier(ranks=1, slots=4)
+    fill(before, 4)
+    close(before)
+    open_tier(ranks=2, slots=9, slot_nbytes=5 * SLOT)  # one slot: nine pages in all
+    kept = {path.name for path in root.iterdir() if path.is_dir()}
+    assert kept == {fingerprint("m", ranks).namespace() for ranks in (1, 2)}
 
 
 def test_the_least_recently_opened_model_leaves_first(open_tier: Opener, root: Path) -> None:
@@ -257,7 +287,9 @@ def test_a_stranger_in_a_namespace_survives_its_removal(open_tier: Opener, root:
     assert not stranger.with_name("slots.bin").exists()
 
 
-@pytest.mark.parametrize("name", ["slots.bin", "index.sqlite", "index.sqlite-wal", "lock"])
+@pytest.mark.parametrize(
+    "name", ["slots.bin", "index.sqlite", "index.sqlite-wal", "lock", "layout.json"]
+)
 def test_a_symbolic_link_in_place_of_a_file_is_refused(
     open_tier: Opener, own: Path, tmp_path: Path, name: str
 ) -> None:
@@ -269,6 +301,57 @@ def test_a_symbolic_link_in_place_of_a_file_is_refused(
     with pytest.raises(StoreDamagedError, match=f"{name} is not a plain file; move it away"):
         open_tier()
     assert target.read_bytes() == b"precious"
+
+
+def test_a_symbolic_link_in_place_of_the_lock_of_the_store_is_refused(
+    open_tier: Opener, root: Path, tmp_path: Path
+) -> None:
+    close(open_tier())
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    lock = root / "kvtier.lock"
+    lock.unlink()
+    lock.symlink_to(target)
+    message = f"{lock} is a symbolic link, which is not followed; remove it"
+    with pytest.raises(StoreDamagedError, match=message):
+        open_tier()
+    (space,) = find_namespaces(root)
+    with pytest.raises(ConfigError, match=message):
+        holder_of(space.directory)
+    assert target.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["the path", "a directory above"])
+def test_a_symbolic_link_at_the_path_or_above_is_followed(
+    open_tier: Opener, root: Path, tmp_path: Path, above: bool
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    root.symlink_to(disk)
+    asked = root / "store" if above else root
+    tier = open_tier(path=asked)
+    fill(tier)
+    close(tier)
+    real = disk / "store" if above else disk
+    assert (real / fingerprint("m").namespace() / "slots.bin").stat().st_size == 8 * SLOT
+    assert root.is_symlink()
+    for path in (asked, real):
+        (space,) = find_namespaces(path)
+        assert holder_of(space.directory) is None
+        tier = open_tier(path=path)
+        assert slots_of(tier) == list(range(8))
+        with pytest.raises(StoreLockedError):  # by whichever name it is opened again
+            open_tier(path=real if path == asked else asked)
+        close(tier)
+
+
+def test_a_symbolic_link_at_the_path_that_leads_nowhere_is_a_configuration_error(
+    open_tier: Opener, root: Path, tmp_path: Path
+) -> None:
+    root.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=f"path {root} is not a directory"):
+        open_tier()
+    assert not (tmp_path / "unmounted").exists()
 
 
 def test_a_symbolic_link_in_place_of_the_namespace_is_refused(
@@ -306,7 +389,7 @@ def edit_layout(own: Path, **changes: Any) -> None:
     [
         ({"version": 2}, "version 2"),
         ({"format": "tar"}, "format 'tar'"),
-        ({"fingerprint": {"model": "m", "tp": 2}}, "tp is 2, this engine's 1"),
+        ({"fingerprint": {"model": "m", "ranks": 2}}, "ranks is 2, this engine's 1"),
         ({"slot_nbytes": "many"}, "does not describe a kvtier store"),
     ],
 )

@@ -52,6 +52,34 @@ def chains(trace: Trace) -> list[list[int]]:
     return trace.chains()
 
 
+def bailian(chat: Any, parent: Any, **more: Any) -> str:
+    """A Qwen-Bailian record: chat number ``chat``, which goes on from ``parent``."""
+    return line(chat_id=chat, parent_chat_id=parent, **more)
+
+
+# -- sessions ----------------------------------------------------------------------------------
+
+
+def test_a_request_belongs_to_the_session_its_record_names(saved: Save) -> None:
+    lines = [line(session_id="a"), line(), line(session_id=7), bailian(1, -1, session_id="b")]
+    assert read_trace(saved("".join(lines))).sessions == ("a", "", "7", "b")
+    assert read_trace(saved(line() + line())).sessions == ()
+
+
+def test_chats_that_go_on_from_each_other_are_one_session(saved: Save) -> None:
+    chats = [(1, -1), (2, 1), (3, -1), (4, 2), (5, 99), (6, 99), (7, 3), (8, None)]
+    trace = read_trace(saved("".join(bailian(*chat) for chat in chats)))
+    assert trace.format == "bailian"
+    assert trace.sessions == ("1", "1", "3", "1", "99", "99", "3", "8")
+
+
+@pytest.mark.parametrize("key", ["session_id", "chat_id", "parent_chat_id"])
+@pytest.mark.parametrize("value", [[1], 1.5, True, {}])
+def test_what_is_no_name_is_refused(saved: Save, key: str, value: Any) -> None:
+    with pytest.raises(TraceError, match=rf"a.trace:2: {key} = .* is not a name; write a text"):
+        read_trace(saved(bailian(1, -1) + line(**{"chat_id": 2, key: value})))
+
+
 # -- what is read ------------------------------------------------------------------------------
 
 

@@ -4,13 +4,16 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, TierUnavailableError
+from kvtier.keys import make_key
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import EngineLimits, Route, TransferEngine
+from kvtier.transfer import engine as engine_module
 from kvtier.types import Job, Outcome, TransferResult, Why
 
 CHUNK_NBYTES = 4096
@@ -27,7 +30,7 @@ class Scripted(Route):
         self.began: list[int] = []
         self.gates: dict[int, threading.Event] = {}
         self.entered: dict[int, threading.Event] = {}
-        self.answers: dict[int, Outcome | Exception] = {}
+        self.answers: dict[int, Outcome | list[Outcome] | Exception] = {}
         self.abandoned: list[int] = []
 
     def abandon(self, job: Job) -> None:
@@ -48,7 +51,8 @@ class Scripted(Route):
         if isinstance(answer, Exception):
             raise answer
         error = "" if answer is Outcome.DONE else "scripted"
-        return SlotOutcomes([answer] * len(job.keys), error)
+        each = answer if isinstance(answer, list) else [answer] * len(job.keys)
+        return SlotOutcomes(each, error)
 
 
 def job(why: Why = Why.PROMOTE, *, chunks: int = 1, timeout_s: float = 30.0) -> Job:
@@ -107,6 +111,24 @@ def test_a_job_ends_in_one_settled_result_with_an_outcome_per_chunk(
     assert engine.poll() == []
     stats = engine.statistics()["nvme", "ram"]
     assert (stats.jobs, stats.nbytes, stats.queued_bytes) == (1, 3 * CHUNK_NBYTES, 0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
+def test_a_chunk_that_is_lost_is_named_as_an_operator_may_ask_for_it(
+    make_engine: MakeEngine,
+    route: Scripted,
+    caplog: pytest.LogCaptureFixture,
+    outcome: Outcome,
+) -> None:
+    engine = make_engine()
+    keys = [make_key(bytes([chunk]) * 32, chunk) for chunk in range(3)]
+    work = job(chunks=3)._replace(keys=keys)
+    route.answers[work.job_id] = [Outcome.DONE, outcome, outcome]
+    engine.submit(work)
+    wait_for(engine, work)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    named = "chunk 0101010101010101/1, of 2 lost"
+    assert warned == [f"job {work.job_id}, nvme -> ram: {named}: scripted"]
 
 
 def test_the_urgent_job_starts_first(make_engine: MakeEngine, route: Scripted) -> None:
@@ -243,7 +265,7 @@ def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_t
     async def act() -> None:
         seen.append(list(route.began))
 
-    assert not engine.exclusively(act, timeout_s=0.01)
+    assert not engine.exclusively_each({"ram": act}, timeout_s=0.01)
     engine.submit(later)
     assert not engine.wait([later.job_id], timeout_s=0.01)
     assert engine.wait([waiting.job_id], timeout_s=10)
@@ -252,6 +274,71 @@ def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_t
     assert sorted(route.abandoned) == [running.job_id, waiting.job_id]
     assert seen == [[running.job_id]]
     assert route.began == [running.job_id, later.job_id]
+
+
+def test_what_is_done_exclusively_to_a_tier_that_hangs_keeps_no_other_tier_waiting(
+    route: Scripted,
+) -> None:
+    engine = TransferEngine(
+        "test",
+        {("nvme", "ram"): route, ("ram", "nvme"): route, ("tape", "ram"): route},
+        chunk_nbytes=CHUNK_NBYTES,
+        limits=EngineLimits(queued_bytes=1 << 20, running_bytes=CHUNK_NBYTES),
+    )
+    hung, waiting = job(), job()
+    gate = route.hold(hung)
+    engine.submit(hung)
+    assert route.entered[hung.job_id].wait(10)
+    engine.submit(waiting)
+    reset: list[str] = []
+    release, tape_is_reset = threading.Event(), threading.Event()
+
+    async def reset_nvme() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, release.wait)
+        reset.append("nvme")
+
+    async def reset_tape() -> None:
+        reset.append("tape")
+        tape_is_reset.set()
+
+    def check_that_only_nvme_waits() -> None:
+        behind, beside = job(Why.DEMOTE), job()._replace(source="tape")
+        engine.submit(behind, beside)
+        assert wait_for(engine, beside)[beside.job_id] == ([Outcome.DONE], True)
+        assert reset == ["tape"]
+        assert behind.job_id not in route.began
+
+    actions = {"nvme": reset_nvme, "tape": reset_tape}
+    assert not engine.exclusively_each(actions, timeout_s=0.01)
+    assert tape_is_reset.wait(10)
+    check_that_only_nvme_waits()  # for a job that hangs
+    gate.set()
+    wait_for(engine, hung)
+    check_that_only_nvme_waits()  # for a reset that hangs
+    release.set()
+    assert engine.close(timeout_s=10)
+    assert reset == ["tape", "nvme"]
+
+
+def test_what_goes_wrong_with_one_tier_is_told_when_all_are_over(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    reset: list[str] = []
+
+    async def reset_ram() -> None:
+        reset.append("ram")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.exclusively_each({"nvme": cancelled_tier, "ram": reset_ram}, timeout_s=10)
+    assert [type(error) for error in raised.value.exceptions] == [TierUnavailableError]
+    assert reset == ["ram"]
+
+
+async def cancelled_tier() -> None:
+    inner = asyncio.get_running_loop().create_future()
+    inner.cancel()
+    await inner
 
 
 def test_closing_runs_what_is_queued_then_the_closers(route: Scripted) -> None:
@@ -305,13 +392,13 @@ def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
 ) -> None:
     engine = make_engine()
     turns = itertools.count()
-    admit = engine._admit
+    admit = engine._runner._admit
 
     def counted() -> None:
         next(turns)
         admit()
 
-    monkeypatch.setattr(engine, "_admit", counted)
+    monkeypatch.setattr(engine._runner, "_admit", counted)
     stuck, waiting = job(), job()
     gate = route.hold(stuck)
     engine.submit(stuck)
@@ -322,6 +409,34 @@ def test_closing_with_a_stuck_job_gives_up_and_cancels_what_waits(
     assert wait_for(engine, waiting) == {waiting.job_id: ([Outcome.CANCELLED], True)}
     gate.set()
     assert wait_for(engine, stuck) == {stuck.job_id: ([Outcome.DONE], True)}
+
+
+def test_closing_takes_no_longer_than_it_may_and_keeps_some_of_that_for_the_tiers(
+    make_engine: MakeEngine, route: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    stuck = job()
+    route.hold(stuck)
+    engine.submit(stuck)
+    assert route.entered[stuck.job_id].wait(10)
+    now_s = 0.0
+    waited_s: list[float] = []
+
+    def wait(timeout_s: float) -> None:
+        nonlocal now_s
+        now_s += timeout_s
+        waited_s.append(timeout_s)
+
+    def wait_for(predicate: Callable[[], bool], timeout: float) -> bool:
+        wait(timeout)
+        return predicate()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr(engine._answers.changed, "wait_for", wait_for)
+        patch.setattr(engine._thread, "join", wait)
+        assert not engine.close(timeout_s=8)
+    assert waited_s == [6, 2]
 
 
 def test_a_job_without_a_route_is_the_callers_mistake(make_engine: MakeEngine) -> None:
@@ -367,7 +482,7 @@ def test_overlapping_exclusive_actions_each_keep_others_out(
         seen.append("second")
 
     for act in (second, first):
-        assert not engine.exclusively(act, timeout_s=0.01)
+        assert not engine.exclusively_each({"ram": act}, timeout_s=0.01)
     engine.submit(later)
     gate.set()
     wait_for(engine, running)
@@ -497,14 +612,14 @@ def test_a_thread_that_dies_answers_every_job(
     def die() -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr(engine, "_admit", die)
+    monkeypatch.setattr(engine._runner, "_admit", die)
     jobs = [job(), job()]
     engine.submit(*jobs)
     assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.FAILED], True) for each in jobs}
     with pytest.raises(ClosedError):
         engine.submit(job())
     with pytest.raises(ClosedError):
-        engine.exclusively(act, timeout_s=10)
+        engine.exclusively_each({"ram": act}, timeout_s=10)
     engine.cancel(jobs[0].job_id)
     engine._thread.join(10)
     assert engine.close(timeout_s=10)

@@ -115,6 +115,28 @@ def test_an_import_that_failed_for_no_reason_of_ours_says_which() -> None:
     assert "libtorch.so: undefined symbol" in str(refusal)
 
 
+@dataclasses.dataclass
+class Job:
+    """A job of vLLM's."""
+
+    req_id: str
+    spec: object
+
+
+def test_state_that_kvtier_reads_is_looked_for_at_the_start() -> None:
+    compat.require_members(Job, "req_id", "spec")
+    compat.require_members(SimpleNamespace(manager=None), "manager")
+
+
+def test_state_that_is_not_there_is_named() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"Job has no dst_spec, worker: .*0\.25 to 0\.33"
+    ):
+        compat.require_members(Job, "req_id", "dst_spec", "worker")
+    with pytest.raises(UnsupportedError, match="SimpleNamespace has no manager"):
+        compat.require_members(SimpleNamespace(), "manager")
+
+
 def test_an_abstract_method_kvtier_does_not_have_is_refused() -> None:
     class Newer(Asked):
         @abc.abstractmethod

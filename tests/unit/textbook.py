@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["TEXTBOOK", "Textbook", "count_hits"]
+__all__ = ["TEXTBOOK", "Textbook", "TwoLevels", "count_hits"]
 
 
 class Textbook(ABC):
@@ -398,6 +398,67 @@ class WTinyLfu(Textbook):
         full = len(resident) == self.main_limit
         if not full or self.counts[candidate] > self.counts[resident[0]]:
             self.main.access(candidate)
+
+
+class TwoLevels:
+    """Two LRU caches, one below the other, and what crosses between them.
+
+    A chunk found in the second is touched or taken there before it enters the first.
+
+    Args:
+        scheme: ``exclusive``, ``write_through`` or ``demote_keep``; the last also with
+            ``_admit2``, only what was used twice goes down, or ``_promote2``, only every second
+            hit below comes up.
+    """
+
+    def __init__(self, scheme: str, first: int, second: int) -> None:
+        self.scheme = scheme
+        self.limits = first, second
+        self.first: list[int] = []  # the next victim first
+        self.second: list[int] = []
+        self.uses: Counter[int] = Counter()
+        self.hits_below: Counter[int] = Counter()
+        self.hits = [0, 0]
+        self.writes = self.promotions = 0
+
+    def access(self, key: int) -> None:
+        self.uses[key] += 1
+        if key in self.first:
+            self.hits[0] += 1
+            self.first.remove(key)
+            self.first.append(key)
+            return
+        if key in self.second:
+            self.hits[1] += 1
+            self.hits_below[key] += 1
+            self.second.remove(key)
+            if self.scheme != "exclusive":
+                self.second.append(key)
+            if self.scheme.endswith("promote2") and self.hits_below[key] % 2:
+                return
+            self.promotions += 1
+        elif self.scheme == "write_through":
+            self.write(key)
+        if len(self.first) == self.limits[0]:
+            self.leave(self.first.pop(0))
+        self.first.append(key)
+
+    def leave(self, key: int) -> None:
+        """Let ``key``, which was evicted above, go down; if it is there it is touched."""
+        worthy = self.uses[key] > 1 or not self.scheme.endswith("admit2")
+        if self.scheme == "write_through":
+            return
+        if key in self.second:
+            self.second.remove(key)
+            self.second.append(key)
+        elif worthy:
+            self.write(key)
+
+    def write(self, key: int) -> None:
+        self.writes += 1
+        if len(self.second) == self.limits[1]:
+            del self.hits_below[self.second.pop(0)]
+        self.second.append(key)
 
 
 TEXTBOOK: dict[str, type[Textbook]] = {

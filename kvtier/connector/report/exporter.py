@@ -152,7 +152,8 @@ class MetricsExporter:
     """Serves ``/metrics`` until it is closed; a context manager.
 
     Args:
-        source: Whose figures they are; read by :meth:`refresh` only.
+        source: Whose figures they are; read by :meth:`refresh` only. Of an engine that kvtier's
+            own scheduler half drives, that half, which alone knows what workers copied.
         port: TCP port; 0 for any that is free.
         host: Address to listen at; by default this machine alone can ask.
         labels: Put on every series, such as ``{"job": "warm-up"}``.

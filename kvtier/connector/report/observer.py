@@ -50,23 +50,24 @@ class Observer:
         self._shadows = shadows
         self._positions = positions
         self._chunk_tokens = chunk_tokens
-        self._open: dict[str, RequestContext] = {}
+        self._open: dict[str, tuple[RequestContext, str]] = {}
 
     def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
         """Note a new request of ``session``, ``now`` in seconds on a monotonic clock."""
-        self._open[context.req_id] = context
+        self._open[context.req_id] = context, session
         if self._log is not None:
             self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
         """Note requests that were scheduled for the first time in this step."""
         for req_id in req_ids:
-            context = self._open.get(req_id)
-            if context is None:
+            known = self._open.get(req_id)
+            if known is None:
                 continue
+            context, session = known
             prompt = self._chunks(context)
             for _, tier in self._shadows:
-                tier.serve(prompt, now)
+                tier.serve(prompt, now, request=req_id, session=session)
             if self._log is not None:
                 self._log.started(req_id, prompt)
 
@@ -74,7 +75,7 @@ class Observer:
         """Note that a request is over."""
         known = self._open.pop(context.req_id, None)
         if known is not None and self._log is not None:
-            self._log.ended(context.req_id, self._chunks(known))
+            self._log.ended(context.req_id, self._chunks(known[0]))
 
     def reset(self) -> None:
         """Note that every tier was emptied."""

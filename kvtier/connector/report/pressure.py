@@ -1,4 +1,9 @@
-"""Tells the operator, not too often, that a tier does not keep up."""
+"""Tells the operator, not too often, that a tier does not keep up.
+
+It shows in two places. Where new chunks go down at once, those that a slow tier cannot take are
+dropped on the way to it. Where chunks go down when they are evicted, RAM fills with chunks that
+cannot leave, and new ones are refused there.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,21 @@ __all__ = ["PressureLog"]
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _QUIET_S: Final = 60.0
+_NOT_SENT: Final = (
+    "tier %s does not keep up: %d new chunks (%.1f GB) were not copied to it and will not "
+    "outlive RAM; a faster disk, more RAM or placement.write: evict helps"
+)
+_NOT_STORED: Final = (
+    "tier %s is full of chunks that wait for a slower tier, which does not keep up: %d new "
+    "chunks (%.1f GB) were not stored at all; a faster disk or more RAM helps"
+)
 
 
 class PressureLog:
     """Warns when chunks are dropped, at once and then at most once a minute. Time is passed in.
 
     Args:
-        tiers: The tiers' names.
+        tiers: The tiers' names, RAM first.
         slot_nbytes: Bytes of one chunk.
     """
 
@@ -36,8 +49,7 @@ class PressureLog:
             self._reported[index] = total
             self._due_s[index] = now + _QUIET_S
             logger.warning(
-                "tier %s does not keep up: %d new chunks (%.1f GB) were not copied to it and "
-                "will not outlive RAM; a faster disk, more RAM or placement.write: evict helps",
+                _NOT_SENT if index else _NOT_STORED,
                 self._tiers[index],
                 new,
                 new * self._slot_nbytes / 1e9,

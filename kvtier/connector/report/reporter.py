@@ -23,7 +23,13 @@ _EVERY_S: Final = 0.25
 
 
 class StatisticsSource(Protocol):
-    """Whoever has figures; :class:`~kvtier.connector.service.CacheService` is one."""
+    """Whoever has figures.
+
+    A :class:`~kvtier.connector.service.CacheService` has those of its tiers, and the
+    :class:`~kvtier.connector.scheduler.ConnectorScheduler` that drives it also what workers
+    copied. What is taken from a source is gone from it, so it has one reader, and a cache that
+    is driven has none but its driver.
+    """
 
     @property
     def is_active(self) -> bool:

@@ -35,7 +35,8 @@ class TierFigures(NamedTuple):
         refused_chunks: Chunks not taken for lack of room or by policy.
         lost_chunks: Chunks that did not reach the slower tier they were meant for.
         unretained_chunks: Chunks asked to be kept that were not, or not as long.
-        dropped_chunks: Chunks meant for the tier and not sent because it did not keep up.
+        dropped_chunks: Chunks meant for the tier and not sent because it did not keep up; of
+            RAM, those refused because others that wait for a slower tier filled it.
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
         failed_reads: Chunks whose transfer out failed.
         failed_writes: Chunks whose transfer in failed.

@@ -13,6 +13,7 @@ its oldest keys are those that LRU let go of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
@@ -35,10 +36,11 @@ class Run:
         first: Place before which there is none any more.
         live: How many there are.
         away: Keys that were evicted from it and are remembered.
+        away_before: Those of them that are forgotten next.
         beyond: Whether LRU would have let all of it go.
     """
 
-    __slots__ = ("away", "beyond", "copies", "first", "kind", "live", "since")
+    __slots__ = ("away", "away_before", "beyond", "copies", "first", "kind", "live", "since")
 
     def __init__(self, kind: int, since: int) -> None:
         self.kind = kind
@@ -47,6 +49,7 @@ class Run:
         self.first = 0
         self.live = 0
         self.away = 0
+        self.away_before = 0
         self.beyond = False
 
     def clear(self) -> None:
@@ -60,9 +63,7 @@ class Run:
         They keep their ``queued``, and count as live until somebody says otherwise.
         """
         copies, first = self.copies, self.first
-        taken = [copy for copy in copies[first : first + count] if copy]
-        if len(taken) < count:
-            taken = list(islice(filter(None, islice(copies, first, None)), count))
+        taken = list(islice(filter(None, islice(copies, first, None)), count))
         self.first = end = taken[-1].queued + 1
         copies[first:end] = [None] * (end - first)
         taken.reverse()
@@ -119,8 +120,8 @@ class Timeline:
     @property
     def departures(self) -> int:
         """Keys that LRU holds and that are not here."""
-        edge = self.runs[self._edge]
-        return self.departed - min(self.past_reach(edge), edge.away)
+        away = self.runs[self._edge].away
+        return self.departed - min(max(self._held - self._capacity, 0), away)
 
     def forget(self, run: Run, count: int) -> None:
         """Note that ``count`` keys of ``run`` that were away are forgotten."""
@@ -141,6 +142,13 @@ class Timeline:
             place += 1
         self._oldest = place
         return runs[place]
+
+    def by_age(self) -> Iterator[ChunkCopy]:
+        """Yield the copies that are here, of which there must be one, oldest use first."""
+        self.oldest()
+        for place in range(self._oldest, len(self.runs)):
+            run = self.runs[place]
+            yield from filter(None, islice(run.copies, run.first, None))
 
     def tidy(self) -> None:
         """Drop the runs that count no key."""

@@ -28,6 +28,7 @@ class TraceBuilder:
         self._timestamps = array("d")
         self._inputs = array("q")
         self._outputs = array("q")
+        self._sessions: list[str] = []
 
     def add(
         self,
@@ -36,6 +37,7 @@ class TraceBuilder:
         timestamp_s: float,
         input_tokens: int,
         output_tokens: int = 0,
+        session: str = "",
     ) -> None:
         """Append one request, its ids root to leaf."""
         numbers = self._numbers
@@ -44,6 +46,7 @@ class TraceBuilder:
         self._timestamps.append(timestamp_s)
         self._inputs.append(input_tokens)
         self._outputs.append(output_tokens)
+        self._sessions.append(session)
 
     def build(self, source: Source, format_name: str) -> Trace:
         """Return the trace.
@@ -70,4 +73,5 @@ class TraceBuilder:
             output_tokens=np.array(self._outputs, dtype=np.int64),
             chunk_tokens=self.chunk_tokens,
             distinct=len(self._numbers),
+            sessions=tuple(self._sessions) if any(self._sessions) else (),
         )

@@ -113,6 +113,7 @@ def generate(name: str, *, sessions: int, per_s: float, chunk_tokens: int, seed:
             timestamp_s=turn.time_s,
             input_tokens=turn.input_tokens,
             output_tokens=turn.output_tokens,
+            session=f"{name} {turn.session}",
         )
     made_of = f"{name} {asdict(workload)} {sessions} {per_s} {chunk_tokens} {seed}"
     digest = sha256(made_of.encode()).hexdigest()

@@ -21,6 +21,8 @@ __all__ = ["JSON_FORMATS", "detect_json", "read_json"]
 
 _MOST_TOKENS: Final = 1 << 40
 _LATEST: Final = 1 << 63
+_NO_CHAT: Final = "-1"
+"""The parent of a chat that begins a conversation."""
 _EXAMPLE: Final = (
     '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}'
 )
@@ -74,6 +76,7 @@ def read_json(source: Source, format_name: str) -> Trace:
     """
     kind = JSON_FORMATS[format_name]
     builder = TraceBuilder(chunk_tokens=0)
+    roots: dict[str, str] = {}
     for number, line in enumerate(source.content.split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -88,8 +91,24 @@ def read_json(source: Source, format_name: str) -> Trace:
             timestamp_s=reader.timestamp(kind),
             input_tokens=reader.count("input_length"),
             output_tokens=reader.count("output_length", default=0),
+            session=reader.name("session_id") or _conversation(reader, roots),
         )
     return builder.build(source, format_name)
+
+
+def _conversation(reader: _Record, roots: dict[str, str]) -> str:
+    """Return the first chat of the conversation that a Qwen-Bailian record goes on with.
+
+    Args:
+        reader: The record.
+        roots: The first chat of each chat read so far; brought up to date.
+    """
+    chat, parent = reader.name("chat_id"), reader.name("parent_chat_id")
+    # A parent that the file does not have still joins the chats that go on from it.
+    root = chat if parent in {"", _NO_CHAT} else roots.get(parent, parent)
+    if chat:
+        roots[chat] = root
+    return root
 
 
 def _parse(source: Source, line: int, raw: bytes) -> dict[str, Any]:
@@ -148,6 +167,16 @@ class _Record:
             problem = f"{key} = {value} is {'negative' if value < 0 else 'too large'}"
             raise self.error(problem, "write a number of tokens")
         return value
+
+    def name(self, key: str) -> str:
+        """Return what the record calls itself: a text or a number; empty if nothing."""
+        value = self._values.get(key)
+        if value is None:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            problem = f"{key} = {json.dumps(value)[:40]} is not a name"
+            raise self.error(problem, "write a text or a whole number, or leave it out")
+        return str(value)
 
     def timestamp(self, kind: JsonFormat) -> float:
         """Return the arrival in seconds."""

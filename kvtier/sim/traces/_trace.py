@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,6 +53,8 @@ class Trace:
         output_tokens: Generated length of each request, shape (requests,); 0 where unknown.
         chunk_tokens: Tokens of one whole chunk.
         distinct: Different chunks.
+        sessions: What each request belongs to, empty where nobody says; no names at all for a
+            trace that says it of none.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Trace:
     output_tokens: IdArray
     chunk_tokens: int
     distinct: int
+    sessions: Sequence[str] = ()
 
     @property
     def requests(self) -> int:
@@ -79,6 +83,10 @@ class Trace:
     def duration_s(self) -> float:
         """Seconds from the first arrival to the last."""
         return float(self.timestamps_s.max() - self.timestamps_s.min())
+
+    def session_names(self) -> Sequence[str]:
+        """Return what each request belongs to; empty names where nobody says."""
+        return self.sessions or ("",) * self.requests
 
     def chains(self) -> list[list[int]]:
         """Return every request's chunk numbers, root to leaf.

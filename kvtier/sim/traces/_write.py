@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -32,14 +32,17 @@ def write_trace(trace: Trace, path: Path, *, format_name: str) -> None:
 
 def _mooncake(trace: Trace) -> bytes:
     lines = []
+    sessions = trace.session_names()
     for number, chain in enumerate(trace.chains()):
-        record = {
+        record: dict[str, Any] = {
             "timestamp": round(float(trace.timestamps_s[number]) * 1e3, 3),
             "input_length": int(trace.input_tokens[number]),
             "output_length": int(trace.output_tokens[number]),
             "hash_ids": chain,
             "block_tokens": trace.chunk_tokens,
         }
+        if sessions[number]:
+            record["session_id"] = sessions[number]
         lines.append(json.dumps(record))
     return ("\n".join(lines) + "\n").encode()
 

@@ -177,6 +177,7 @@ class HostedTier(StorageTier):
         try:
             await self._reset()
         except TierUnavailableError:
+            self._require_open()
             await self._reset()  # its host had died: another one can do it
 
     @override
@@ -249,7 +250,7 @@ class HostedTier(StorageTier):
                 self._connection = self._host = None
             if self._host is None:
                 self._host = await self._start_again()
-            connection = Connection(self.name, self._host, self._context.pool)
+            connection = Connection(self.name, self._host)
             await connection.open()
             self._loop = asyncio.get_running_loop()
             self._connection = connection
@@ -259,13 +260,17 @@ class HostedTier(StorageTier):
         """Start a host in place of one that died; what it recovers is known already."""
         logger.warning("tier %s: starting its I/O process again", self.name)
         try:
-            host, _ = await self._context.pool.run(
-                lambda: _start(self._options, self._context), priority=int(Why.LOAD)
-            )
-        except (KvtierError, OSError) as error:
+            return await self._context.pool.run(self._host_again, priority=int(Why.LOAD))
+        except KvtierError as error:
             raise TierUnavailableError(
                 self.name, f"its I/O process could not be started again: {error}"
             ) from error
+
+    def _host_again(self) -> HostProcess:
+        host, _ = _start(self._options, self._context)
+        if self._closed:  # meanwhile, and nobody else would end it
+            host.abandon()
+            self._require_open()
         return host
 
     def _note(self, op: str, slots: Sequence[int]) -> None:

@@ -9,23 +9,26 @@ an answer is taken where its bytes arrive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from typing_extensions import override
 
-from kvtier.errors import ClosedError, TierUnavailableError
-from kvtier.iopool import IoPool, Kept, settled
+from kvtier.errors import TierUnavailableError
+from kvtier.iopool import Kept, settled
 from kvtier.tiers.base import TierStatistics
 from kvtier.tiers.hosted.frames import Frame, decode_error
-from kvtier.tiers.hosted.process import HostProcess, end, relog
-from kvtier.types import Why
+from kvtier.tiers.hosted.process import HostProcess, aend, relog
 
 __all__ = ["Connection"]
 
 logger = logging.getLogger(__name__)
+
+_BURIAL_TIMEOUT_S: Final = 15.0
+"""Longer than a host that ends, or can be killed, takes for it."""
 
 
 class Connection(asyncio.Protocol):
@@ -35,11 +38,10 @@ class Connection(asyncio.Protocol):
         statistics: The tier's counters as of the last answer.
     """
 
-    def __init__(self, tier: str, host: HostProcess, pool: IoPool) -> None:
+    def __init__(self, tier: str, host: HostProcess) -> None:
         self.statistics = TierStatistics(0, 0, 0, 0, 0)
         self._tier = tier
         self._host = host
-        self._pool = pool
         self._transport: asyncio.WriteTransport
         self._burial: asyncio.Task[None]
         self._lost = asyncio.Event()
@@ -104,11 +106,15 @@ class Connection(asyncio.Protocol):
         await answer
 
     async def aclose(self) -> None:
-        """Close the socket and wait until the host has ended, one way or the other."""
+        """Close the socket and wait until the host has ended, one way or the other.
+
+        Not for ever: a host that the operating system holds on to is left to it.
+        """
         # Not close(), which first waits until a host that may hang has taken what it was sent.
         self._transport.abort()
         await self._lost.wait()
-        await self._burial
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._burial), _BURIAL_TIMEOUT_S)
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -128,26 +134,21 @@ class Connection(asyncio.Protocol):
         self._lost.set()
 
     async def _end(self) -> None:
-        await self._bury()
-        process = self._host.process
-        error = f"its I/O process ended with exit code {process.returncode}"
-        for answer in self._waiting.values():
-            if not answer.cancelled():
-                answer.set_exception(TierUnavailableError(self._tier, error))
-        self._waiting.clear()
-
-    async def _bury(self) -> None:
-        """Wait until the process has ended: its threads may be writing into callers' memory."""
+        """Fail the calls that wait, once the host's threads leave callers' memory alone."""
         process = self._host.process
         try:
-            while not await self._pool.run(lambda: end(process), priority=int(Why.LOAD)):
+            while not await aend(process):
                 logger.error(
                     "tier %s: its I/O process %d is stuck in the operating system",
                     self._tier,
                     process.pid,
                 )
-        except ClosedError:
-            process.kill()  # nobody will use the memory again
+        finally:  # this is cancelled when the loop ends, and nobody uses the memory again
+            error = f"its I/O process ended with exit code {process.returncode}"
+            for answer in self._waiting.values():
+                if not answer.cancelled():
+                    answer.set_exception(TierUnavailableError(self._tier, error))
+            self._waiting.clear()
 
     def _take(self, frame: Frame) -> None:
         if frame.header["op"] == "log":

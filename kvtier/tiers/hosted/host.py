@@ -194,13 +194,16 @@ def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
 
 
 async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
+    chunks = 0
     with bulk_loading():
         for frame in _recovered(tier):
+            chunks += frame.header["count"]
             writer.write(frame.encode())
             await writer.drain()
-        # What Python keeps of them for reuse lies all over the heap and holds its pages. It
-        # takes a while, so it is done before the tier is open.
-        gc.collect()
+        if chunks > _RECOVERED_AT_ONCE:
+            # What Python keeps of them for reuse lies all over the heap and holds its pages. It
+            # takes a while, so it is done before the tier is open.
+            gc.collect()
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -17,10 +21,18 @@ from kvtier.errors import TierUnavailableError
 from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
 from kvtier.types import SharedMemory
 
-__all__ = ["HostProcess", "Opened"]
+__all__ = ["HostProcess", "Opened", "aend", "relog"]
 
 _OPEN_TIMEOUT_S: Final = 600.0
 _EXIT_TIMEOUT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.05
+_REMEDIES: Final[dict[int | None, str]] = {
+    errno.ENOMEM: "free memory or give the RAM tier less",
+    errno.EAGAIN: "allow this user and its container more processes",
+    errno.EMFILE: "allow the engine more open files (ulimit -n)",
+    errno.ENFILE: "allow the machine more open files (fs.file-max)",
+}
 
 
 class Opened(NamedTuple):
@@ -65,51 +77,123 @@ class HostProcess:
 
         Raises:
             KvtierError: What the tier raised when it was opened.
-            TierUnavailableError: The process ended, or did not answer.
+            TierUnavailableError: The process could not be started, ended, or took too long.
         """
-        here, there = socket.socketpair()
-        parser = FrameParser()
-        descriptors = (there.fileno(), memory.descriptor)
-        arguments = [sys.executable, "-m", "kvtier.tiers.hosted.host", *map(str, descriptors)]
-        with there:
-            process = subprocess.Popen(
-                [*arguments, str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env=child_environment(),
-            )
         try:
-            here.settimeout(_OPEN_TIMEOUT_S)
-            here.sendall(Frame({"op": "open", **opening}).encode())
-            opened = _wait_until_open(here, parser)
-        except BaseException as error:
-            here.close()
-            end(process)
-            if isinstance(error, OSError | EOFError):
-                raise TierUnavailableError(
-                    tier,
-                    f"its I/O process ended before the store was open, exit code "
-                    f"{process.poll()}",
-                ) from error
-            raise
-        here.setblocking(False)  # noqa: FBT003 - the standard library's signature
-        return cls(process, here, parser), opened
+            host = cls._spawn(memory)
+        except OSError as error:
+            problem = _cannot_start(error)
+            raise TierUnavailableError(tier, problem) from error
+        try:
+            with _abandoned_on_failure(host):
+                opened = host.open(opening)
+        except TimeoutError as error:
+            problem = _took_too_long(host.process)
+            raise TierUnavailableError(tier, problem) from error
+        except (EOFError, OSError) as error:
+            problem = (
+                "its I/O process ended before the store was open, exit code "
+                f"{host.process.returncode}; the engine's error output may say why"
+            )
+            raise TierUnavailableError(tier, problem) from error
+        return host, opened
+
+    def open(
+        self, opening: dict[str, Any], *, clock: Callable[[], float] = time.monotonic
+    ) -> Opened:
+        """Say what to open and wait until it is; blocks.
+
+        Args:
+            opening: Options and context, as JSON.
+            clock: Seconds that never go backwards.
+
+        Raises:
+            KvtierError: What the tier raised.
+            TimeoutError: It was not open in time, whatever was heard meanwhile.
+            EOFError: The process ended.
+            OSError: So it did, while it was talked to.
+        """
+        deadline_s = clock() + _OPEN_TIMEOUT_S
+        self.connection.settimeout(_OPEN_TIMEOUT_S)
+        self.connection.sendall(Frame({"op": "open", **opening}).encode())
+        recovered: deque[Frame] = deque()
+        while data := _receive(self.connection, deadline_s - clock()):
+            for frame in self.parser.feed(data):
+                match frame.header["op"]:
+                    case "recovered":
+                        recovered.append(frame)
+                    case "opened":
+                        self.connection.setblocking(False)  # noqa: FBT003 - its signature
+                        return Opened(frame.header["capacity_slots"], recovered)
+                    case "refused":
+                        raise decode_error(frame.header["error"])
+                    case _:
+                        relog(frame)
+        raise EOFError
+
+    def abandon(self) -> None:
+        """Close the connection and see that the process ends, if it can; blocks."""
+        self.connection.close()
+        end(self.process)
+
+    @classmethod
+    def _spawn(cls, memory: SharedMemory) -> Self:
+        """Start a process that waits to be told what to open."""
+        with contextlib.ExitStack() as stack:
+            here, there = socket.socketpair()
+            stack.enter_context(here)
+            with there:
+                descriptors = (there.fileno(), memory.descriptor)
+                arguments = [*map(str, descriptors), str(os.getpid())]
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "kvtier.tiers.hosted.host", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    env=child_environment(),
+                )
+            stack.pop_all()
+        return cls(process, here, FrameParser())
 
 
-def _wait_until_open(connection: socket.socket, parser: FrameParser) -> Opened:
-    recovered: deque[Frame] = deque()
-    while data := connection.recv(READ_NBYTES):
-        for frame in parser.feed(data):
-            match frame.header["op"]:
-                case "recovered":
-                    recovered.append(frame)
-                case "opened":
-                    return Opened(frame.header["capacity_slots"], recovered)
-                case "refused":
-                    raise decode_error(frame.header["error"])
-                case _:
-                    relog(frame)
-    raise EOFError
+@contextlib.contextmanager
+def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
+    """End ``host`` before what went wrong is told: how it ended is part of that."""
+    try:
+        yield
+    except BaseException:
+        host.abandon()
+        raise
+
+
+def _receive(connection: socket.socket, timeout_s: float) -> bytes:
+    """Return what comes next, nothing at the end.
+
+    Raises:
+        TimeoutError: Neither came in time.
+        OSError: The other end is gone.
+    """
+    if timeout_s <= 0:  # which the socket would take for not waiting at all
+        raise TimeoutError
+    connection.settimeout(timeout_s)
+    return connection.recv(READ_NBYTES)
+
+
+def _cannot_start(error: OSError) -> str:
+    what = error.strerror or str(error)
+    other = f"check that {sys.executable} is there and may be run"
+    return (
+        f"its I/O process could not be started: {what}; {_REMEDIES.get(error.errno, other)}, "
+        "or run the tier in the engine's process with own_process: false"
+    )
+
+
+def _took_too_long(process: subprocess.Popen[bytes]) -> str:
+    fate = "was ended" if process.returncode is not None else "is stuck in the operating system"
+    return (
+        f"its I/O process {process.pid} had not opened the store after {_OPEN_TIMEOUT_S:g} s "
+        f"and {fate}; a disk that hangs does that: look for its errors in the kernel's log, "
+        "then start the engine again or give the tier a path on another disk"
+    )
 
 
 def relog(frame: Frame) -> None:
@@ -118,17 +202,39 @@ def relog(frame: Frame) -> None:
     logging.getLogger(header["logger"]).log(header["level"], "%s", header["text"])
 
 
-def end(process: subprocess.Popen[bytes]) -> bool:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Wait a while for ``process`` to end, kill it otherwise; blocks.
+
+    One that is stuck in a system call lives on.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_EXIT_TIMEOUT_S)
+        return
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_EXIT_TIMEOUT_S)
+
+
+async def aend(process: subprocess.Popen[bytes]) -> bool:
+    """Wait a while for ``process`` to end, kill it otherwise.
+
+    It needs no thread: those of the engine may be closed by now, or hang on a disk.
 
     Returns:
         Whether it ended. False means that it is stuck in a system call.
     """
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_EXIT_TIMEOUT_S)
+    if await _has_ended_within(process, _EXIT_TIMEOUT_S):
         return True
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_EXIT_TIMEOUT_S)
-        return True
-    return False
+    return await _has_ended_within(process, _EXIT_TIMEOUT_S)
+
+
+async def _has_ended_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    while process.poll() is None:
+        if time.monotonic() >= deadline_s:
+            return False
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True

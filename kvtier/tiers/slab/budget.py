@@ -1,4 +1,9 @@
-"""One capacity for all models that used a store: the namespaces of others give way."""
+"""One capacity for all models that used a store: the namespaces of others give way.
+
+Except those that only an engine of another size could read. They are the cache of the very same
+model, and what changed is a command line: to remove them would lose for a typing error what the
+store is for.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import logging
 import re
 from typing import Final
 
+from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.namespace import Namespace, read_layout
+from kvtier.tiers.slab.namespace import Layout, Namespace, read_layout
 from kvtier.tiers.slab.slots import SlotFileSpec, no_room
 from kvtier.units import approximate_size
 
@@ -17,6 +23,9 @@ __all__ = ["make_room"]
 logger = logging.getLogger(__name__)
 
 _NAMESPACE: Final = re.compile("[0-9a-f]{16}")
+_RANKS: Final = "ranks"
+_SPLIT: Final = {_RANKS, "stripes", "stripe_nbytes"}
+"""Fields of a fingerprint that say how the ranks of an engine share a chunk."""
 
 
 def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: BlockIo) -> None:
@@ -27,7 +36,8 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
     removed if the disk could not hold the file anyway.
 
     Raises:
-        ConfigError: The disk has too little room, even without the idle namespaces.
+        ConfigError: The disk has too little room, even without the idle namespaces; or one that
+            would have to leave is of the same model at another number of ranks.
         OSError: The file system failed.
     """
     growth = spec.nbytes - own.slots_nbytes
@@ -40,6 +50,8 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
                     stack.callback(other.close)
                     idle.append(other)
         leaving = _choose(idle, excess=spec.nbytes - capacity_bytes)
+        for other in leaving:
+            _require_other_model(spec.tier, own, other, io)
         free_nbytes = io.free_nbytes(own.directory)
         reclaimed = sum(other.slots_nbytes for other in leaving)
         if growth > 0 and free_nbytes is not None and free_nbytes + reclaimed < growth:
@@ -59,6 +71,27 @@ def _choose(idle: list[Namespace], *, excess: int) -> list[Namespace]:
             leaving.append(other)
             excess -= other.slots_nbytes
     return leaving
+
+
+def _require_other_model(tier: str, own: Namespace, other: Namespace, io: BlockIo) -> None:
+    """Refuse to remove what the same model stored at another number of ranks."""
+    ours, theirs = read_layout(own.directory, io), read_layout(other.directory, io)
+    if ours is None or theirs is None or _but_split(ours) != _but_split(theirs):
+        return
+    here, there = (layout.fingerprint.fields.get(_RANKS) for layout in (ours, theirs))
+    if here == there or not (isinstance(here, int) and isinstance(there, int)):
+        return
+    raise ConfigError(
+        f"tier {tier}: {other.directory} keeps the cache of this model for {there} ranks "
+        f"(--tensor-parallel-size), which an engine of {here} cannot read, and the capacity is "
+        f"not enough for both; start it with {there} as before, give it another path, or "
+        "remove that directory"
+    )
+
+
+def _but_split(layout: Layout) -> dict[str, object]:
+    fields = layout.fingerprint.fields
+    return {name: fields[name] for name in fields if name not in _SPLIT}
 
 
 def _remove(tier: str, namespace: Namespace, io: BlockIo) -> None:

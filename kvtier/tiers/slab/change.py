@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Final
 
 from kvtier.keys import ChunkKey
-from kvtier.tiers.slab.trail import KeyHashes, Reason
+from kvtier.tiers.slab.trail import KeyMarks, Reason
 
 __all__ = ["Change", "Notes", "Row", "Statement", "statements_of"]
 
@@ -41,12 +41,12 @@ class Notes:
     Attributes:
         uses: Last use of each slot that was touched.
         hits: How often each of them was.
-        departures: Hashes of the keys that left, by reason.
+        departures: Marks of the keys that left, by reason.
     """
 
     uses: dict[int, int] = field(default_factory=dict)
     hits: Counter[int] = field(default_factory=Counter)
-    departures: dict[Reason, list[KeyHashes]] = field(default_factory=dict)
+    departures: dict[Reason, list[KeyMarks]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.uses or self.departures)
@@ -63,10 +63,10 @@ class Notes:
                 self.uses.pop(slot, None)
                 self.hits.pop(slot, None)
 
-    def depart(self, reason: Reason, key_hashes: KeyHashes) -> None:
+    def depart(self, reason: Reason, key_marks: KeyMarks) -> None:
         """Note that the chunks of these keys left."""
-        if key_hashes.size or reason is Reason.DAMAGED:
-            self.departures.setdefault(reason, []).append(key_hashes)
+        if key_marks.size or reason is Reason.DAMAGED:
+            self.departures.setdefault(reason, []).append(key_marks)
 
 
 @dataclass(slots=True)

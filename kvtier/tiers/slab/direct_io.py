@@ -78,9 +78,9 @@ class BlockIo:
         """Wait until the file, or the directory's entries, survive loss of power."""
         os.fsync(fd)
 
-    def lock(self, fd: int, *, wait: bool) -> None:
+    def lock(self, fd: int) -> None:
         """Take the exclusive lock of the open file; BlockingIOError when it is taken."""
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def make_directory(self, path: Path) -> None:
         """Make a directory that only its owner may enter."""

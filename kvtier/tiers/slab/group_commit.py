@@ -19,7 +19,7 @@ from kvtier.errors import ClosedError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.index import IndexDatabase
-from kvtier.tiers.slab.trail import KeyHashes, Reason
+from kvtier.tiers.slab.trail import KeyMarks, Reason
 
 __all__ = ["GroupCommit"]
 
@@ -120,11 +120,11 @@ class GroupCommit:
             if first or len(self._pending.notes.uses) >= _USES_WORTH_A_COMMIT:
                 self._wakeup.notify()
 
-    def depart_nowait(self, reason: Reason, key_hashes: KeyHashes) -> None:
+    def depart_nowait(self, reason: Reason, key_marks: KeyMarks) -> None:
         """Note why the chunks of these keys leave; committed within a second or so."""
         with self._wakeup:
             first = not self._pending.notes
-            self._pending.notes.depart(reason, key_hashes)
+            self._pending.notes.depart(reason, key_marks)
             if first:
                 self._wakeup.notify()
 

@@ -11,9 +11,10 @@ loaded. Nothing depends on them, so a clock that goes backwards harms nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from kvtier.tiers.slab.change import Change, Notes, Row, Statement, statements_o
 from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, bring_up
-from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyHashes, Reason, make_rows
+from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, Reason, make_rows, mark_keys
 
 __all__ = [
     "Change",
@@ -44,9 +45,10 @@ KeyArray: TypeAlias = npt.NDArray[Any]
 """Keys as ``V<width>``, or as objects where they differ in length."""
 
 _SLOTS_PER_STEP: Final = 1 << 16
+_INSTRUCTIONS_PER_SIGN: Final = 4096  # of SQLite's machine: some 0.2 ms
 _LATEST: Final = 1 << 62  # an honest clock, one tick per chunk, takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
-_APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?)"
+_APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
 _TRIM: Final = "DELETE FROM departures WHERE end <= ?"
 _LOAD: Final = """
 SELECT count(*),
@@ -79,7 +81,8 @@ class StoredRows:
         keys: The chunks' keys; an array, for a million objects leave holes in the heap when
             they go.
         slots: Where they are.
-        key_hashes: 64 bits of each key.
+        key_hashes: 64 bits that stand for each key.
+        key_marks: What the trail keeps of each key when it leaves.
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row elsewhere.
         clock: A time later than any in the index.
@@ -88,6 +91,7 @@ class StoredRows:
     keys: KeyArray
     slots: npt.NDArray[np.int64]
     key_hashes: npt.NDArray[np.uint64]
+    key_marks: KeyMarks
     checksums: npt.NDArray[np.uint64]
     outdated: npt.NDArray[np.int64]
     clock: int
@@ -155,10 +159,10 @@ class IndexDatabase:
         """Delete all rows; this survives loss of power, whatever the durability."""
         self._execute_durably("DELETE FROM chunks")
 
-    def note_departures(self, reason: Reason, key_hashes: KeyHashes) -> None:
+    def note_departures(self, reason: Reason, key_marks: KeyMarks) -> None:
         """Add to the trail why chunks left; their rows are the caller's business."""
         notes = Notes()
-        notes.depart(reason, key_hashes)
+        notes.depart(reason, key_marks)
         self.apply(Change(notes=notes))
 
     def note(self, name: str) -> str:
@@ -174,6 +178,29 @@ class IndexDatabase:
         before the first payload is written, or it is of no use.
         """
         self._execute_durably("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    @contextlib.contextmanager
+    def giving_signs(self, on_sign: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_sign`` every now and then while a statement runs in the body.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted a statement, which did nothing then.
+        """
+
+        def sign() -> int:
+            on_sign()
+            return 0
+
+        self._connection.set_progress_handler(sign, _INSTRUCTIONS_PER_SIGN)
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            # What is raised in the handler is lost; only that it was raised is known.
+            if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            self._connection.set_progress_handler(None, 0)
 
     def compact(self) -> None:
         """Write the file anew, without the room that deleted rows left; durable."""
@@ -218,7 +245,7 @@ class IndexDatabase:
         if found is not None:
             self._connection.execute(f"DELETE {where}", (capacity_slots,))
             keys = [bytes.fromhex(key) for key in found.split(",")]
-            self.note_departures(Reason.BEYOND, hash_keys(keys))
+            self.note_departures(Reason.BEYOND, mark_keys(keys))
 
     def _departures(self, notes: Notes, now: int) -> Iterator[Statement]:
         rows = make_rows(notes.departures, end=self._trail_end, at=now)
@@ -291,20 +318,22 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     newest[:-1] = key_hashes[by_key][1:] != key_hashes[by_key][:-1]
     kept = by_key[newest]
     kept = kept[np.argsort(last_uses[kept], kind="stable")]
+    kept_keys = keys[kept]
     latest = max(generations.max(initial=0), last_uses.max(initial=0))
     if latest > _LATEST:
         raise IndexDamagedError(f"its clock stands at {latest}")
     return StoredRows(
-        keys=keys[kept],
+        keys=kept_keys,
         slots=slots[kept],
         key_hashes=key_hashes[kept],
+        key_marks=np.concatenate([mark_keys(()), *map(mark_keys, _by_step(kept_keys))]),
         checksums=checksums[kept].view(np.uint64),
         outdated=slots[by_key[~newest]],
         clock=int(latest) + 1,
     )
 
 
-def hash_keys(keys: Sequence[ChunkKey]) -> KeyHashes:
+def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:
     """Return 64 bits for each of ``keys``."""
     return np.fromiter(map(hash_key, keys), dtype=np.uint64, count=len(keys))
 

@@ -16,6 +16,7 @@ An engine may start at any time, so who is there is asked again before every que
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -32,12 +33,12 @@ from urllib.parse import quote
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.lock import LOCK
+from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, read_layout
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
+from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
-    "Departure",
     "Entry",
     "IndexReader",
     "StoredNamespace",
@@ -57,21 +58,27 @@ def _cast(*columns: str) -> str:
 
 _INTEGERS: Final = ("checksum", "generation", "last_use", "stored_at", "used_at", "hits")
 # A value of another type reads as the number or bytes it resembles, as the engine reads it.
-_COLUMNS: Final = {
-    2: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}",
-    1: f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
-    "0 AS stored_at, 0 AS used_at, 0 AS hits",
-}
+_COLUMNS_1: Final = (
+    f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
+    "0 AS stored_at, 0 AS used_at, 0 AS hits"
+)
+_COLUMNS: Final = f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}"
 _TRAIL: Final = """(
     SELECT end, CAST(at AS INTEGER) AS at, CAST(reason AS TEXT) AS reason,
-           CAST(key_hashes AS BLOB) AS key_hashes
+           CAST(key_hashes AS BLOB) AS key_marks, {marked} AS marked
     FROM departures WHERE length(key_hashes) % 8 = 0
 )"""
+_TRAILS: Final = {
+    2: _TRAIL.format(marked="0"),
+    3: _TRAIL.format(marked="CAST(marked AS INTEGER)"),
+}
 _ORDERS: Final = {
     "last-use": "last_use DESC",
     "stored": "generation DESC",
     "hits": "hits DESC, last_use DESC",
 }
+
+_AT_ONCE: Final = Patience(timeout_s=0)
 
 Order = Literal["last-use", "stored", "hits"]
 _Parameters = Sequence[int | str]
@@ -126,21 +133,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """One row of the trail.
-
-    Attributes:
-        at: Seconds since the epoch.
-        reason: A value of :class:`kvtier.tiers.slab.trail.Reason`, or one of a later version.
-        key_hashes: Little-endian 64-bit hashes of the keys; empty if they are not known.
-    """
-
-    at: int
-    reason: str
-    key_hashes: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Totals:
     """An index summed up; times are seconds since the epoch, 0 where unknown."""
 
@@ -190,7 +182,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     return chosen
 
 
-def holder_of(directory: Path) -> str | None:
+def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
     """Return what the lock file of a namespace says of the process that has it open.
 
     The lock is tried for a moment, and only while the lock of the whole store keeps engines
@@ -200,10 +192,14 @@ def holder_of(directory: Path) -> str | None:
         None if nobody has it open.
 
     Raises:
+        ConfigError: A process keeps us from looking for longer than ``patience`` lasts, or a
+            symbolic link is where a lock belongs.
         OSError: The files cannot be read.
     """
-    with _shared(directory.parent / ROOT_LOCK, wait=True), _shared(directory / LOCK) as free:
-        if free:
+    with contextlib.ExitStack() as stack:
+        if not stack.enter_context(_shared(directory.parent / ROOT_LOCK, patience)):
+            raise ConfigError(f"another process is opening {directory.parent}; try again")
+        if stack.enter_context(_shared(directory / LOCK, _AT_ONCE)):
             return None
         text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
         return "".join(filter(str.isprintable, text)) or "another process"
@@ -218,7 +214,8 @@ class IndexReader:
     """Reads the index of one namespace; a context manager. Not thread-safe.
 
     Its methods raise :class:`IndexDamagedError` for an index nobody can use,
-    :class:`sqlite3.Error` and :class:`OSError` when the machine fails.
+    :class:`sqlite3.Error` and :class:`OSError` when the machine fails, and what
+    :func:`holder_of` raises.
     """
 
     def __init__(self, space: StoredNamespace) -> None:
@@ -257,14 +254,14 @@ class IndexReader:
             " CAST(min(nullif(stored_at, 0)) AS INTEGER), CAST(max(stored_at) AS INTEGER)"
             " FROM (SELECT {columns} FROM chunks)"
         )
-        departures = self._departures("reason, sum(length(key_hashes) / 8)", "GROUP BY reason")
+        departures = self._departures("reason, sum(length(key_marks) / 8)", "GROUP BY reason")
         return Totals(chunks, hits, oldest or 0, newest or 0, dict(departures))
 
     def departures(self) -> Iterator[Departure]:
         """Yield the trail, newest first."""
-        rows = self._departures("at, reason, key_hashes", "ORDER BY end DESC")
-        for at, reason, key_hashes in rows:
-            yield Departure(at, reason, key_hashes)
+        rows = self._departures("at, reason, key_marks, marked", "ORDER BY end DESC")
+        for at, reason, key_marks, marked in rows:
+            yield Departure(at, reason, key_marks, bool(marked))
 
     def entries(self, order: Order, limit: int) -> list[Entry]:
         """Return the first ``limit`` rows in ``order``, all of them if it is negative."""
@@ -295,12 +292,13 @@ class IndexReader:
         self._connect()
         if self._version == 1:
             return []
-        return self._query(f"SELECT {columns} FROM {_TRAIL} {tail}")
+        return self._query(f"SELECT {columns} FROM {_TRAILS[self._version]} {tail}")
 
     def _query(self, sql: str, parameters: _Parameters = ()) -> list[tuple[Any, ...]]:
         connection = self._connect()
         with blame():
-            sql = sql.replace("{columns}", _COLUMNS[self._version])
+            columns = _COLUMNS_1 if self._version == 1 else _COLUMNS
+            sql = sql.replace("{columns}", columns)
             return connection.execute(sql, parameters).fetchall()
 
     def _connect(self) -> sqlite3.Connection:
@@ -334,21 +332,21 @@ class IndexReader:
 
 
 @contextlib.contextmanager
-def _shared(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock of ``path`` together with other readers; yields whether it was free."""
+def _shared(path: Path, patience: Patience) -> Iterator[bool]:
+    """Hold the lock of ``path`` together with other readers; yields whether it got free."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         yield True  # a copy, which no engine has ever opened
         return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{path} is a symbolic link, which is not followed; remove it"
+        ) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        free = False
-    else:
-        free = True
-    try:
-        yield free
+        yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
     finally:
         os.close(fd)
 

@@ -4,15 +4,21 @@ The lock is the kernel's, on an open file, so it goes when its holder goes, howe
 The file's text only names the holder for people: the engine, not the process that does its I/O.
 An engine that was killed is gone at once while its I/O process finishes the calls it is in; a
 restart waits for that, and only for that.
+
+The lock of the whole store is held for moments, while one of its namespaces is opened, and is
+waited for. No wait is without a deadline: a process that was stopped keeps its locks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import socket
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -20,15 +26,59 @@ from typing import Final
 from kvtier.errors import ConfigError, StoreLockedError
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 
-__all__ = ["LOCK", "acquire", "name_holder", "try_acquire"]
+__all__ = [
+    "LOCK",
+    "PATIENCE",
+    "Patience",
+    "acquire",
+    "name_holder",
+    "try_acquire",
+]
 
 LOCK: Final = "lock"
 _HOLDER: Final = re.compile(r"pid (\d+) on host (\S+)")
-_LINGER_TIMEOUT_S: Final = 10.0
-_LINGER_POLL_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 
-def acquire(tier: str, directory: Path, io: BlockIo) -> int:
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to go on trying to get a lock.
+
+    Attributes:
+        timeout_s: For so long; 0 is once.
+        clock: Returns seconds.
+        sleep: Waits for so many of them.
+    """
+
+    timeout_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def attempts(self) -> Iterator[None]:
+        """Yield before each attempt, and end when it is time to give up."""
+        deadline_s = self.clock() + self.timeout_s
+        yield
+        while self.clock() < deadline_s:
+            self.sleep(_POLL_S)
+            yield
+
+    def take(self, lock: Callable[[], None]) -> bool:
+        """Call ``lock`` until it raises no BlockingIOError any more; return whether it did so.
+
+        Raises:
+            OSError: What else ``lock`` raised.
+        """
+        for _ in self.attempts():
+            with contextlib.suppress(BlockingIOError):
+                lock()
+                return True
+        return False
+
+
+PATIENCE: Final = Patience()
+
+
+def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIENCE) -> int:
     """Take the lock of ``directory`` and return the descriptor that holds it; may block.
 
     Raises:
@@ -37,22 +87,22 @@ def acquire(tier: str, directory: Path, io: BlockIo) -> int:
         OSError: The file system failed.
     """
     path = directory / LOCK
-    deadline = time.monotonic() + _LINGER_TIMEOUT_S
-    while True:
+    holder = ""
+    for _ in patience.attempts():
         try:
             return try_acquire(path, io)
         except BlockingIOError:
             holder = path.read_bytes()[:200].decode("utf-8", "replace").strip()
-            if _is_alive(holder) or time.monotonic() > deadline:
-                printable = "".join(filter(str.isprintable, holder)) or "another process"
-                raise StoreLockedError(tier, directory, printable) from None
-            time.sleep(_LINGER_POLL_S)
+            if _is_alive(holder):
+                break
         except OSError as error:
             if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
                 raise
             raise ConfigError(
                 f"tier {tier}: the file system of {directory} has no locks; use a local disk"
             ) from error
+    printable = "".join(filter(str.isprintable, holder)) or "another process"
+    raise StoreLockedError(tier, directory, printable)
 
 
 def try_acquire(path: Path, io: BlockIo) -> int:
@@ -64,7 +114,7 @@ def try_acquire(path: Path, io: BlockIo) -> int:
     """
     fd = io.open(path, os.O_RDWR | os.O_CREAT)
     try:
-        io.lock(fd, wait=False)
+        io.lock(fd)
     except BaseException:
         io.close(fd)
         raise

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes, hash_keys
+from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, holder_of, index_nbytes
 from kvtier.tiers.slab.lock import LOCK, name_holder, try_acquire
-from kvtier.tiers.slab.trail import Reason
+from kvtier.tiers.slab.trail import Reason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
 
@@ -34,7 +34,7 @@ def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
         remedy: What to do if an engine has it, for the message.
 
     Raises:
-        ConfigError: It is in use.
+        ConfigError: It is in use, or just being opened.
         OSError: The file system failed.
     """
     io = BlockIo()
@@ -54,8 +54,15 @@ def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
         io.close(fd)
 
 
-def drop_chunks(space: StoredNamespace, entries: Sequence[Entry]) -> None:
+def drop_chunks(
+    space: StoredNamespace, entries: Sequence[Entry], on_sign: Callable[[], None]
+) -> None:
     """Remove ``entries`` from the index of ``space``, which is held; durable.
+
+    Args:
+        space: Where they are.
+        entries: What to remove.
+        on_sign: Called every now and then, as a sign of life.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -63,13 +70,18 @@ def drop_chunks(space: StoredNamespace, entries: Sequence[Entry]) -> None:
         sqlite3.Error: The index cannot be written.
     """
     notes = Notes()
-    notes.depart(Reason.DROPPED, hash_keys([entry.key for entry in entries]))
-    with _index(space) as database:
+    notes.depart(Reason.DROPPED, mark_keys([entry.key for entry in entries]))
+    with _index(space, on_sign) as database:
         database.apply(Change(rows=dict.fromkeys(entry.slot for entry in entries), notes=notes))
 
 
-def compact_index(space: StoredNamespace) -> CompactedIndex:
+def compact_index(space: StoredNamespace, on_sign: Callable[[], None]) -> CompactedIndex:
     """Write the index of ``space``, which is held, anew without gaps.
+
+    Args:
+        space: Whose index.
+        on_sign: Called every now and then, as a sign of life: how much is left, SQLite does
+            not say.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -77,16 +89,17 @@ def compact_index(space: StoredNamespace) -> CompactedIndex:
         sqlite3.Error: The index cannot be written, for lack of room for example.
     """
     before_nbytes = index_nbytes(space)
-    with _index(space) as database:
+    with _index(space, on_sign) as database:
         database.compact()
     return CompactedIndex(before_nbytes, index_nbytes(space))
 
 
 @contextlib.contextmanager
-def _index(space: StoredNamespace) -> Iterator[IndexDatabase]:
+def _index(space: StoredNamespace, on_sign: Callable[[], None]) -> Iterator[IndexDatabase]:
     spec = IndexSpec(space.index_path, checksum="xxh3", durability="power")
     database = IndexDatabase.open(spec, BlockIo())
     try:
-        yield database
+        with database.giving_signs(on_sign):
+            yield database
     finally:
         database.close()

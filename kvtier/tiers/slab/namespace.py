@@ -15,9 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from kvtier.errors import ConfigError, StoreDamagedError
+from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
-from kvtier.tiers.slab.lock import LOCK, acquire, name_holder, try_acquire
+from kvtier.tiers.slab.lock import (
+    LOCK,
+    PATIENCE,
+    Patience,
+    acquire,
+    name_holder,
+    try_acquire,
+)
 from kvtier.types import LayoutFingerprint
 
 __all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
@@ -40,6 +47,7 @@ FILES: Final = (
 )
 _FORMAT: Final = "kvtier slab"
 _VERSION: Final = 1
+_OPENER: Final = "another process that is still opening it (try again)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +242,14 @@ class Namespace:
 
 
 @contextlib.contextmanager
-def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
+def open_root(
+    tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
+) -> Iterator[None]:
     """Make ``root`` if needed and keep other processes from opening or removing namespaces.
 
     Raises:
         ConfigError: ``root`` cannot be made or used.
+        StoreLockedError: Another process keeps us from it for longer than ``patience`` lasts.
         OSError: The file system failed.
     """
     try:
@@ -252,7 +263,8 @@ def open_root(tier: str, root: Path, io: BlockIo) -> Iterator[None]:
         ) from None
     fd = io.open(root / ROOT_LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        io.lock(fd, wait=True)
+        if not patience.take(lambda: io.lock(fd)):
+            raise StoreLockedError(tier, root, _OPENER)
         yield
     finally:
         io.close(fd)

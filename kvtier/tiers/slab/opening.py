@@ -20,12 +20,11 @@ from kvtier.tiers.slab.index import (
     IndexDatabase,
     IndexSpec,
     StoredRows,
-    hash_keys,
 )
 from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
 from kvtier.tiers.slab.schema import blame
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
-from kvtier.tiers.slab.trail import Reason
+from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "close_store", "open_store"]
@@ -190,7 +189,7 @@ def _load_index(
     try:
         with blame():
             if aside:
-                database.note_departures(Reason.DAMAGED, hash_keys([]))
+                database.note_departures(Reason.DAMAGED, mark_keys([]))
             rows = _load_trusted(options, database, written_slots)
             database.set_note(_CHECKSUM_NOTE, options.checksum)
             # With a sync before every row, or checksums, no power cut leaves a false row.
@@ -213,7 +212,7 @@ def _load_trusted(
     doubt = _doubt(options, database)
     if doubt:
         logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
-        leaving = database.load(written_slots).key_hashes
+        leaving = database.load(written_slots).key_marks
         database.clear()
         database.note_departures(Reason.DOUBTED, leaving)
     return database.load(written_slots)

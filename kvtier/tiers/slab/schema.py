@@ -1,7 +1,8 @@
 """The index's tables from version to version, and whether a file or the machine is damaged.
 
-Version 2 added times, hits and the trail; an index of version 1 is brought up in place when it
-is opened for writing. A version this kvtier does not know is not touched.
+Version 2 added times, hits and the trail; version 3 keeps another thing of the keys in it. An
+older index is brought up in place when it is opened for writing. A version this kvtier does not
+know is not touched.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Final
 
-from kvtier.tiers.slab.trail import TRAIL_SCHEMA
+from kvtier.tiers.slab.trail import TRAIL_SCHEMA_2, TRAIL_SCHEMA_3
 
 __all__ = ["IndexDamagedError", "blame", "bring_up", "check_identity"]
 
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _SCHEMA_1: Final = """
 CREATE TABLE chunks(
     slot INTEGER PRIMARY KEY,
@@ -31,16 +32,23 @@ _FROM_1_TO_2: Final = f"""
 ALTER TABLE chunks ADD COLUMN stored_at INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE chunks ADD COLUMN used_at INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE chunks ADD COLUMN hits INTEGER NOT NULL DEFAULT 0;
-{TRAIL_SCHEMA}
+{TRAIL_SCHEMA_2}
 """
+_BRING_UP: Final = {
+    0: _SCHEMA_1 + _FROM_1_TO_2 + TRAIL_SCHEMA_3,
+    1: _FROM_1_TO_2 + TRAIL_SCHEMA_3,
+    2: TRAIL_SCHEMA_3,
+}
+"""What makes an empty file, or one of an older version, one of this version."""
 _CHUNKS_1: Final = ["slot", "key", "checksum", "generation", "last_use"]
+_SINCE_2: Final = {
+    "chunks": [*_CHUNKS_1, "stored_at", "used_at", "hits"],
+    "meta": ["name", "value"],
+}
 _TABLES: Final = {
     1: {"chunks": _CHUNKS_1, "meta": ["name", "value"]},
-    2: {
-        "chunks": [*_CHUNKS_1, "stored_at", "used_at", "hits"],
-        "meta": ["name", "value"],
-        "departures": ["end", "at", "reason", "key_hashes"],
-    },
+    2: {**_SINCE_2, "departures": ["end", "at", "reason", "key_hashes"]},
+    3: {**_SINCE_2, "departures": ["end", "at", "reason", "key_hashes", "marked"]},
 }
 _BLAMELESS: Final = frozenset(
     {
@@ -66,10 +74,10 @@ def bring_up(connection: sqlite3.Connection) -> None:
     Raises:
         IndexDamagedError: See :func:`check_identity`.
     """
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-        _build(connection, _SCHEMA_1 + _FROM_1_TO_2)
-    elif check_identity(connection) == 1:
-        _build(connection, _FROM_1_TO_2)
+    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    version = 0 if empty else check_identity(connection)
+    if version in _BRING_UP:
+        _build(connection, _BRING_UP[version])
     check_identity(connection)
 
 

@@ -30,7 +30,7 @@ from kvtier.tiers.slab.moving import Moved, PieceBuffers, read_piece, write_piec
 from kvtier.tiers.slab.opening import OpenStore, close_store, open_store, slots_within
 from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
-from kvtier.tiers.slab.trail import Reason
+from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.types import Outcome, Why
 from kvtier.units import approximate_size
 
@@ -118,7 +118,7 @@ class SlabTier(StorageTier):
         self._store = store
         self._index = GroupCommit(store.database, name=options.name, clock=rows.clock)
         self._table = SlotTable(self.capacity_slots)
-        self._table.put(rows.slots, rows.key_hashes, rows.checksums)
+        self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)
         self._epoch = 0
         self._closed = False
         self._told_of_removal = False
@@ -252,7 +252,7 @@ class SlabTier(StorageTier):
         """
         self._require_open()
         self._epoch += 1
-        self._index.depart_nowait(Reason.RESET, self._table.key_hashes())
+        self._index.depart_nowait(Reason.RESET, self._table.key_marks())
         self._table.clear()
         self._recovered = None
         try:
@@ -332,15 +332,15 @@ class SlabTier(StorageTier):
             return
         slots = batch.slots[done]
         checksums = np.array([batch.digests[chunk] for chunk in done], dtype=np.uint64)
+        keys = [batch.keys[chunk] for chunk in done]
         try:
             if epoch == self._epoch:
-                keys = [batch.keys[chunk] for chunk in done]
                 await self._index.put(slots.tolist(), keys, checksums.view(np.int64).tolist())
         except sqlite3.Error as error:
             batch.fail(done, f"the index was not written: {error}")
         else:
             if epoch == self._epoch:
-                self._table.put(slots, batch.key_hashes[done], checksums)
+                self._table.put(slots, batch.key_hashes[done], mark_keys(keys), checksums)
             else:
                 batch.fail(done, "the tier was reset meanwhile")
 

@@ -1,4 +1,4 @@
-"""What each slot holds, as far as a read needs to know: 17 bytes per slot, no objects."""
+"""What each slot holds, as far as a read needs to know: 25 bytes per slot, no objects."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.slab.trail import KeyMarks
+
 __all__ = ["SlotTable"]
 
 
 class SlotTable:
-    """Key hash and checksum of every slot whose content is known to be whole.
+    """Key hash, key mark and checksum of every slot whose content is known to be whole.
+
+    The hash tells keys apart. The mark is for the trail when a key leaves, for by then nobody
+    here has the key any more.
 
     Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
     called from different threads.
@@ -23,6 +28,7 @@ class SlotTable:
     def __init__(self, capacity_slots: int) -> None:
         self._known = np.zeros(capacity_slots, dtype=np.bool_)
         self._key_hashes = np.zeros(capacity_slots, dtype=np.uint64)
+        self._key_marks = np.zeros(capacity_slots, dtype=np.uint64)
         self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -32,10 +38,12 @@ class SlotTable:
         self,
         slots: npt.NDArray[np.int64],
         key_hashes: npt.NDArray[np.uint64],
+        key_marks: KeyMarks,
         checksums: npt.NDArray[np.uint64],
     ) -> None:
         """Note that ``slots`` hold these keys with these checksums."""
         self._key_hashes[slots] = key_hashes
+        self._key_marks[slots] = key_marks
         self._checksums[slots] = checksums
         self._known[slots] = True
 
@@ -47,22 +55,22 @@ class SlotTable:
         """Note that nothing is known about any slot."""
         self._known[:] = False
 
-    def key_hashes(self) -> npt.NDArray[np.uint64]:
-        """Return the hash of every key that is known."""
-        known: npt.NDArray[np.uint64] = self._key_hashes[self._known]
+    def key_marks(self) -> KeyMarks:
+        """Return the mark of every key that is known."""
+        known: KeyMarks = self._key_marks[self._known]
         return known
 
     def displaced(
         self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the keys that leave when ``slots`` get other ones."""
-        held = self._key_hashes[slots]
-        leaving: npt.NDArray[np.uint64] = held[self._known[slots] & (held != key_hashes)]
+    ) -> KeyMarks:
+        """Return the marks of the keys that leave when ``slots`` get other ones."""
+        others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
+        leaving: KeyMarks = self._key_marks[slots][others]
         return leaving
 
-    def held(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the hashes of the keys in those of ``slots`` that hold one."""
-        found: npt.NDArray[np.uint64] = self._key_hashes[slots[self._known[slots]]]
+    def held(self, slots: npt.NDArray[np.int64]) -> KeyMarks:
+        """Return the marks of the keys in those of ``slots`` that hold one."""
+        found: KeyMarks = self._key_marks[slots[self._known[slots]]]
         return found
 
     def matches(

@@ -20,7 +20,7 @@ def busy(lab: Lab) -> Iterator[Row]:
     """Compare each peer beside a busy thread with itself, and the two losses."""
     for chunk_nbytes in CHUNK_SIZES:
         runs: dict[tuple[Peer, bool], list[Passes]] = {}
-        workload = lab.plan.shorter_workload(chunk_nbytes)
+        workload = lab.plan.workload(chunk_nbytes)
         for peer in MANAGED:
             with lab.scratch(f"busy-{peer}") as path:
                 spec = TransferSpec(peer, path, workload)
@@ -75,7 +75,7 @@ def checksum(lab: Lab) -> Iterator[Row]:
     """Compare promotions that verify with promotions that do not."""
     kvtier = lab.process("kvtier")
     for chunk_nbytes in CHUNK_SIZES:
-        workload = lab.plan.shorter_workload(chunk_nbytes)
+        workload = lab.plan.workload(chunk_nbytes)
         with lab.scratch("xxh3") as verified_path, lab.scratch("off") as trusted_path:
             verified = TransferSpec("kvtier", verified_path, workload)
             trusted = TransferSpec("kvtier", trusted_path, workload, checksum="off")

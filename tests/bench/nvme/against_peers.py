@@ -7,10 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from kvtier.units import approximate_size
-from tests.bench.nvme.fio import QUEUE_DEPTHS, Direction, Fio
+from tests.bench.nvme.fio import QUEUE_DEPTHS, Direction, Fio, Memory
 from tests.bench.nvme.lab import MANAGED, Lab
 from tests.bench.nvme.measures import Passes
 from tests.bench.nvme.passes import Peer, TransferSpec
@@ -19,12 +20,15 @@ from tests.bench.nvme.workload import CHUNK_SIZES, Workload
 
 __all__ = ["against_peers"]
 
+_OF: dict[Memory, str] = {"malloc": "", "shmhuge": "fio in huge pages"}
+_WORDS: dict[Memory, str] = {"malloc": "small pages", "shmhuge": "huge pages"}
+
 
 @dataclass(slots=True)
 class _Figures:
     """Figures of one chunk size, one per round."""
 
-    fio: dict[tuple[Direction, int], list[float]] = field(
+    fio: dict[tuple[Memory, Direction, int], list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
     passes: dict[Peer, list[Passes]] = field(default_factory=lambda: defaultdict(list))
@@ -34,12 +38,10 @@ class _Figures:
         ours, theirs = self.passes["kvtier"], self.passes["native_fs"]
         return [figure(passes) for passes in ours], [figure(passes) for passes in theirs]
 
-    def best_fio(self, direction: Direction) -> tuple[int, list[float]]:
+    def best_fio(self, memory: Memory, direction: Direction) -> tuple[int, list[float]]:
         """Return the queue depth with the better median, and its figures."""
-        depth = max(
-            QUEUE_DEPTHS, key=lambda depth: statistics.median(self.fio[direction, depth])
-        )
-        return depth, self.fio[direction, depth]
+        by_depth = {depth: self.fio[memory, direction, depth] for depth in QUEUE_DEPTHS}
+        return max(by_depth.items(), key=lambda measured: statistics.median(measured[1]))
 
 
 def against_peers(lab: Lab) -> Iterator[Row]:
@@ -50,7 +52,7 @@ def against_peers(lab: Lab) -> Iterator[Row]:
         fio.fill()
         for chunk_nbytes in CHUNK_SIZES:
             figures = _run_rounds(lab, lab.plan.workload(chunk_nbytes), fio)
-            yield from _throughput_rows(chunk_nbytes, figures)
+            yield from _throughput_rows(chunk_nbytes, figures, fio.memories)
             yield from _cost_rows(chunk_nbytes, figures)
 
 
@@ -78,29 +80,33 @@ def _run_rounds(lab: Lab, workload: Workload, fio: Fio) -> _Figures:
 
 def _measure_fio(lab: Lab, fio: Fio, workload: Workload, figures: _Figures) -> None:
     directions: tuple[Direction, ...] = ("write", "read")  # written before read, like a store
-    for depth in QUEUE_DEPTHS:
-        for direction in directions:
-            measured = fio.measure(direction, depth, workload)
-            figures.fio[direction, depth].append(measured)
-            lab.say(f"    {direction} at queue depth {depth}: {measured:.0f} MB/s")
+    for memory, depth, direction in product(fio.memories, QUEUE_DEPTHS, directions):
+        measured = fio.measure(direction, depth, memory, workload)
+        figures.fio[memory, direction, depth].append(measured)
+        lab.say(f"    {direction} at queue depth {depth}, {memory}: {measured:.0f} MB/s")
 
 
-def _throughput_rows(chunk_nbytes: int, figures: _Figures) -> Iterator[Row]:
+def _throughput_rows(
+    chunk_nbytes: int, figures: _Figures, fio_memories: Sequence[Memory]
+) -> Iterator[Row]:
     benches: tuple[tuple[str, Direction, Callable[[Passes], float]], ...] = (
         ("promote", "read", lambda passes: passes.promote.mb_per_s),
         ("store", "write", lambda passes: passes.store.mb_per_s),
     )
     for bench, direction, figure in benches:
         both = figures.both(figure)
-        depth, measured = figures.best_fio(direction)
-        yield Row.over_rounds(
-            bench,
-            chunk_nbytes,
-            "fio",
-            (both[0], measured),
-            "MB/s",
-            remark=f"fio {direction}s {approximate_size(chunk_nbytes)} best at depth {depth}.",
-        )
+        for memory in fio_memories:
+            depth, measured = figures.best_fio(memory, direction)
+            yield Row.over_rounds(
+                bench,
+                chunk_nbytes,
+                "fio",
+                (both[0], measured),
+                "MB/s",
+                of=_OF[memory],
+                remark=f"fio {direction}s {approximate_size(chunk_nbytes)} best at depth "
+                f"{depth} with its buffers in {_WORDS[memory]}.",
+            )
         yield Row.over_rounds(
             bench,
             chunk_nbytes,

@@ -3,7 +3,9 @@
 Its I/Os are of one chunk each. Reads follow the pattern of the tiers' requests: a random
 place, a request's worth of chunks in sequence, the next random place. Writes are sequential,
 the friendliest order there is. Engines: ``psync`` at queue depth 1; at 8 ``io_uring``, or
-``libaio`` where that is not allowed.
+``libaio`` where that is not allowed. Its buffers lie where fio puts them by itself, and where
+some huge pages are free in those as well: kvtier's RAM tier uses them, and small pages cost
+direct I/O up to half of its speed.
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kvtier.doctor._machine import Machine
+from kvtier.doctor._memory import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.machine import drop_page_cache
 from tests.bench.nvme.workload import Workload
 
-__all__ = ["QUEUE_DEPTHS", "Direction", "Fio"]
+__all__ = ["QUEUE_DEPTHS", "Direction", "Fio", "Memory"]
 
 Direction = Literal["read", "write"]
+Memory = Literal["malloc", "shmhuge"]
 
 QUEUE_DEPTHS = (1, 8)
 _PROBE_NBYTES = 1 << 20
+_HUGE_PAGES = 16
+"""Eight buffers of 2 MiB, and what fio has besides."""
 
 
 class Fio:
@@ -43,6 +50,7 @@ class Fio:
         self._path = path
         self._nbytes = nbytes
         self.deep_engine = self._find_deep_engine()
+        self.memories = self._find_memories()
 
     @staticmethod
     def version() -> str:
@@ -60,7 +68,9 @@ class Fio:
         """Allocate the file and write all of it."""
         self._run(["--rw=write", "--bs=4m", "--ioengine=psync", *self._whole(self._nbytes)])
 
-    def measure(self, direction: Direction, depth: int, workload: Workload) -> float:
+    def measure(
+        self, direction: Direction, depth: int, memory: Memory, workload: Workload
+    ) -> float:
         """Move the working set's bytes at a queue depth; return MB/s."""
         drop_page_cache()
         order = f"randread:{workload.chunks_per_request}" if direction == "read" else "write"
@@ -71,6 +81,7 @@ class Fio:
                 f"--bs={workload.chunk_nbytes}",
                 f"--iodepth={depth}",
                 f"--ioengine={'psync' if depth == 1 else self.deep_engine}",
+                f"--mem={memory}",
                 *self._whole(workload.nbytes),
             ]
         )
@@ -95,6 +106,17 @@ class Fio:
                 continue
             return engine
         raise BenchError("fio can use neither io_uring nor libaio here: see `fio --enghelp`")
+
+    def _find_memories(self) -> Sequence[Memory]:
+        """Return where buffers may lie: fio's default, and huge pages if there are any."""
+        if huge_page_pool(Machine()).free < _HUGE_PAGES:
+            return ("malloc",)
+        probe = ["--rw=write", "--bs=2m", "--ioengine=psync", f"--size={2 * _PROBE_NBYTES}"]
+        try:
+            self._run([*probe, "--mem=shmhuge"])
+        except BenchError:
+            return ("malloc",)
+        return ("malloc", "shmhuge")
 
     def _run(self, options: Sequence[str]) -> dict[str, Any]:
         command = [

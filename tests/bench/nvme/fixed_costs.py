@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
 
 from tests.bench.nvme.isolation import IsolatedProcess
 from tests.bench.nvme.lab import Lab
@@ -22,11 +24,11 @@ _LIMIT_NBYTES = 400.0
 
 
 def manager(lab: Lab) -> Iterator[Row]:
-    """Compare what a chunk costs in the scheduler's thread."""
+    """Compare what a chunk costs in the scheduler's thread, with LRU and by default."""
     costs: dict[tuple[ManagerPeer, str], list[float]] = defaultdict(list)
-    peers: tuple[ManagerPeer, ...] = ("native_lru", "kvtier")
-    with IsolatedProcess() as native, IsolatedProcess() as kvtier:
-        processes = {"native_lru": native, "kvtier": kvtier}
+    peers: tuple[ManagerPeer, ...] = ("native_lru", "kvtier", "kvtier_default")
+    with ExitStack() as stack:
+        processes = {peer: stack.enter_context(IsolatedProcess()) for peer in peers}
         for number in range(1, lab.plan.rounds + 1):
             for peer in peers if number % 2 else reversed(peers):
                 lab.say(f"manager, round {number} of {lab.plan.rounds}: {peer}")
@@ -34,9 +36,10 @@ def manager(lab: Lab) -> Iterator[Row]:
                 lab.say(f"    store {cost.store_us:.2f} us, load {cost.load_us:.2f} us")
                 costs[peer, "lookup+store"].append(cost.store_us)
                 costs[peer, "lookup+load"].append(cost.load_us)
-    for of in ("lookup+store", "lookup+load"):
-        both = costs["kvtier", of], costs["native_lru", of]
-        yield Row.over_rounds("manager", 0, "native_lru", both, "us/chunk", of=of)
+    prefixes: dict[ManagerPeer, str] = {"kvtier": "", "kvtier_default": "default, "}
+    for side, of in product(prefixes, ("lookup+store", "lookup+load")):
+        both, which = (costs[side, of], costs["native_lru", of]), prefixes[side] + of
+        yield Row.over_rounds("manager", 0, "native_lru", both, "us/chunk", of=which)
 
 
 def opening(lab: Lab) -> Iterator[Row]:

@@ -24,9 +24,6 @@ MANAGED: tuple[Peer, ...] = ("native_fs", "kvtier")
 """The peers that are driven through vLLM's offloading interface."""
 
 
-_SHORTER_NBYTES = 2 << 30  # four times the RAM tier: filling and draining it must not matter
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to run.
@@ -51,12 +48,6 @@ class Plan:
     def workload(self, chunk_nbytes: int) -> Workload:
         """Return the sizes for one chunk size."""
         return Workload(chunk_nbytes, self.working_set_nbytes, self.ram_nbytes)
-
-    def shorter_workload(self, chunk_nbytes: int) -> Workload:
-        """Return the sizes where a figure is a ratio of two passes of the same peer."""
-        return Workload(
-            chunk_nbytes, min(self.working_set_nbytes, _SHORTER_NBYTES), self.ram_nbytes
-        )
 
 
 class Lab:

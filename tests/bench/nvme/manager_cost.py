@@ -7,7 +7,8 @@ from typing import Literal
 
 __all__ = ["ManagerCost", "ManagerPeer", "manager_cost"]
 
-ManagerPeer = Literal["kvtier", "native_lru"]
+ManagerPeer = Literal["kvtier", "kvtier_default", "native_lru"]
+"""kvtier with LRU; kvtier with the policy that a tier has unless it says; vLLM's, with LRU."""
 
 
 @dataclass(frozen=True, slots=True)

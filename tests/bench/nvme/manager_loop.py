@@ -96,7 +96,10 @@ def _opened(peer: ManagerPeer) -> Iterator[_Workers]:
     if peer == "native_lru":
         yield _NativeLru()
         return
-    config = KvtierConfig(tiers=(RamTierConfig(capacity_bytes=_CAPACITY * _SLOT_NBYTES),))
+    ram = RamTierConfig(capacity_bytes=_CAPACITY * _SLOT_NBYTES)
+    if peer == "kvtier":
+        ram = ram.model_copy(update={"eviction": "lru"})
+    config = KvtierConfig(tiers=(ram,))
     region = make_region(config, _SLOT_NBYTES)
     storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
     side = KvtierSide(storage, config)

@@ -98,8 +98,8 @@ def ladders(trace: Trace, rounds: int) -> Iterator[Figure]:
     for write in ("through", "evict"):
         text = (
             "tiers:\n"
-            f"  - {{kind: ram, capacity: {ram}MiB}}\n"
-            f"  - {{kind: nvme, path: /nowhere, capacity: {nvme}MiB}}\n"
+            f"  - {{kind: ram, capacity: {ram}MiB, eviction: lru}}\n"
+            f"  - {{kind: nvme, path: /nowhere, capacity: {nvme}MiB, eviction: lru}}\n"
             f"placement: {{write: {write}}}\n"
             "transfer: {queue_limit: 4GiB}\n"
         )

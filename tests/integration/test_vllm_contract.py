@@ -1,0 +1,56 @@
+"""kvtier's doors against the vLLM that is installed, and against one that differs a little."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
+
+from kvtier.errors import UnsupportedError
+from kvtier.manager.events import ResidencyEvent
+from kvtier.vllm import connector
+from kvtier.vllm.connector import KVTierConnector
+from kvtier.vllm.manager import KVTierManager
+
+NOTHING: Any = None
+"""In place of configurations that nobody looks at before the check."""
+
+
+def test_a_call_with_one_more_argument_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked(
+        self: object, request: object, num_computed_tokens: int, hint: object
+    ) -> None: ...
+
+    monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", asked)
+    with pytest.raises(UnsupportedError, match=r"KVTierConnector\.get_num_new_matched_tokens"):
+        KVTierConnector(NOTHING, NOTHING, NOTHING)
+
+
+def test_state_under_another_name_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector, "TransferJob", OffloadingConnectorMetadata)
+    with pytest.raises(UnsupportedError, match="has no req_id, src_spec, dst_spec"):
+        KVTierConnector(NOTHING, NOTHING, NOTHING)
+
+
+def test_events_say_which_of_several_slower_tiers() -> None:
+    tiers = [SimpleNamespace(name=name) for name in ("ram", "fast", "large")]
+    events = [ResidencyEvent(tier, [b"k" * 36], removed=False) for tier in range(3)]
+    service: Any = SimpleNamespace(
+        lookup=None,
+        statistics=lambda: SimpleNamespace(tiers=tiers),
+        take_events=lambda: events,
+    )
+    manager = KVTierManager(service, persistent=False, report_metrics=False)
+    told = [(event.medium.name, event.ownership) for event in manager.take_events()]
+    assert told == [("CPU", None), ("STORAGE", "fast"), ("STORAGE", "large")]

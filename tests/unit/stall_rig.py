@@ -1,0 +1,206 @@
+"""A store on a disk that hangs where a test says so, below a transfer engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import NvmeTierConfig
+from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
+from kvtier.testing.chunks import make_buffers, make_keys, make_payload
+from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.faulty_io import FaultyIo
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine
+from kvtier.types import Job, LayoutFingerprint, Outcome, TransferResult, Why
+
+SLOT = 8192
+CAPACITY = 8
+KEYS = make_keys(range(2 * CAPACITY))
+DONE, EXPIRED, FAILED, REFUSED = (
+    Outcome.DONE,
+    Outcome.EXPIRED,
+    Outcome.FAILED,
+    Outcome.REFUSED,
+)
+HANG_S = 10.0
+SOON_S = 0.1
+BACKOFF_S = 0.2  # a job that is to be refused must have been submitted by then
+
+RUNNING: dict[str, dict[str, str]] = {
+    "preadv": {},
+    "pwritev": {},
+    "sync_data": {"durability": "power"},
+    "sql DELETE": {"checksum": "off"},
+    "sql BEGIN": {},
+    "sql INSERT": {},
+    "sql COMMIT": {},
+}
+"""What a job may hang in, and the options with which it is called."""
+
+
+class Ram:
+    """RAM slots of the test's own."""
+
+    def __init__(self) -> None:
+        self._slots = make_buffers(CAPACITY, SLOT)
+
+    def slot(self, number: int) -> memoryview:
+        return self._slots[number]
+
+
+class Rig:
+    """A slab on a disk that may hang, below a transfer engine.
+
+    Args:
+        directory: Where the store is.
+        stack: Closes the rig.
+        truth: Where chunks that come up are announced.
+        **options: Of the tier.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        stack: contextlib.ExitStack,
+        truth: RecordingTruth | None = None,
+        **options: Any,
+    ) -> None:
+        self.io = FaultyIo()
+        self.ram = Ram()
+        self._options = NvmeTierConfig(
+            path=directory / "store",
+            capacity_bytes=CAPACITY * SLOT,
+            direct_io="off",
+            **options,
+        )
+        self._pool = IoPool(2, name="kvtier-rig")
+        self.tier = SlabTier.open(self._options, self._context(), io=self.io)
+        self.engine = TransferEngine(
+            "rig",
+            {
+                ("ram", "nvme"): ToTier(self.ram, self.tier),
+                ("nvme", "ram"): FromTier(self.ram, self.tier, truth or RecordingTruth()),
+            },
+            chunk_nbytes=SLOT,
+            limits=EngineLimits(
+                queued_bytes=1 << 20,
+                running_bytes=SLOT,
+                breaker_failures=2,
+                breaker_backoff_s=BACKOFF_S,
+            ),
+            closers=[self.tier.aclose],
+        )
+        self._ids = itertools.count()
+        self._stack = stack
+        stack.callback(self._close)
+
+    def _context(self) -> TierContext:
+        return TierContext(SLOT, LayoutFingerprint({"model": "m"}), self._pool)
+
+    def _close(self) -> None:
+        self.engine.close(timeout_s=HANG_S)
+        self.ended()
+        assert self._pool.close(timeout_s=HANG_S)
+
+    def ended(self) -> None:
+        """Wait until a closed engine's thread is gone, and with it the tier."""
+        self.engine._thread.join(HANG_S)
+        assert not self.engine._thread.is_alive()
+
+    def found_again(self) -> set[ChunkKey]:
+        """Open the store as the next engine would; return what is there, which verifies."""
+        self.ended()
+        tier = SlabTier.open(self._options, self._context())
+        return read_and_close(tier)
+
+    def stall(self, *calls: str, after: int = 0) -> threading.Event:
+        """Let calls hang until the event is set."""
+        gate = self.io.stall(*calls, after=after)
+        self._stack.callback(gate.set)  # before the engine is closed, whatever the test did
+        return gate
+
+    def submit(
+        self, why: Why, keys: Sequence[ChunkKey], slots: Sequence[int], timeout_s: float
+    ) -> Job:
+        source, destination = ("nvme", "ram") if why is Why.PROMOTE else ("ram", "nvme")
+        number = next(self._ids)
+        stamps = [number + 1] * len(keys)
+        job = Job(number, why, source, destination, keys, slots, slots, timeout_s, stamps)
+        self.engine.submit(job)
+        return job
+
+    def store(self, *slots: int, version: int = 0, timeout_s: float = HANG_S) -> Job:
+        keys = keys_in(slots, version)
+        for slot, key in zip(slots, keys, strict=True):
+            self.ram.slot(slot)[:] = make_payload(key, SLOT)
+        return self.submit(Why.STORE, keys, slots, timeout_s)
+
+    def promote(self, *slots: int, version: int = 0, timeout_s: float = HANG_S) -> Job:
+        for slot in slots:
+            self.ram.slot(slot)[:] = bytes(SLOT)
+        return self.submit(Why.PROMOTE, keys_in(slots, version), slots, timeout_s)
+
+    def holds(self, slot: int, version: int = 0) -> bool:
+        """Whether a RAM slot has its chunk."""
+        (key,) = keys_in([slot], version)
+        return self.ram.slot(slot) == make_payload(key, SLOT)
+
+    def settled(self, *jobs: Job) -> dict[int, list[Outcome]]:
+        """Wait for the settled results of ``jobs``; forgets all others."""
+        assert self.engine.wait([job.job_id for job in jobs], timeout_s=HANG_S)
+        results = [result for result in self.engine.poll() if result.settled]
+        return {result.job_id: list(result.outcomes) for result in results}
+
+    def result(self) -> TransferResult:
+        assert self.engine.wait_any(timeout_s=HANG_S)
+        (result,) = self.engine.poll()
+        return result
+
+    def next_result(self) -> tuple[int, list[Outcome], bool]:
+        result = self.result()
+        return result.job_id, list(result.outcomes), result.settled
+
+    def out_of_service(self, why: Why = Why.PROMOTE) -> bool:
+        way = ("nvme", "ram") if why is Why.PROMOTE else ("ram", "nvme")
+        return self.engine.statistics()[way].out_of_service
+
+    def back_in_service(self, slot: int, why: Why = Why.PROMOTE) -> bool:
+        """Move a chunk as soon as the breaker lets one through, and see that it is whole."""
+        move = self.promote if why is Why.PROMOTE else self.store
+        deadline_s = time.monotonic() + HANG_S
+        while time.monotonic() < deadline_s:
+            job = move(slot, timeout_s=HANG_S)
+            outcomes = self.settled(job)[job.job_id]
+            if outcomes != [REFUSED]:
+                return outcomes == [DONE] and self.holds(slot)
+        return False
+
+
+def keys_in(slots: Sequence[int], version: int = 0) -> list[ChunkKey]:
+    """Return the keys that a test keeps in ``slots``: the first ones or those over them."""
+    return [KEYS[slot + version * CAPACITY] for slot in slots]
+
+
+def read_and_close(tier: SlabTier) -> set[ChunkKey]:
+    """Return what a store that was opened again has, all of which verifies, and close it."""
+    found = list(tier.recovered())
+
+    async def read() -> list[Outcome]:
+        buffers = make_buffers(len(found), SLOT)
+        keys, slots = [key for key, _ in found], [slot for _, slot in found]
+        moved = await tier.read(keys, slots, buffers, why=Why.LOAD)
+        assert buffers == [make_payload(key, SLOT) for key in keys]
+        await tier.aclose()
+        return list(moved.outcomes)
+
+    assert set(asyncio.run(read())) <= {DONE}
+    return {key for key, _ in found}

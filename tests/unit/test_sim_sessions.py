@@ -1,0 +1,89 @@
+"""A policy hears offline of requests and sessions what it hears live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import parse_config
+from kvtier.policies.shadow import ShadowTier
+from kvtier.replay._requests import pick_requests
+from kvtier.sim._tiers import chunk_keys
+from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.single import simulate_single
+from kvtier.sim.traces import generate, read_trace, write_trace
+from tests.unit.listening import EARS, Ear, Told
+from tests.unit.sim_traces import trace_of
+
+# The second request finds what the first one stored; the third says nothing of itself.
+TRACE = trace_of([[0, 1], [0, 1, 2], [3], [0]], every_s=100.0, sessions=["a", "b", "", "a"])
+EXPECTED = {
+    Told("insert", "0", "a", "a"),
+    Told("hit", "1", "b", "a"),
+    Told("insert", "1", "b", "b"),
+    Told("insert", "2", "", ""),
+    Told("hit", "3", "a", "a"),
+}
+
+
+@pytest.fixture(params=EARS, ids=lambda ear: ear.__name__)
+def ear(request: pytest.FixtureRequest) -> type[Ear]:
+    kind: type[Ear] = request.param
+    kind.heard.clear()
+    return kind
+
+
+def name_of(ear: type[Ear]) -> str:
+    return f"{ear.__module__}:{ear.__name__}"
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_of_one_tier(ear: type[Ear], order: str) -> None:
+    simulate_single(
+        TRACE,
+        policy=name_of(ear),
+        capacity=8,
+        touch_order="forward" if order == "forward" else "reverse",
+    )
+    assert set(ear.heard) == EXPECTED
+
+
+def test_of_a_ladder(ear: type[Ear]) -> None:
+    config = parse_config(
+        f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{name_of(ear)}'}}]", source="test"
+    )
+    simulate_ladder(TRACE, config, chunk_bytes=1 << 20)
+    assert set(ear.heard) == EXPECTED
+
+
+def test_of_a_ghost(ear: type[Ear]) -> None:
+    keys = chunk_keys(TRACE.distinct)
+    shadow = ShadowTier(8, [name_of(ear)])
+    for number, (chain, session) in enumerate(
+        zip(TRACE.chains(), TRACE.session_names(), strict=True)
+    ):
+        shadow.serve(
+            [keys[at] for at in chain], float(number), request=str(number), session=session
+        )
+    assert set(ear.heard) == EXPECTED
+
+
+def test_a_newcomer_in_the_place_of_a_victim_is_whose_it_is(ear: type[Ear]) -> None:
+    trace = trace_of([[0, 1], [2], [3]], sessions=["a", "b", "c"])
+    simulate_single(trace, policy=name_of(ear), capacity=2)
+    inserted = [told for told in ear.heard if told.what == "insert"]
+    assert all(told.stored_by == told.session for told in inserted)
+    assert {told.session for told in inserted} >= {"a", "c"}
+
+
+def test_sessions_go_with_their_requests() -> None:
+    assert pick_requests(TRACE, [3, 1]).session_names() == ["a", "b"]
+    assert pick_requests(trace_of([[0], [1]]), [1]).session_names() == ("",)
+
+
+def test_generated_traffic_has_sessions_and_keeps_them_in_a_file(tmp_path: Path) -> None:
+    trace = generate("agents", sessions=3, per_s=1.0, chunk_tokens=512, seed=1)
+    assert len(set(trace.sessions)) == 3
+    write_trace(trace, tmp_path / "agents.jsonl", format_name="mooncake")
+    assert read_trace(tmp_path / "agents.jsonl").sessions == trace.sessions

@@ -1,0 +1,139 @@
+"""Waiting for a store's locks: no longer than a deadline, and no longer than needed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import _cache_actions
+from kvtier.errors import ConfigError, StoreLockedError
+from kvtier.tiers.slab import inspect
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.inspect import holder_of
+from kvtier.tiers.slab.lock import Patience, acquire
+from kvtier.tiers.slab.namespace import open_root
+from tests.unit.cache_shell import READING, Shell
+from tests.unit.stores import Store
+
+
+class Clock:
+    """Time that passes when somebody sleeps; what is due then happens."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.alarms: list[tuple[float, contextlib.ExitStack]] = []
+        self.patience = Patience(timeout_s=10, clock=lambda: self.now_s, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+        for at_s, stack in self.alarms:
+            if self.now_s >= at_s:
+                stack.close()
+
+
+@contextlib.contextmanager
+def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock of ``path``, as another process would: through another open file."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, kind)
+        yield
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_EX, fcntl.LOCK_SH], ids=["opening", "looking"])
+def test_an_engine_gives_up_on_a_store_that_another_process_keeps_locked(
+    tmp_path: Path, clock: Clock, kind: int
+) -> None:
+    with (
+        held(tmp_path / "kvtier.lock", kind),
+        pytest.raises(StoreLockedError, match="that is still opening it") as caught,
+        open_root("nvme", tmp_path, BlockIo(), clock.patience),
+    ):
+        pytest.fail("it was not locked")
+    assert str(tmp_path) in str(caught.value)
+    assert 110 <= clock.now_s < 111
+    with open_root("nvme", tmp_path, BlockIo(), Patience(timeout_s=0)):
+        pass  # nothing was left locked
+
+
+def test_an_engine_waits_for_a_store_until_it_is_free(tmp_path: Path, clock: Clock) -> None:
+    with contextlib.ExitStack() as other:
+        other.enter_context(held(tmp_path / "kvtier.lock"))
+        clock.alarms.append((103, other))
+        with open_root("nvme", tmp_path, BlockIo(), clock.patience):
+            assert 103 <= clock.now_s < 104
+
+
+def test_io_of_an_engine_that_died_is_waited_for_and_not_for_ever(
+    tmp_path: Path, clock: Clock
+) -> None:
+    nobody = f"pid {2**22 + 1} on host {os.uname().nodename}"  # beyond the largest there is
+    with held(tmp_path / "lock"):
+        (tmp_path / "lock").write_text(nobody)
+        with pytest.raises(StoreLockedError, match=nobody):
+            acquire("nvme", tmp_path, BlockIo(), clock.patience)
+    assert 110 <= clock.now_s < 111
+
+
+def test_an_engine_that_lives_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
+    with held(tmp_path / "lock"):
+        (tmp_path / "lock").write_text(f"pid {os.getpid()} on host {os.uname().nodename}")
+        with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
+            acquire("nvme", tmp_path, BlockIo(), clock.patience)
+    assert clock.now_s == 100
+
+
+def test_who_looks_into_a_store_waits_until_it_is_open(store: Store, clock: Clock) -> None:
+    store.filled()
+    with contextlib.ExitStack() as other:
+        other.enter_context(held(store.root / "kvtier.lock"))
+        clock.alarms.append((103, other))
+        assert holder_of(store.directory, clock.patience) is None
+    assert 103 <= clock.now_s < 104
+
+
+def test_who_looks_into_a_store_gives_up_in_time(store: Store, clock: Clock) -> None:
+    store.filled()
+    with (
+        held(store.root / "kvtier.lock"),
+        pytest.raises(ConfigError, match=f"another process is opening {store.root}; try again"),
+    ):
+        holder_of(store.directory, clock.patience)
+    assert 110 <= clock.now_s < 111
+
+
+@pytest.mark.parametrize("command", [*READING, ["evict", "--all", "--yes"]], ids=lambda c: c[0])
+def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
+    shell: Shell,
+    store: Store,
+    clock: Clock,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patient = functools.partial(holder_of, patience=clock.patience)
+    for module in (inspect, _cache_actions):
+        monkeypatch.setattr(module, "holder_of", patient)
+    store.filled()
+    problem = f"another process is opening {store.root}; try again"
+    with held(store.root / "kvtier.lock"):
+        if command == ["stat"]:
+            (report,) = shell.json("stat", store.root)["namespaces"]
+            assert report["problem"] == problem
+        else:
+            ran = shell(*command, store.root)
+            assert (ran.code, ran.err) == (2, f"error: {problem}\n")
+    assert shell("verify", store.root).code == 0
