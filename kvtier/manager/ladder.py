@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.events import EventLog
@@ -155,31 +155,53 @@ class Ladder:
         tier.let_go(run)
         self._left(tier, run.keys)
 
-    def lead_below(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many leading ``keys`` are not in RAM but whole in a slower tier.
+    def lead_below(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Return the tiers of the leading ``keys`` that are not in RAM but whole below it.
 
         They are noted as wanted, like those of :meth:`asked`.
         """
+        tiers = self._lead_of_slower(keys)
         in_ram = self.ram.copies
-        found = 0
-        for key, held in zip(keys, self._whole_below(keys), strict=False):
-            if not held or key in in_ram:
-                break
-            found += 1
+        if not in_ram.keys().isdisjoint(keys[: len(tiers)]):
+            del tiers[next(at for at, key in enumerate(keys) if key in in_ram) :]
         if self.follows_reuse:
-            for key in keys[:found]:
+            for key in keys[: len(tiers)]:
                 if not key[SAMPLING_BYTE] & self._sampling:
                     self.asked(key)
-        return found
+        return tiers
 
-    def _whole_below(self, keys: Iterable[ChunkKey]) -> Iterator[bool]:
-        """Yield for each of ``keys`` whether a slower tier has it whole."""
+    def _lead_of_slower(self, keys: Iterable[ChunkKey]) -> list[int]:
+        """Return the first slower tier that has it whole for each of the leading ``keys``."""
         if len(self.slower) == 1:
-            for copy in map(self.slower[0].copies.get, keys):
-                yield copy is not None and copy.state == _RESIDENT
-        else:
-            for key in keys:
-                yield first_whole(self.slower, key) is not None
+            (slower,) = self.slower
+            return [slower.index] * len(slower.lead_of(keys))
+        tiers: list[int] = []
+        for key in keys:
+            found = first_whole(self.slower, key)
+            if found is None:
+                break
+            tiers.append(found[0].index)
+        return tiers
+
+    def find_below(
+        self, keys: Sequence[ChunkKey], within: Collection[int] | None
+    ) -> tuple[list[ChunkCopy], list[int]]:
+        """Find those of ``keys`` that a slower tier in service has whole.
+
+        Args:
+            keys: Chunks.
+            within: Tiers to look in; None for all.
+
+        Returns:
+            A copy of each that was found, and the tier it is in.
+        """
+        readable = self.readable(within)
+        if len(readable) == 1:
+            (tier,) = readable
+            copies = tier.whole(keys)
+            return copies, [tier.index] * len(copies)
+        found = [at for key in keys if (at := first_whole(readable, key)) is not None]
+        return [copy for _, copy in found], [tier.index for tier, _ in found]
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` is wanted, in every tier that is passed before it is found."""

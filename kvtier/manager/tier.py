@@ -530,13 +530,26 @@ class TierState:
 
     def lead(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> int:
         """Return how many leading ``keys`` are hits, and keep those that were leaving."""
+        found = self.lead_of(keys)
+        self._keep(found, ctx)
+        return len(found)
+
+    def lead_of(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
+        """Return the copies of the leading ``keys`` that are whole here."""
         found: list[ChunkCopy] = []
         for copy in map(self.copies.get, keys):
             if copy is None or copy.state != _RESIDENT:
                 break
             found.append(copy)
-        self._keep(found, ctx)
-        return len(found)
+        return found
+
+    def whole(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
+        """Return the copies of those of ``keys`` that are whole here."""
+        return [
+            copy
+            for copy in map(self.copies.get, keys)
+            if copy is not None and copy.state == _RESIDENT
+        ]
 
     def take_slots(
         self, count: int, ctx: PolicyContext

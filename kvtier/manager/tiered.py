@@ -145,7 +145,7 @@ class TieredOffloadingManager:
         phase = request.phase
         if phase in _DEFERRED:
             return None if keys else 0
-        if request.terms.load_tiers is not None or not self._plain or phase == Phase.FAILED:
+        if phase == Phase.FAILED or not self._is_plain(request):
             return self._look_on(request, keys, 0)
         hits = self._ram.lead(keys, self._ladder.ctx)
         if phase == _ASKING:
@@ -439,29 +439,36 @@ class TieredOffloadingManager:
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
 
-    @property
-    def _plain(self) -> bool:
-        """Whether all that a slower tier has is brought up before it is a hit."""
-        return not self._ladder.limits.streams and not self._ladder.out_of_service
+    def _is_plain(self, request: RequestState) -> bool:
+        """Return whether every tier counts for ``request``, and no slot is promised to it."""
+        ladder = self._ladder
+        if ladder.out_of_service or request.terms.load_tiers is not None:
+            return False
+        return not (ladder.limits.streams and request.asked)
 
     def _ask(self, request: RequestState, keys: Sequence[ChunkKey], hits: int) -> int | None:
         """Note what of ``keys``, of which ``hits`` lead, a request asks for the first time."""
-        below = self._ladder.lead_below(keys[hits:]) if hits < len(keys) else 0
-        if hits or below:
-            self._promoter.note_many(request, keys[: hits + below])
+        if hits:
+            self._promoter.note_many(request, keys[:hits])
         if hits == len(keys):
             return hits
+        below = self._ladder.lead_below(keys[hits:])
+        found = hits + len(below)
+        deferred = False
         if below:
-            request.wanting = True
-        found = hits + below
+            if not self._loader.promise_all(request, below):
+                if self._ladder.limits.streams:  # a part of them can be promised
+                    return self._look_on(request, keys, hits)
+                deferred = request.wanting = True
+            self._promoter.note_many(request, keys[hits:found])
         if self._ladder.holds_any(keys[found : found + 1]):
             # What is in RAM behind that, or on its way there, is found one by one.
             more = self._look_on(request, keys, found)
-            return None if below else more
+            return None if deferred else more
         if found < len(keys):
             self._ladder.asked(keys[found])
             self._count_miss(request)
-        return None if below else found
+        return None if deferred else found
 
     def _look_on(
         self, request: RequestState, keys: Sequence[ChunkKey], found: int
