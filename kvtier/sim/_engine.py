@@ -126,13 +126,17 @@ class ModelEngine:
 
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
         """Serve ``requests``, given in order of arrival; yield each when it is over."""
+        events = self._events
         for request in requests:
-            while self._events and self._events[0][0] <= request.arrival_s:
+            arrival_s = request.arrival_s
+            while events and events[0][0] <= arrival_s:
                 self._next()
-            self._now_s = max(self._now_s, request.arrival_s)
+            if self._now_s < arrival_s:
+                self._now_s = arrival_s
             self._queue.append(request)
             self._step()
-            yield from self._take_over()
+            if self._over:
+                yield from self._take_over()
         while self._events or self._deferred or self._unstored:
             if not self._events:
                 # Nothing is on its way, but a live engine would go on stepping.
@@ -151,9 +155,7 @@ class ModelEngine:
 
     def _take_over(self) -> list[ModelRequest]:
         """Return the requests that are over since the last call."""
-        over = self._over
-        if over:
-            self._over = []
+        over, self._over = self._over, []
         return over
 
     def _at(self, time_s: float, happens: Callable[..., None], subject: object) -> None:
@@ -163,10 +165,11 @@ class ModelEngine:
 
     def _step(self) -> None:
         """Do what the scheduler does in one step, and again while that lets requests start."""
+        manager = self._manager
         self._steps += 1
         if not self._steps % _ASK_AFTER_STEPS:
             self._may_answer = True
-            self._manager.take_cancels()  # what runs in model time is not worth dropping
+            manager.take_cancels()  # what runs in model time is not worth dropping
         if self._queue and self._open < self._model.concurrency:
             self._admit()
         while True:
@@ -174,17 +177,12 @@ class ModelEngine:
                 self._store()
             if self._ready and not self._computing:
                 self._compute()
-            self._end_step()
-            if not self._may_answer or not self._ask_again():
+            manager.end_step(started=self._started, now=self._now_s)
+            self._started.clear()
+            for job in manager.take_jobs():
+                self._send(job)
+            if not (self._may_answer and self._deferred and self._ask_again()):
                 return
-
-    def _end_step(self) -> None:
-        started = self._started
-        if started:
-            self._started = []
-        self._manager.end_step(started=started, now=self._now_s)
-        for job in self._manager.take_jobs():
-            self._send(job)
 
     def _admit(self) -> None:
         """Look up the requests at the head of the queue."""
@@ -200,8 +198,6 @@ class ModelEngine:
     def _ask_again(self) -> bool:
         """Look up the requests that were put off; return whether one of them started."""
         self._may_answer = False
-        if not self._deferred:
-            return False
         answered = [request for request in self._deferred if self._look(request)]
         for request in answered:
             del self._deferred[request]

@@ -118,7 +118,8 @@ class Device:
         """Queue a job of ``nbytes`` that is ready at ``since_s``; return when it is done."""
         seconds = nbytes / self._bytes_per_s
         self.busy_s += seconds
-        self.free_at_s = over_s = max(self.free_at_s, since_s) + seconds
+        begins_s = since_s if since_s > self.free_at_s else self.free_at_s
+        self.free_at_s = over_s = begins_s + seconds
         return over_s + self._latency_s
 
 
@@ -154,17 +155,18 @@ class TransferModel:
         """Queue ``job`` at ``now_s``; return its results and when each arrives."""
         devices = self._routes.get((job.source, job.destination)) or self._devices(job)
         deadline_s = now_s + job.timeout_s
-        queued_s = 0.0
+        begins_s = done_s = now_s
         for device in devices:
-            if device.free_at_s > deadline_s:
-                return [(deadline_s, _expired(job))]
-            queued_s = max(queued_s, device.free_at_s - now_s)
+            if device.free_at_s > begins_s:
+                begins_s = device.free_at_s
+        if begins_s > deadline_s:
+            return [(deadline_s, _expired(job))]
         nbytes = len(job.keys) * self._slot_nbytes
-        done_s = now_s
         for device in devices:
             done_s = max(done_s, device.occupy(nbytes, since_s=now_s))
         if done_s <= deadline_s:
             outcomes = [_DONE] * len(job.keys)
+            queued_s = begins_s - now_s
             seconds = done_s - now_s - queued_s
             result = TransferResult(job.job_id, outcomes, True, nbytes, seconds, queued_s)  # noqa: FBT003 - settled
             return [(done_s, result)]
