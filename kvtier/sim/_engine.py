@@ -131,8 +131,7 @@ class ModelEngine:
             arrival_s = request.arrival_s
             while events and events[0][0] <= arrival_s:
                 self._next()
-            if self._now_s < arrival_s:
-                self._now_s = arrival_s
+            self._now_s = max(self._now_s, arrival_s)
             self._queue.append(request)
             self._step()
             if self._over:

@@ -118,7 +118,7 @@ class Device:
         """Queue a job of ``nbytes`` that is ready at ``since_s``; return when it is done."""
         seconds = nbytes / self._bytes_per_s
         self.busy_s += seconds
-        begins_s = since_s if since_s > self.free_at_s else self.free_at_s
+        begins_s = max(self.free_at_s, since_s)
         self.free_at_s = over_s = begins_s + seconds
         return over_s + self._latency_s
 
@@ -157,8 +157,7 @@ class TransferModel:
         deadline_s = now_s + job.timeout_s
         begins_s = done_s = now_s
         for device in devices:
-            if device.free_at_s > begins_s:
-                begins_s = device.free_at_s
+            begins_s = max(begins_s, device.free_at_s)
         if begins_s > deadline_s:
             return [(deadline_s, _expired(job))]
         nbytes = len(job.keys) * self._slot_nbytes
