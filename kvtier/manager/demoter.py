@@ -58,28 +58,13 @@ class Demoter:
     def publish(self, run: Run) -> None:
         """Make chunks that were stored hits in RAM, and see that they get where they must."""
         ladder, copies = self._ladder, run.copies
+        ladder.publish(ladder.ram, copies)
         if len(ladder.tiers) == 1 or not copies:
-            ladder.publish(ladder.ram, copies)
             return
         if self._shortest > 1:
-            # Those before a chunk that makes a prefix long enough must be whole by then.
-            ladder.publish(ladder.ram, copies)
             self._send_down(copies)
-            return
-        going, staying = self._decide(run)
-        if going and not staying and all(part is run for _, part in going):
-            ladder.publish(ladder.ram, copies, owed=len(going), held=len(going))
-            self._enqueue(going)
-            return
-        kept = self._keepsakes(ladder.ram, staying)
-        if len(kept) == 1 and kept[0] is copies:
-            ladder.publish(ladder.ram, copies, owed=1)
-            return
-        ladder.publish(ladder.ram, copies)
-        self._owe(going)
-        self._enqueue(going)
-        for group in kept:
-            ladder.ram.mark_dirty_many(group)
+        else:
+            self._place(run)
 
     def used(self, copies: Sequence[ChunkCopy]) -> None:
         """Decide again where chunks that were loaded from RAM must go."""
@@ -88,18 +73,13 @@ class Demoter:
 
     def adopt(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Mark dirty those of ``copies``, new in ``tier`` alone, that must not vanish."""
-        for group in self._keepsakes(tier, copies):
-            tier.mark_dirty_many(group)
-
-    def _keepsakes(
-        self, tier: TierState, copies: Sequence[ChunkCopy]
-    ) -> list[Sequence[ChunkCopy]]:
-        """Return those of ``copies`` that must not vanish from ``tier``, by where they go."""
         if tier not in self._evicting or not copies:
-            return []
+            return
         targets = self._ladder.placement.demote_many(copies, tier.index, self._ladder.ctx)
         groups = _by_target(copies, targets, restricted=self._ladder.restricts_stores)
-        return [group for target, group in groups.items() if target is not None]
+        for target, group in groups.items():
+            if target is not None:
+                tier.mark_dirty_many(group)
 
     def flush(self) -> None:
         """Plan jobs for what is queued and what should leave, within the queue limits."""
@@ -182,7 +162,7 @@ class Demoter:
         for target, group in groups.items():
             if target is not None:
                 ladder.ram.pin_many(group)
-                self._enqueue([(target, ladder.ram.run_of(group))])
+                self._enqueue(target, ladder.ram.run_of(group))
         self.flush()
 
     def waiting(self) -> Iterator[ChunkCopy]:
@@ -243,16 +223,20 @@ class Demoter:
         return before
 
     def _send_down(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do what :meth:`publish` does for copies that are hits already."""
-        ram = self._ladder.ram
+        """Do :meth:`_place` for those of ``copies`` that owe nothing, and what comes before."""
         if self._shortest > 1:
             copies = dict.fromkeys(self._long_enough(copies))
         new = [copy for copy in copies if not copy.dirty]
         if new:
-            going, staying = self._decide(ram.run_of(new))
-            self._owe(going)
-            self._enqueue(going)
-            self.adopt(ram, staying)
+            self._place(self._ladder.ram.run_of(new))
+
+    def _place(self, run: Run) -> None:
+        """See that copies in RAM that owe nothing yet get where they must."""
+        going, staying = self._decide(run)
+        for target, part in going:
+            self._ladder.ram.owe_many(part.copies)
+            self._enqueue(target, part)
+        self.adopt(self._ladder.ram, staying)
 
     def _decide(self, run: Run) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
         """Say where copies must go soon that owe nothing yet.
@@ -305,16 +289,10 @@ class Demoter:
         ladder.ram.counters.lost += chunks - fits
         return run.cut(fits)[0] if fits else None
 
-    def _owe(self, going: Iterable[tuple[int, Run]]) -> None:
-        """Keep copies out of every victim scan until they are sent."""
-        for _, run in going:
-            self._ladder.ram.owe_many(run.copies)
-
-    def _enqueue(self, going: Iterable[tuple[int, Run]]) -> None:
-        """Queue copies that owe themselves to tiers and are pinned for it."""
-        for target, run in going:
-            self._queues[target].append(run)
-            self._queued[target] += len(run.copies)
+    def _enqueue(self, target: int, run: Run) -> None:
+        """Queue copies that owe themselves to tier ``target`` and are pinned for it."""
+        self._queues[target].append(run)
+        self._queued[target] += len(run.copies)
 
     def _take(self, index: int, room: int) -> Run | None:
         """Take the oldest queued copies that still need to go to tier ``index``."""
@@ -435,12 +413,12 @@ class Demoter:
         # Whatever becomes of a victim it frees one slot, so no more are picked than all of the
         # tiers below could take: one that was put back would count as just used.
         while short > 0 and (most := min(short, *takes.values())) > 0:
-            victims = tier.pick_leaving(most, ladder.ctx)
-            if not victims:
+            victims = tier.run_of(tier.pick_leaving(most, ladder.ctx))
+            if not victims.copies:
                 return
-            short -= len(victims)
+            short -= len(victims.copies)
             for index, batch in self._sort_out(tier, victims).items():
-                run = tier.run_of(batch)
+                run = victims.part(batch)
                 sent = self._send(tier, run, index, batch=max(len(batch), 1))
                 tier.pin_dirty(batch[:sent])
                 takes[index] -= len(batch)
@@ -449,41 +427,35 @@ class Demoter:
                 if room <= 0:
                     ladder.tiers[index].want(wanted)
 
-    def _sort_out(
-        self, tier: TierState, victims: Sequence[ChunkCopy]
-    ) -> dict[int, list[ChunkCopy]]:
+    def _sort_out(self, tier: TierState, victims: Run) -> dict[int, Sequence[ChunkCopy]]:
         """Let go of the victims that need not be copied.
 
         Returns:
             The others, by the tier they go to.
         """
         ladder = self._ladder
-        alone: Sequence[ChunkCopy] = victims
+        alone = victims.copies
         for below in ladder.tiers[tier.index + 1 :]:
-            members = below.copies
-            if members.keys().isdisjoint([victim.key for victim in alone]):
+            if below.copies.keys().isdisjoint(victims.keys):
                 continue
-            found = [members.get(victim.key) for victim in alone]
-            used = [copy for copy in found if copy is not None and copy.state == _RESIDENT]
+            used = below.whole([victim.key for victim in alone])
             # They were used up here, which the slower tier did not hear of.
             below.use(used, ladder.ctx)
-            alone = [
-                victim
-                for victim, copy in zip(alone, found, strict=True)
-                if copy is None or copy.state != _RESIDENT
-            ]
-        gone = list(_without(victims, alone))
-        batches: dict[int, list[ChunkCopy]] = {}
+            there = {copy.key for copy in used}
+            alone = [victim for victim in alone if victim.key not in there]
+        gone = list(_without(victims.copies, alone))
+        batches: dict[int, Sequence[ChunkCopy]] = {}
         for target, group in self._targets(tier, alone).items():
             admitted: Sequence[ChunkCopy] = ()
             if target is not None:
                 answers = ladder.placement.admit_many(group, target, _DEMOTE, ladder.ctx)
-                admitted = batches[target] = list(compress(group, answers))
+                admitted = group if all(answers) else list(compress(group, answers))
+                batches[target] = admitted
                 tier.counters.lost += len(group) - len(admitted)
                 tier.mark_dirty_many([copy for copy in admitted if not copy.dirty])
             gone += _without(group, admitted)
         if gone:
-            ladder.evict(tier, tier.run_of(gone))
+            ladder.evict(tier, victims.part(gone))
         return {target: batch for target, batch in batches.items() if batch}
 
     def _targets(

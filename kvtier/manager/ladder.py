@@ -212,23 +212,11 @@ class Ladder:
                 return
             gaps.asked(key)
 
-    def publish(
-        self, tier: TierState, copies: Sequence[ChunkCopy], *, owed: int = 0, held: int = 0
-    ) -> None:
-        """Make written ``copies`` hits and record that they arrived.
-
-        Args:
-            tier: Where they are.
-            copies: The copies.
-            owed: Slower tiers that each must reach before it may go.
-            held: Pins that each is given for that; see :meth:`TierState.publish_owed`.
-        """
+    def publish(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Make written ``copies`` hits and record that they arrived."""
         if not copies:
             return
-        if owed:
-            tier.publish_owed(copies, self.ctx, owed=owed, held=held)
-        else:
-            tier.publish(copies, self.ctx)
+        tier.publish(copies, self.ctx)
         if self.events.listened_to:
             self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 

@@ -6,7 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.slots import SlotAllocator
@@ -135,6 +135,13 @@ class Run(NamedTuple):
     keys: Sequence[ChunkKey]
     slots: Sequence[int]
     dropped: int
+
+    def part(self, copies: Sequence[ChunkCopy]) -> Run:
+        """Return the run of some of its copies, in their order."""
+        if copies == self.copies:
+            return self
+        keys = [copy.key for copy in copies]
+        return Run(copies, keys, [copy.slot for copy in copies], self.dropped)
 
     def cut(self, chunks: int) -> tuple[Run, Run]:
         """Return the first ``chunks`` of them, and the others."""
@@ -299,47 +306,13 @@ class TierState:
 
     def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Make written copies hits and drop their writer's pin."""
-        if self.index:
-            # Nothing but its writer holds a copy in a slower tier before it is whole.
-            for copy in copies:
-                copy.state = _RESIDENT
-                copy.pins = 0
-            self.idle += len(copies)
-        else:
-            idle = 0
-            for copy in copies:
-                copy.state = _RESIDENT
-                copy.pins = pins = copy.pins - 1
-                if not pins:
-                    idle += 1
-            self.idle += idle
-        self._arrive(copies, ctx)
-
-    def publish_owed(
-        self, copies: Sequence[ChunkCopy], ctx: PolicyContext, *, owed: int, held: int
-    ) -> None:
-        """Do :meth:`publish` for new chunks that must not vanish.
-
-        Args:
-            copies: Written copies.
-            ctx: For the eviction policy.
-            owed: Slower tiers that each must reach before it may go, at least one.
-            held: Pins that each is given, one for each queue that it stands in.
-        """
-        if held == 1:  # the writer's pin serves the queue
-            for copy in copies:
-                copy.state = _RESIDENT
-                copy.dirty = owed
-        else:
-            for copy in copies:
-                copy.state = _RESIDENT
-                copy.dirty = owed
-                copy.pins += held - 1
-        self.dirty += len(copies)
-        self._arrive(copies, ctx)
-
-    def _arrive(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Let copies that became resident into the order."""
+        idle = 0
+        for copy in copies:
+            copy.state = _RESIDENT
+            copy.pins = pins = copy.pins - 1
+            if not pins:
+                idle += 1
+        self.idle += idle
         if self.eviction.leaf_only:
             for copy in copies:
                 copy.kids += self._kids_of_absent.pop(copy.key, 0)
@@ -612,12 +585,11 @@ class TierState:
         it is the policy's to set when it is inserted. The rest is the caller's to set.
         """
         at = self._copy_at
-        there = list(map(at.__getitem__, slots))
-        if all(there):
-            return cast("list[ChunkCopy]", there)
-        copies = [copy or ChunkCopy(b"", slot) for copy, slot in zip(there, slots, strict=True)]
-        for copy in copies:
-            at[copy.slot] = copy
+        copies = [copy for copy in map(at.__getitem__, slots) if copy]
+        if len(copies) < len(slots):
+            copies = [at[slot] or ChunkCopy(b"", slot) for slot in slots]
+            for copy in copies:
+                at[copy.slot] = copy
         return copies
 
     def _forget(self, victims: Sequence[ChunkCopy], keys: Sequence[ChunkKey]) -> None:
