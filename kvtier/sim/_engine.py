@@ -45,6 +45,7 @@ class ModelRequest:
         tokens: Length of its prompt.
         keys: Its chunks, root to leaf.
         session: What it belongs to, empty if nobody says.
+        output_tokens: Tokens it generates, if that is modelled.
         hits: Leading chunks that were loaded.
         first_token_s: When its first token was there.
     """
@@ -55,6 +56,7 @@ class ModelRequest:
         "hits",
         "keys",
         "number",
+        "output_tokens",
         "req_id",
         "session",
         "tokens",
@@ -68,6 +70,7 @@ class ModelRequest:
         keys: Sequence[ChunkKey],
         *,
         session: str = "",
+        output_tokens: int = 1,
     ) -> None:
         self.number = number
         self.req_id = str(number)
@@ -75,6 +78,7 @@ class ModelRequest:
         self.tokens = tokens
         self.keys = keys
         self.session = session
+        self.output_tokens = output_tokens
         self.hits = 0
         self.first_token_s = 0.0
 
