@@ -306,12 +306,17 @@ class TierState:
 
     def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Make written copies hits and drop their writer's pin."""
-        idle = 0
-        for copy in copies:
-            copy.state = _RESIDENT
-            copy.pins = pins = copy.pins - 1
-            if not pins:
-                idle += 1
+        idle = len(copies)
+        if self.index:
+            for copy in copies:  # in a slower tier nobody else holds what is not whole
+                copy.state = _RESIDENT
+                copy.pins = 0
+        else:
+            for copy in copies:
+                copy.state = _RESIDENT
+                copy.pins = pins = copy.pins - 1
+                if pins:
+                    idle -= 1
         self.idle += idle
         if self.eviction.leaf_only:
             for copy in copies:
