@@ -21,7 +21,8 @@ from itertools import chain, compress
 
 from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
-from kvtier.manager.tier import Run, TierState
+from kvtier.manager.run import Run
+from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import Outcome, TransferResult, Why
 

@@ -11,7 +11,8 @@ from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
-from kvtier.manager.tier import Run, TierState
+from kvtier.manager.run import Run
+from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 

@@ -27,9 +27,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, repeat
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.manager.found import Found, survey
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
@@ -44,32 +45,6 @@ __all__ = ["Promoter"]
 _RESIDENT = CopyState.RESIDENT
 _DONE = Outcome.DONE
 _Waiters: TypeAlias = tuple[RequestState, ...]
-
-
-class _Found(NamedTuple):
-    """Chunks a request found: a copy of each, and where.
-
-    Attributes:
-        copies: In RAM, or else the one to bring up.
-        tiers: Index of the tier each is in.
-    """
-
-    copies: Sequence[ChunkCopy]
-    tiers: Sequence[int]
-
-    @property
-    def groups(self) -> int:
-        """KV cache groups they belong to."""
-        return len({copy.key[-GROUP_NBYTES:] for copy in self.copies})
-
-    def head(self, chunks: int) -> _Found:
-        """Return the first ``chunks`` of them."""
-        return _Found(self.copies[:chunks], self.tiers[:chunks])
-
-    def in_ram(self) -> _Found:
-        """Return those that need not be brought up."""
-        here = [copy for copy, tier in zip(*self, strict=True) if not tier]
-        return _Found(here, [0] * len(here))
 
 
 class Promoter:
@@ -348,21 +323,22 @@ class Promoter:
         budget = self._ladder.limits.pin_budget
         stuck = self._ladder.ledger.stuck
         held = self.granted + self.streaming + stuck
-        found, choice = self._worthwhile(self._survey(request))
-        cost = _cost(found)
+        below = self._ladder.readable(request.terms.load_tiers)
+        found, choice = self._worthwhile(survey(request.asked, self._ram, below))
+        cost = found.cost
         if cost > budget - stuck:  # nobody knows when those come back
             whole = False
         if cost > budget - held:
             if whole:
                 return False
-            found = _head(_divisible(found), grants=budget - held)
+            found = found.affordable(budget - held)
         if 0 in found.tiers:
             self._grant(request, found.in_ram().copies)
         brought = self._fetch(request, found, whole=whole)
         if brought is None:
             self._take_back(request)
             return False
-        self._give_back(request, _behind(found, brought))
+        self._give_back(request, found.stranded(brought))
         self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
@@ -373,7 +349,7 @@ class Promoter:
             self._settle_request(request)
         return True
 
-    def _worthwhile(self, found: _Found) -> tuple[_Found, LoadChoice | None]:
+    def _worthwhile(self, found: Found) -> tuple[Found, LoadChoice | None]:
         """Return the head of ``found`` that is worth its time, and why no more is."""
         if not any(found.tiers):
             return found, None
@@ -381,7 +357,7 @@ class Promoter:
         choice = self._ladder.worth.choose(found.tiers, groups=found.groups, now=now)
         return (found, None) if choice is None else (found.head(choice.kept), choice)
 
-    def _fetch(self, request: RequestState, found: _Found, *, whole: bool) -> int | None:
+    def _fetch(self, request: RequestState, found: Found, *, whole: bool) -> int | None:
         """Bring up what of ``found`` is not in RAM, or the head of it when not ``whole``.
 
         Returns:
@@ -436,29 +412,6 @@ class Promoter:
             request.lookups += 1
             if request.lookups >= self._ladder.limits.patience_arrivals:
                 self._settle_request(request)
-
-    def _survey(self, request: RequestState) -> _Found:
-        """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
-        copies: list[ChunkCopy] = []
-        tiers: list[int] = []
-        below = self._ladder.readable(request.terms.load_tiers)
-        in_ram = map(self._ram.copies.get, request.asked)
-        for key, copy in zip(request.asked, in_ram, strict=True):
-            if copy is not None:
-                if copy.state == CopyState.LATE:
-                    break
-                copies.append(copy)
-                tiers.append(0)
-                continue
-            for tier in below:
-                held = tier.copies.get(key)
-                if held is not None and held.state == _RESIDENT:
-                    copies.append(held)
-                    tiers.append(tier.index)
-                    break
-            else:
-                break
-        return _Found(copies, tiers)
 
     def _await(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`_grant` for copies whose promotion was just planned, for this request."""
@@ -525,36 +478,3 @@ class Promoter:
                 self._waiters[copy] = after
             else:
                 del self._waiters[copy]
-
-
-def _cost(found: _Found) -> int:
-    """Return how many RAM slots granting ``found`` would newly hold."""
-    return sum([bool(tier or not copy.grants) for copy, tier in zip(*found, strict=True)])
-
-
-def _divisible(found: _Found) -> _Found:
-    """Return what of ``found`` is of use although not all of it is granted."""
-    return found if found.groups == 1 else found.in_ram()
-
-
-def _head(found: _Found, *, grants: int) -> _Found:
-    """Return the longest head of ``found`` that newly holds at most ``grants`` slots."""
-    for end, (copy, tier) in enumerate(zip(*found, strict=True)):
-        if tier or not copy.grants:
-            grants -= 1
-            if grants < 0:
-                return found.head(end)
-    return found
-
-
-def _behind(found: _Found, brought: int) -> list[ChunkCopy]:
-    """Return the copies in RAM behind the first chunk that was not brought up, if any."""
-    if brought == len(found.tiers) - found.tiers.count(0):
-        return []
-    behind: list[ChunkCopy] = []
-    for copy, tier in zip(*found, strict=True):
-        if tier:
-            brought -= 1
-        elif brought < 0:
-            behind.append(copy)
-    return behind

@@ -19,7 +19,7 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
-from kvtier.manager.tier import Run
+from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.terms import NO_TERMS
 
