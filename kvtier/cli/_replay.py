@@ -133,14 +133,18 @@ def _show(result: ReplayResult) -> None:
         f"{apart['hit_ratio']:+.0%}",
     )
     show_table(console, table)
-    traffic = make_table("tier", numbers=("hits", "simulated", "read", "written"))
+    columns = ("hits", "simulated", "read", "simulated", "written", "simulated")
+    traffic = make_table("tier", numbers=columns)
     for tier in result.tiers:
+        speed = result.predicted.time_model.speeds[tier.name]
         traffic.add_row(
             tier.name,
             f"{tier.hits:,}",
             f"{tier.predicted_hits:,}",
             _moved(tier.read_bytes, tier.read_bytes_per_s),
+            _rate(speed.read_bytes_per_s),
             _moved(tier.written_bytes, tier.write_bytes_per_s),
+            _rate(speed.write_bytes_per_s),
         )
     show_table(console, traffic)
     for line in _remarks(result):
@@ -148,7 +152,11 @@ def _show(result: ReplayResult) -> None:
 
 
 def _moved(nbytes: int, bytes_per_s: float) -> str:
-    return f"{approximate_size(nbytes)}, {bytes_per_s / 1e6:,.0f} MB/s" if nbytes else "nothing"
+    return f"{approximate_size(nbytes)}, {_rate(bytes_per_s)}" if nbytes else "nothing"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:,.0f} MB/s"
 
 
 def _remarks(result: ReplayResult) -> Iterator[str]:

@@ -30,7 +30,7 @@ from itertools import compress, repeat
 from typing import NamedTuple, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
-from kvtier.manager.ladder import Ladder, first_whole
+from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
@@ -42,6 +42,7 @@ from kvtier.types import Outcome, TransferResult
 __all__ = ["Promoter"]
 
 _RESIDENT = CopyState.RESIDENT
+_DONE = Outcome.DONE
 _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
@@ -82,6 +83,7 @@ class Promoter:
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
+        self._ram = ladder.ram
         self._asking: dict[RequestState, None] = {}
         self._queue: dict[RequestState, None] = {}
         self._waiting: dict[RequestState, None] = {}
@@ -191,6 +193,22 @@ class Promoter:
         if request.phase != Phase.FAILED:
             request.phase = Phase.ASKING
 
+    def hand_over(self, request: RequestState, copies: Sequence[ChunkCopy]) -> bool:
+        """Let the pins that keep ``copies`` for ``request`` be its load's from now on.
+
+        Returns:
+            Whether it was kept exactly these, all whole; if not, nothing changed.
+        """
+        granted = request.granted
+        if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):
+            return False
+        for copy in copies:
+            copy.grants = grants = copy.grants - 1
+            if not grants:
+                self.granted -= 1
+        granted.clear()
+        return True
+
     def give_up(self, request: RequestState) -> None:
         """Keep and promise nothing more for ``request``: a load of its did not work.
 
@@ -225,12 +243,19 @@ class Promoter:
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))
+        if waiting and waiting.count(waiting[0]) == len(waiting):
+            self._arrived_for(waiting[0], len(waiting))
+            return
         by_id = {id(waiters): waiters for waiters in waiting}
         for each, chunks in Counter(map(id, waiting)).items():
-            for request in by_id[each]:
-                request.pending -= chunks
-                if not request.pending and request.phase == Phase.WAITING:
-                    self._settle_request(request)
+            self._arrived_for(by_id[each], chunks)
+
+    def _arrived_for(self, waiters: _Waiters, chunks: int) -> None:
+        """Tell ``waiters`` that ``chunks`` of what they wait for are whole."""
+        for request in waiters:
+            request.pending -= chunks
+            if not request.pending and request.phase == Phase.WAITING:
+                self._settle_request(request)
 
     def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
         """Take a promotion job's outcome into account.
@@ -245,14 +270,15 @@ class Promoter:
         source_tier = self._ladder.tiers[record.source]
         source_tier.unpin_many(record.sources)
         arrived = record.destinations
-        if result.outcomes.count(Outcome.DONE) < len(arrived):
+        if result.outcomes.count(_DONE) < len(arrived):
             arrived = self._arrived(record, result)
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
-        read = [source for source in record.sources if source.state == CopyState.RESIDENT]
+        read = [source for source in record.sources if source.state == _RESIDENT]
         source_tier.touch(read, self._ladder.ctx)
         self.settle_arrived(arrived)
-        source_tier.counters.promoted += sum(not copy.transient for copy in arrived)
+        passing = sum([copy.transient for copy in arrived]) if ram.passing else 0
+        source_tier.counters.promoted += len(arrived) - passing
         self._ladder.drop_passed(arrived)  # those whose request is gone
         return moved
 
@@ -262,7 +288,7 @@ class Promoter:
         for source, copy, outcome in zip(
             record.sources, record.destinations, result.outcomes, strict=True
         ):
-            if outcome is Outcome.DONE:
+            if outcome is _DONE:
                 arrived.append(copy)
                 continue
             self.settle(copy, arrived=False)
@@ -296,7 +322,7 @@ class Promoter:
         for source, copy, outcome in zip(
             record.sources, record.destinations, result.outcomes, strict=True
         ):
-            if source in record.moved and outcome is Outcome.DONE:
+            if source in record.moved and outcome is _DONE:
                 moved.append(copy)
                 self._ladder.drop(tier, source)
         return moved
@@ -330,7 +356,8 @@ class Promoter:
             if whole:
                 return False
             found = _head(_divisible(found), grants=budget - held)
-        self._grant(request, found.in_ram().copies)
+        if 0 in found.tiers:
+            self._grant(request, found.in_ram().copies)
         brought = self._fetch(request, found, whole=whole)
         if brought is None:
             self._take_back(request)
@@ -380,7 +407,7 @@ class Promoter:
             return None if whole else 0
         for rise in rises:
             request.jobs.add(rise.job_id)
-            self._grant(request, rise.copies)
+            self._await(request, rise.copies)
         return len(sources)
 
     def _settle_request(self, request: RequestState) -> None:
@@ -414,22 +441,34 @@ class Promoter:
         """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
         copies: list[ChunkCopy] = []
         tiers: list[int] = []
-        in_ram = self._ladder.ram.copies
         below = self._ladder.readable(request.terms.load_tiers)
-        for key in request.asked:
-            copy = in_ram.get(key)
-            index = 0
-            if copy is None:
-                whole = first_whole(below, key)
-                if whole is None:
+        in_ram = map(self._ram.copies.get, request.asked)
+        for key, copy in zip(request.asked, in_ram, strict=True):
+            if copy is not None:
+                if copy.state == CopyState.LATE:
                     break
-                tier, copy = whole
-                index = tier.index
-            elif copy.state == CopyState.LATE:
+                copies.append(copy)
+                tiers.append(0)
+                continue
+            for tier in below:
+                held = tier.copies.get(key)
+                if held is not None and held.state == _RESIDENT:
+                    copies.append(held)
+                    tiers.append(tier.index)
+                    break
+            else:
                 break
-            copies.append(copy)
-            tiers.append(index)
         return _Found(copies, tiers)
+
+    def _await(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`_grant` for copies whose promotion was just planned, for this request."""
+        for copy in copies:
+            copy.grants = 1
+            copy.pins += 1
+        self.granted += len(copies)
+        request.granted.update(dict.fromkeys(copies))
+        request.pending += len(copies)
+        self._waiters.update(dict.fromkeys(copies, (request,)))
 
     def _grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
         """Keep ``copies``, whole in RAM or on their way there, for ``request``."""
@@ -490,7 +529,7 @@ class Promoter:
 
 def _cost(found: _Found) -> int:
     """Return how many RAM slots granting ``found`` would newly hold."""
-    return sum(bool(tier or not copy.grants) for copy, tier in zip(*found, strict=True))
+    return sum([bool(tier or not copy.grants) for copy, tier in zip(*found, strict=True)])
 
 
 def _divisible(found: _Found) -> _Found:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
 from kvtier.memory.kv_layout import KVTensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["PagedMemory"]
 
@@ -23,7 +27,8 @@ class PagedMemory:
 
     Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64, so a block
     that holds another one's bytes, or the right ones in the wrong place, is told from a right
-    one.
+    one. Blocks are filled and compared in the caller's thread alone: torch's own threads wait
+    for each other in busy loops, which takes the processors from a tier's threads.
 
     Args:
         layers: Layers, each a tensor of its own as engines have them.
@@ -44,27 +49,28 @@ class PagedMemory:
                 f"words: give chunks a multiple of {layers * _WORD_NBYTES} bytes per block"
             )
         words = block_nbytes // layers // _WORD_NBYTES
-        self._words = [torch.zeros((blocks, words), dtype=torch.int64) for _ in range(layers)]
-        self._places = torch.arange(words, dtype=torch.int64) * _STEP
+        self._words = [np.zeros((blocks, words), np.int64) for _ in range(layers)]
+        self._places = np.arange(words, dtype=np.int64) * _STEP
         self.tensors: Mapping[str, KVTensor] = {
-            f"layer.{number}": words.view(torch.int8)
+            f"layer.{number}": torch.from_numpy(words).view(torch.int8)
             for number, words in enumerate(self._words)
         }
 
     def fill(self, blocks: Sequence[int], seeds: Sequence[int]) -> None:
         """Write what ``blocks`` hold when they were computed."""
-        index = torch.tensor(blocks)
         for layer, memory in enumerate(self._words):
-            memory[index] = self._expected(layer, seeds)
+            for block, seed in zip(blocks, seeds, strict=True):
+                np.add(self._places, _first_word(layer, seed), out=memory[block])
 
     def holds(self, blocks: Sequence[int], seeds: Sequence[int]) -> bool:
         """Return whether every byte of ``blocks`` is as it should be."""
-        index = torch.tensor(blocks)
         return all(
-            torch.equal(memory[index], self._expected(layer, seeds))
+            np.array_equal(memory[block], self._places + _first_word(layer, seed))
             for layer, memory in enumerate(self._words)
+            for block, seed in zip(blocks, seeds, strict=True)
         )
 
-    def _expected(self, layer: int, seeds: Sequence[int]) -> torch.Tensor:
-        firsts = torch.tensor(seeds, dtype=torch.int64) + layer * _LAYER_STEP
-        return firsts[:, None] + self._places
+
+def _first_word(layer: int, seed: int) -> NDArray[np.int64]:
+    # Arrays wrap around silently, single numbers do not.
+    return np.array([seed], np.int64) + np.array([layer], np.int64) * _LAYER_STEP

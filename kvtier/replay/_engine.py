@@ -4,6 +4,10 @@ A step has the calls of a real engine in their order. Where the model would comp
 filled with what they should hold and the rest of the time it would take is slept, so that the
 tiers' threads have the machine they would have beside a GPU. Every block that was loaded is
 compared, byte for byte, with what was stored under its name.
+
+What the processor does between two sleeps would overlap with a GPU's work, and a sleep ends a
+little late. So a step begins when the one before it should have ended, unless that is long ago:
+then the machine does not keep up, and time is lost that no step catches up with.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ from kvtier.errors import KvtierError
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batch, Batcher
 from kvtier.replay._requests import ReplayRequest
+from kvtier.sim.ladder import StepModel
 
 __all__ = ["Connector", "ReplayCounts", "ReplayEngine", "WrongBytesError"]
 
-_IDLE_S = 0.001
 _STALLED_S = 120.0
+_CATCH_UP_S = 0.05
 _DRAIN_S = 30.0
 
 
@@ -43,7 +48,7 @@ class ReplayCounts:
         loaded_tokens: Prompt tokens loaded.
         loaded_blocks: Blocks loaded, every one compared with what was stored.
         failed_loads: Loads that did not bring all bytes; their requests were computed.
-        late_s: Seconds that steps took longer than the missing model would have.
+        late_s: Seconds by which steps that compute fell behind the missing model.
     """
 
     steps: int = 0
@@ -77,7 +82,7 @@ class ReplayEngine:
         batcher: Decides what is computed.
         memory: The KV memory.
         block_tokens: Tokens of a block.
-        tokens_per_s: Tokens computed per second.
+        model: What a step takes.
 
     Attributes:
         counts: What it did so far.
@@ -90,7 +95,7 @@ class ReplayEngine:
         memory: PagedMemory,
         *,
         block_tokens: int,
-        tokens_per_s: float,
+        model: StepModel,
     ) -> None:
         self._cache = connector.cache
         self._scheduler = connector.scheduler
@@ -98,9 +103,12 @@ class ReplayEngine:
         self._batcher = batcher
         self._memory = memory
         self._block_tokens = block_tokens
-        self._tokens_per_s = tokens_per_s
+        self._model = model
         self._began_s = 0.0
         self._moved_s = 0.0
+        self._due_s = 0.0
+        self._behind_s = 0.0
+        self._unchecked: list[tuple[ReplayRequest, list[int]]] = []
         self.counts = ReplayCounts()
 
     def serve(
@@ -118,7 +126,7 @@ class ReplayEngine:
         """
         coming = deque(requests)
         arrived = 0
-        self._began_s = self._moved_s = time.monotonic()
+        self._began_s = self._moved_s = self._due_s = time.monotonic()
         while coming or not self._batcher.is_idle:
             now_s = self._now_s()
             while coming and coming[0].arrival_s <= now_s:
@@ -138,27 +146,31 @@ class ReplayEngine:
 
     def _step(self) -> bool:
         """Run one step; return whether it moved a request."""
-        began_s = time.monotonic()
+        self._due_s = max(self._due_s, time.monotonic() - _CATCH_UP_S)
         self.counts.steps += 1
         batch = self._batcher.schedule()
         metadata = self._scheduler.build_connector_meta(batch)
         self._cache.computing(prompt_tokens(batch.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
+        # What was loaded is compared within a step's time, before anything is written to it.
+        self._check()
         tokens = self._compute(batch)
-        seconds = tokens / self._tokens_per_s if tokens else _IDLE_S
-        time.sleep(max(began_s + seconds - time.monotonic(), 0.0))
+        self._due_s += self._model.seconds(tokens)
+        time.sleep(max(self._due_s - time.monotonic(), 0.0))
         self._cache.computed()
         self._worker.start_load(metadata)
         self._worker.defer_stores(metadata)
         _, loaded = self._worker.get_finished(batch.finished_req_ids)
         output = self._worker.take_output()
         self._scheduler.update_connector_output(output)
-        self._check(loaded - output.failed_requests)
+        self._note_loaded(loaded - output.failed_requests)
         self.counts.failed_loads += len(output.failed_loads)
         self._batcher.loaded(sorted(loaded), output.failed_requests)
         self._batcher.computed(batch, self._now_s())
+        behind_s = max(time.monotonic() - self._due_s, 0.0)
         if tokens:
-            self.counts.late_s += max(time.monotonic() - began_s - seconds, 0.0)
+            self.counts.late_s += max(behind_s - self._behind_s, 0.0)
+        self._behind_s = behind_s
         return bool(tokens or loaded)
 
     def _compute(self, batch: Batch) -> int:
@@ -177,23 +189,29 @@ class ReplayEngine:
         self.counts.computed_tokens += total
         return total
 
-    def _check(self, req_ids: Iterable[str]) -> None:
+    def _note_loaded(self, req_ids: Iterable[str]) -> None:
+        """Remember which blocks were loaded, to be compared in the next step."""
+        for req_id in req_ids:
+            request = self._batcher.requests[req_id]
+            count = request.loaded_tokens // self._block_tokens
+            self._unchecked.append((request, request.blocks[:count]))
+            self.counts.loaded_blocks += count
+            self.counts.loaded_tokens += request.loaded_tokens
+
+    def _check(self) -> None:
         """Compare what was loaded with what was stored.
 
         Raises:
             WrongBytesError: They differ.
         """
-        for req_id in req_ids:
-            request = self._batcher.requests[req_id]
-            count = request.loaded_tokens // self._block_tokens
-            seeds = [request.seed(block) for block in range(count)]
-            if not self._memory.holds(request.blocks[:count], seeds):
+        for request, blocks in self._unchecked:
+            seeds = [request.seed(block) for block in range(len(blocks))]
+            if not self._memory.holds(blocks, seeds):
                 raise WrongBytesError(
-                    f"request {req_id}: a load brought other bytes than were stored; this is a "
-                    "bug in kvtier"
+                    f"request {request.request_id}: a load brought other bytes than were "
+                    "stored; this is a bug in kvtier"
                 )
-            self.counts.loaded_blocks += count
-            self.counts.loaded_tokens += request.loaded_tokens
+        self._unchecked.clear()
 
     def _drain(self) -> None:
         """Step until stores and demotions have ended, for a bounded time."""

@@ -34,10 +34,17 @@ from kvtier.replay._requests import (
     ReplayRequest,
     make_requests,
     pick_requests,
+    shorten_sessions,
     with_chains,
 )
-from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder, wait_quantiles
-from kvtier.sim.timing import TierSpeed, TimeModel
+from kvtier.sim.ladder import (
+    LadderResult,
+    StepModel,
+    default_time_model,
+    simulate_ladder,
+    wait_quantiles,
+)
+from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.types import LayoutFingerprint
 from kvtier.units import approximate_size
@@ -64,6 +71,7 @@ class ReplayOptions:
             the time without a cache.
         output_tokens: Most tokens a request generates.
         step_tokens: Most tokens of a step.
+        step_s: Least time of a step that computes.
         concurrency: Most requests that have blocks or are looked up.
         speeds: Of the slower tiers, measured, for the prediction.
     """
@@ -75,6 +83,7 @@ class ReplayOptions:
     tokens_per_s: float | None = None
     output_tokens: int = 16
     step_tokens: int = 2048
+    step_s: float = 0.005
     concurrency: int = 32
     speeds: Mapping[str, TierSpeed] | None = None
 
@@ -176,12 +185,17 @@ def replay_trace(
         )
     trace = _prepare(trace, options)
     check_chunk_fits(config, options.chunk_bytes)
-    model = default_time_model(config, trace)
-    if options.tokens_per_s is not None:
-        model = replace(model, prefill_tokens_per_s=options.tokens_per_s)
+    guess = default_time_model(config, trace)
+    model = StepModel(
+        prefill_tokens_per_s=options.tokens_per_s or guess.prefill_tokens_per_s,
+        concurrency=options.concurrency,
+        speeds=guess.speeds,
+        step_tokens=options.step_tokens,
+        step_s=options.step_s,
+    )
     with _scratch_stores(config) as own, _Bench(trace, own, options, model) as bench:
         speeds = {**model.speeds, **(options.speeds or {}), own.ram.name: bench.copy_speed}
-        model = replace(model, speeds=speeds, concurrency=options.concurrency)
+        model = replace(model, speeds=speeds)
         served, seconds = bench.serve(progress)
         kept = [int(request.request_id) for request in served]
         predicted = simulate_ladder(
@@ -214,7 +228,7 @@ class _Bench:
     """Everything a replay has open. A context manager."""
 
     def __init__(
-        self, trace: Trace, config: KvtierConfig, options: ReplayOptions, model: TimeModel
+        self, trace: Trace, config: KvtierConfig, options: ReplayOptions, model: StepModel
     ) -> None:
         per_chunk = config.engine.blocks_per_chunk
         block_tokens = trace.chunk_tokens // per_chunk
@@ -285,16 +299,14 @@ class _Bench:
             stack.callback(self._scheduler.shutdown)
             self._stack = stack.pop_all()
         self._batcher = Batcher(self._scheduler, limits)
-        self._requests = make_requests(
-            trace, blocks_per_chunk=per_chunk, most_output_tokens=options.output_tokens
-        )
+        self._requests = make_requests(trace, blocks_per_chunk=per_chunk)
         self._token_nbytes = options.chunk_bytes // trace.chunk_tokens
         self._engine = ReplayEngine(
             Connector(self._service, self._scheduler, worker),
             self._batcher,
             memory,
             block_tokens=block_tokens,
-            tokens_per_s=model.prefill_tokens_per_s,
+            model=model,
         )
 
     def __enter__(self) -> Self:
@@ -350,11 +362,13 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
     """Return the part of ``trace`` to replay, prompts in whole chunks, times compressed."""
     if options.requests is not None:
         trace = pick_requests(trace, range(min(options.requests, trace.requests)))
+    trace = shorten_sessions(trace)
     trace = with_chains(trace, [list(dict.fromkeys(chain)) for chain in trace.chains()])
     lengths = np.diff(trace.offsets)
     return replace(
         trace,
         input_tokens=lengths * trace.chunk_tokens,
+        output_tokens=np.minimum(trace.output_tokens, options.output_tokens),
         timestamps_s=trace.timestamps_s / options.speedup,
     )
 
@@ -420,7 +434,7 @@ def _measure_copies(
                 took_s = time.perf_counter() - began_s
                 seconds[way] = min(took_s, seconds.get(way, took_s))
         nbytes = chunks * geometry.slot_nbytes
-        # An engine hears of a load at the end of a step, so half of one later on average.
+        # No latency: what an engine waits for is the end of a step, which is modelled.
         return TierSpeed(nbytes / seconds["load"], nbytes / seconds["store"], 0.0)
     finally:
         device.close()

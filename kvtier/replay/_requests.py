@@ -11,11 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.connector.hints import HINTS_KEY
 from kvtier.sim.traces import Trace
 
-__all__ = ["Phase", "ReplayRequest", "make_requests", "pick_requests", "with_chains"]
+__all__ = [
+    "Phase",
+    "ReplayRequest",
+    "make_requests",
+    "pick_requests",
+    "shorten_sessions",
+    "with_chains",
+]
 
 _SEED_MASK = (1 << 62) - 1
+_LONGEST_SESSION = 256
+"""Characters, as the page on request control has it."""
 
 
 class Phase(enum.Enum):
@@ -50,6 +60,9 @@ class ReplayRequest:
         loaded_tokens: Tokens that were loaded and not computed, in the last attempt.
         was_scheduled: Whether it has ever been in a batch.
         first_token_s: When the prompt was computed; negative before.
+        kv_transfer_params: What its client sent along: the session, if the trace names it.
+        skip_reading_prefix_cache: Whether it must not hit.
+        shared_prefix_boundary: Tokens it shares with others, as far as the engine knows.
     """
 
     request_id: str
@@ -108,19 +121,17 @@ def with_chains(trace: Trace, chains: Sequence[Sequence[int]]) -> Trace:
     )
 
 
-def make_requests(
-    trace: Trace, *, blocks_per_chunk: int, most_output_tokens: int
-) -> Iterator[ReplayRequest]:
+def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequest]:
     """Yield the requests of ``trace`` in order of arrival.
 
     Args:
         trace: Its prompts are whole chunks, none twice in one prompt.
         blocks_per_chunk: Blocks of a chunk.
-        most_output_tokens: Most tokens that a request generates.
     """
     numbers = trace.ids.tolist()
     arrivals = np.maximum.accumulate(trace.timestamps_s - trace.timestamps_s.min()).tolist()
-    outputs = np.minimum(trace.output_tokens, most_output_tokens).tolist()
+    outputs = trace.output_tokens.tolist()
+    sessions = trace.session_names()
     for number, (start, end) in enumerate(pairwise(trace.offsets.tolist())):
         yield ReplayRequest(
             request_id=str(number),
@@ -132,7 +143,28 @@ def make_requests(
                 for chunk in numbers[start:end]
                 for block in range(blocks_per_chunk)
             ],
+            kv_transfer_params=_params(sessions[number]),
         )
+
+
+def shorten_sessions(trace: Trace) -> Trace:
+    """Return ``trace`` with names of sessions that a request may have.
+
+    A trace's name has any length, a live request's has not; so both halves of a replay get
+    another name for the same session where it is too long.
+    """
+    return replace(trace, sessions=tuple(map(_short, trace.sessions)))
+
+
+def _short(session: str) -> str:
+    if len(session) <= _LONGEST_SESSION:
+        return session
+    return hashlib.blake2b(session.encode(), digest_size=32).hexdigest()
+
+
+def _params(session: str) -> Mapping[str, Any] | None:
+    """Return what a client sends along that says what its request belongs to."""
+    return {HINTS_KEY: {"session": session}} if session else None
 
 
 def _block_hash(chunk: int, block: int) -> bytes:

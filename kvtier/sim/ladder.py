@@ -24,6 +24,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup, TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.sim._engine import ModelEngine, ModelRequest
+from kvtier.sim._steps import StepEngine, StepModel
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim._truth import HonestTruth
 from kvtier.sim.single import Progress
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LadderResult",
     "ReplayedTier",
+    "StepModel",
     "TierResult",
     "default_time_model",
     "replay_references",
@@ -160,7 +162,8 @@ def simulate_ladder(
         config: The configuration; its directories are not touched. ``load_path: auto`` is
             what it is behind kvtier's connector.
         chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
-        model: What things take; :func:`default_time_model` when omitted.
+        model: What things take; :func:`default_time_model` when omitted. A
+            :class:`StepModel` is of an engine that computes in steps.
         progress: Told the share done now and then.
 
     Raises:
@@ -180,15 +183,9 @@ def simulate_ladder(
         chunk_tokens=trace.chunk_tokens,
         truth=truth,
         record_events=False,
+        follow_reuse=False,
     )
-    engine = ModelEngine(
-        manager,
-        model=model,
-        transfers=TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot),
-        truth=truth,
-        chunk_tokens=trace.chunk_tokens,
-        retain_s=config.placement.retain_s or 0.0,
-    )
+    engine = _engine(config, model, manager, truth, trace.chunk_tokens, slot)
     waits = np.zeros(trace.requests)
     saved = 0
     for done, request in enumerate(engine.serve(_requests(trace)), start=1):
@@ -258,17 +255,53 @@ def _settle(manager: TieredOffloadingManager, started: Sequence[str], now_s: flo
         manager.end_step(now=now_s)
 
 
+def _engine(
+    config: KvtierConfig,
+    model: TimeModel,
+    manager: TieredOffloadingManager,
+    truth: HonestTruth,
+    chunk_tokens: int,
+    slot: int,
+) -> ModelEngine | StepEngine:
+    """Return the engine that ``model`` is of."""
+    transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot)
+    retain_s = config.placement.retain_s or 0.0
+    if isinstance(model, StepModel):
+        return StepEngine(
+            manager,
+            model=model,
+            transfers=transfers,
+            truth=truth,
+            chunk_tokens=chunk_tokens,
+            retain_s=retain_s,
+        )
+    return ModelEngine(
+        manager,
+        model=model,
+        transfers=transfers,
+        truth=truth,
+        chunk_tokens=chunk_tokens,
+        retain_s=retain_s,
+    )
+
+
 def _requests(trace: Trace) -> Iterator[ModelRequest]:
     key_of = chunk_keys(trace.distinct).__getitem__
     # A queue has an order: a request stamped earlier than the one before it came with it.
     arrivals = np.maximum.accumulate(trace.timestamps_s).tolist()
     tokens = trace.input_tokens.tolist()
+    outputs = np.maximum(trace.output_tokens, 1).tolist()
     sessions = trace.session_names()
     for number, chain in enumerate(trace.chains()):
         # A chunk named twice in one prompt is stored once.
         chunks = list(map(key_of, dict.fromkeys(chain)))
         yield ModelRequest(
-            number, arrivals[number], tokens[number], chunks, session=sessions[number]
+            number,
+            arrivals[number],
+            tokens[number],
+            chunks,
+            session=sessions[number],
+            output_tokens=outputs[number],
         )
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from kvtier.policies import ChunkCopy, Eviction, PolicyContext
 from kvtier.policies.eviction import Gdsf, Lru, PrefixLru, Slru4
 
-__all__ = ["EARS", "Told"]
+__all__ = ["EARS", "PlainEar", "Told"]
 
 
 class Told(NamedTuple):

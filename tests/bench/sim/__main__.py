@@ -2,9 +2,12 @@
 
 Every figure is the best of a few runs in the processor time of this one process, because a
 machine that does other things as well tells nothing by the wall; the sweep alone, which uses
-several, is timed by the wall. The trace is the conversation trace if there is one, in the
-directory ``KVTIER_TRACES`` names or in ``shared/traces`` beside the repository; else it is a
-generated one.
+several, is timed by the wall. With ``--markdown`` they are the rows of the documentation's
+table. ``--only default`` compares the default policy with LRU on traffic made to mislead it,
+and ``--only replay`` the simulator with replays of real bytes; both are left out otherwise.
+
+The trace is the conversation trace if there is one, in the directory ``KVTIER_TRACES`` names or
+in ``shared/traces`` beside the repository; else it is a generated one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from rich.console import Console
@@ -23,6 +27,8 @@ from kvtier.sim.ladder import simulate_ladder
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep
 from kvtier.sim.traces import Trace, generate, read_trace
+from tests.bench.sim.hostile import FLOOR_POINTS, rows
+from tests.bench.sim.replayed import AIM, predictions
 from tests.unit.sim_traces import TRACES
 
 CHUNK = 4 << 20
@@ -139,20 +145,75 @@ def show(console: Console, figure: Figure) -> None:
     console.print(table)
 
 
+def markdown(console: Console, figure: Figure) -> None:
+    sign = ">=" if figure.unit == "refs/s" else "<="
+    value, bar = f"{figure.value:,.0f} {figure.unit}", f"{sign} {figure.bar:,.0f}"
+    _row(console, figure.what, value, bar, _word(figure.met))
+
+
+def _word(met: bool) -> str:
+    return "yes" if met else "no"
+
+
+def compare_default(console: Console) -> None:
+    """Print what the default loses and wins against LRU, as rows of a table."""
+    _rows(console, "traffic", "cases", "worst", "median", "best", f">= {FLOOR_POINTS}")
+    for row in rows():
+        points = [f"{value:+.2f}" for value in (row.worst, row.median, row.best)]
+        met = _word(row.worst >= FLOOR_POINTS)
+        _row(console, row.traffic, str(row.cases), *points, met)
+
+
+def compare_replay(console: Console, directory: Path) -> None:
+    """Print how far predictions are from replays, as rows of a table."""
+    _rows(console, "figure", "replayed", "predicted", "apart", f"within {AIM:.0%}")
+    for figure in predictions(directory):
+        values = [
+            f"{value:,.1f} {figure.unit}" for value in (figure.replayed, figure.predicted)
+        ]
+        verdict = ("", "")
+        if figure.apart is not None:
+            verdict = (f"{figure.apart:+.1%}", _word(abs(figure.apart) <= AIM))
+        _row(console, figure.what, *values, *verdict)
+
+
+def _rows(console: Console, *names: str) -> None:
+    _row(console, *names)
+    _row(console, *("---" for _ in names))
+
+
+def _row(console: Console, *cells: str) -> None:
+    console.print(f"| {' | '.join(cells)} |", soft_wrap=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.sim", description=__doc__)
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs per figure; the best counts"
     )
-    parser.add_argument(
-        "--only", choices=["singles", "ladders", "sweep"], help="this part alone"
-    )
+    parts = ["singles", "ladders", "sweep", "default", "replay"]
+    parser.add_argument("--only", choices=parts, help="this part alone")
+    parser.add_argument("--markdown", action="store_true", help="print rows of a table")
+    parser.add_argument("--dir", type=Path, default=Path(), help="on the disk that replays use")
     options = parser.parse_args()
-    trace = load()
     console = Console(highlight=False, width=96)
-    console.print(f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks")
+    if options.only == "default":
+        compare_default(console)
+    elif options.only == "replay":
+        compare_replay(console, options.dir.resolve())
+    else:
+        time_simulator(console, options)
+
+
+def time_simulator(console: Console, options: argparse.Namespace) -> None:
+    """Print the speeds."""
+    trace = load()
+    if options.markdown:
+        _rows(console, "figure", "measured", "bar", "met")
+    else:
+        console.print(f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks")
     for figure in measure(trace, options.rounds, options.only):
-        show(console, figure)
+        (markdown if options.markdown else show)(console, figure)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,314 @@
+"""An engine in model time that computes in steps, as engines that batch do.
+
+A step takes what its tokens take, for all its requests together. Requests are looked up when a
+step is scheduled and as long as it has tokens to give away; a load begins when the step that
+planned it is over, and the engine hears of its end when a later one is; a prompt is computed in
+pieces, and its first token is there when the step with the last piece is over. Where a step is
+as long as a prompt that hits, each of these waits is as long as the time to the first token.
+
+:class:`~kvtier.sim._engine.ModelEngine` knows no steps: it is twice as fast, asks for no
+guesses at an engine's settings, and is what policies and ladders are compared with. This one is
+for predicting the times of one engine whose steps are known.
+
+Left out: the GPU's own prefix cache, its memory (so nothing is preempted), and the time a store
+takes to RAM, which is over in a step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from kvtier.connector.pace import prompt_tokens
+from kvtier.keys import ChunkKey
+from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.policies.terms import terms_of_session
+from kvtier.sim._engine import ModelRequest
+from kvtier.sim._truth import HonestTruth
+from kvtier.sim.timing import TimeModel, TransferModel
+from kvtier.types import Job, TransferResult, Why
+
+__all__ = ["StepEngine", "StepModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel(TimeModel):
+    """What an engine that batches, and its tiers take.
+
+    Attributes:
+        step_tokens: Most tokens of a step; a request that generates takes one.
+        step_s: Least time of a step that computes: weights are read, kernels launched.
+        idle_s: Time of a step that computes nothing while requests wait.
+    """
+
+    step_tokens: int = 2048
+    step_s: float = 0.0
+    idle_s: float = 0.001
+
+    def seconds(self, tokens: int) -> float:
+        """Return what a step of ``tokens`` tokens takes."""
+        return max(tokens / self.prefill_tokens_per_s, self.step_s) if tokens else self.idle_s
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    """A request and how far it is.
+
+    Attributes:
+        request: The request.
+        computed: Tokens whose KV the engine has.
+        generated: Tokens generated.
+        next_chunk: The first chunk that was not offered for storing.
+        loaded: Whether its load is over.
+    """
+
+    request: ModelRequest
+    computed: int = 0
+    generated: int = 0
+    next_chunk: int = 0
+    loaded: bool = False
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute before the next one is generated."""
+        return self.request.tokens + self.generated - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    served: _Served
+    plan: LoadPlan
+    chunks: int
+    risen_s: float
+    """When all its chunks are in RAM."""
+
+
+class StepEngine:
+    """Serves requests through a manager, step by step.
+
+    Args:
+        manager: The manager.
+        model: What things take.
+        transfers: When loads and storage jobs end.
+        truth: The manager's; told what did not come up.
+        chunk_tokens: Tokens of a chunk.
+        retain_s: Seconds chunks are kept in RAM after a use.
+    """
+
+    def __init__(
+        self,
+        manager: TieredOffloadingManager,
+        *,
+        model: StepModel,
+        transfers: TransferModel,
+        truth: HonestTruth,
+        chunk_tokens: int,
+        retain_s: float = 0.0,
+    ) -> None:
+        self._manager = manager
+        self._model = model
+        self._transfers = transfers
+        self._truth = truth
+        self._chunk_tokens = chunk_tokens
+        self._retain_s = retain_s
+        self._now_s = 0.0
+        self._order = count()
+        self._results: list[tuple[float, int, Job, TransferResult]] = []
+        self._waiting: deque[_Served] = deque()
+        self._running: list[_Served] = []
+        self._planned: list[_Load] = []
+        self._loading: list[tuple[float, int, _Load]] = []
+        self._stored: list[Sequence[ChunkKey]] = []
+        self._ended: list[_Served] = []
+
+    def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
+        """Serve ``requests``, given in order of arrival; yield each when it is over."""
+        coming = deque(requests)
+        while coming or self._is_busy or self._results:
+            if not self._is_busy:
+                self._rest(coming)
+            while coming and coming[0].arrival_s <= self._now_s:
+                request = coming.popleft()
+                self._manager.begin_request(request.req_id, terms_of_session(request.session))
+                self._waiting.append(_Served(request))
+            self._step()
+            yield from (served.request for served in self._ended)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether another step has something to do."""
+        return bool(
+            self._waiting or self._running or self._loading or self._stored or self._ended
+        )
+
+    def _rest(self, coming: Sequence[ModelRequest]) -> None:
+        """Let steps pass in which nothing happens."""
+        times = [self._results[0][0]] if self._results else []
+        if coming:
+            times.append(coming[0].arrival_s)
+        steps = math.ceil((min(times) - self._now_s) / self._model.idle_s)
+        self._now_s += max(steps, 0) * self._model.idle_s
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Schedule a step, let its time pass, and take what ended meanwhile."""
+        self._take_results()
+        batch = self._continue_running()
+        started = self._start_waiting(batch)
+        self._manager.end_step(started=started, now=self._now_s)
+        self._send_jobs()
+        self._manager.take_cancels()
+        stored = self._offer(batch)
+        seconds = self._model.seconds(sum(batch.values()))
+        self._now_s += seconds
+        self._manager.computed(prompt_tokens(batch.values()), seconds)
+        self._complete_stores()
+        self._stored = stored
+        self._begin_loads()
+        self._end_loads()
+        self._computed(batch)
+
+    def _continue_running(self) -> dict[_Served, int]:
+        """Return the tokens of running requests, first come first served."""
+        batch: dict[_Served, int] = {}
+        left = self._model.step_tokens
+        for served in self._running:
+            tokens = min(served.left, left)
+            if tokens:
+                batch[served] = tokens
+                left -= tokens
+        return batch
+
+    def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
+        """Look up, load or start requests that wait; return who started."""
+        left = self._model.step_tokens - sum(batch.values())
+        taken = len(self._running) + len(self._loading)
+        put_off: list[_Served] = []
+        started: list[str] = []
+        while self._waiting and left and taken < self._model.concurrency:
+            served = self._waiting.popleft()
+            if not served.loaded and not self._look(served):
+                taken += 1
+                put_off.append(served)
+                continue
+            taken += 1
+            if not served.loaded and served.request.hits:
+                continue  # It is being loaded.
+            self._running.append(served)
+            started.append(served.request.req_id)
+            batch[served] = min(served.left, left)
+            left -= batch[served]
+        self._waiting.extendleft(reversed(put_off))
+        return started
+
+    def _look(self, served: _Served) -> bool:
+        """Look a request up, and plan the load of what it hits; return whether it goes on."""
+        request = served.request
+        hits = self._manager.lookup_prefix(request.keys, request.req_id)
+        if hits is None:
+            return False
+        request.hits = hits
+        if hits:
+            plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
+            risen_s = self._send_jobs() if plan.wait_s else self._now_s
+            self._planned.append(_Load(served, plan, hits, risen_s))
+        return True
+
+    def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
+        """Offer chunks that this step completes, and all that is left of ended requests."""
+        accepted: list[Sequence[ChunkKey]] = []
+        for served, tokens in batch.items():
+            request, computed = served.request, served.computed + tokens
+            whole = computed // self._chunk_tokens
+            end = len(request.keys) if computed >= request.tokens else whole
+            accepted += self._store(served, end)
+        for served in self._ended:
+            accepted += self._store(served, len(served.request.keys))
+            self._manager.end_request(served.request.req_id)
+        self._ended = []
+        return accepted
+
+    def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
+        """Offer a request's chunks before ``end``; what finds no room is offered again."""
+        keys = served.request.keys[served.next_chunk : end]
+        if not keys:
+            return
+        plan = self._manager.prepare_store(keys, served.request.req_id)
+        if plan is None:
+            return
+        served.next_chunk = end
+        if plan.keys:
+            yield plan.keys
+
+    # -- what ends with a step --------------------------------------------------------------
+
+    def _complete_stores(self) -> None:
+        for keys in self._stored:
+            self._manager.complete_store(keys)
+            self._retain(keys)
+
+    def _begin_loads(self) -> None:
+        for load in self._planned:
+            copied_s = self._transfers.load(load.chunks, self._now_s)
+            over_s = max(copied_s, load.risen_s)
+            heapq.heappush(self._loading, (over_s, next(self._order), load))
+        self._planned = []
+
+    def _end_loads(self) -> None:
+        while self._loading and self._loading[0][0] <= self._now_s:
+            _, _, load = heapq.heappop(self._loading)
+            self._take_results()  # What rose for it rose before.
+            request = load.served.request
+            self._retain(request.keys[: load.chunks])
+            lead = self._truth.lead(load.plan) if load.plan.wait_s else load.chunks
+            self._manager.complete_load(request.req_id)
+            self._waiting.appendleft(load.served)
+            if lead < load.chunks:
+                request.hits = 0  # It is looked up again, and told of a miss.
+                continue
+            load.served.loaded = True
+            load.served.next_chunk = load.chunks
+            # An engine computes at least the last token, whose logits it needs.
+            tokens = min(load.chunks * self._chunk_tokens, request.tokens - 1)
+            load.served.computed = max(tokens, 0)
+
+    def _computed(self, batch: dict[_Served, int]) -> None:
+        for served, tokens in batch.items():
+            served.computed += tokens
+            if served.left:
+                continue
+            if not served.generated:
+                served.request.first_token_s = self._now_s
+            served.generated += 1
+            if served.generated >= served.request.output_tokens:
+                self._running.remove(served)
+                self._ended.append(served)
+
+    def _retain(self, keys: Sequence[ChunkKey]) -> None:
+        if self._retain_s:
+            self._manager.retain(keys, self._now_s + self._retain_s)
+
+    # -- jobs -------------------------------------------------------------------------------
+
+    def _send_jobs(self) -> float:
+        """Let all planned jobs run; return when the first outcomes of all are known."""
+        known_s = self._now_s
+        for job in self._manager.take_jobs():
+            results = self._transfers.run(job, self._now_s)
+            for time_s, result in results:
+                heapq.heappush(self._results, (time_s, next(self._order), job, result))
+            known_s = max(known_s, results[0][0])
+        return known_s
+
+    def _take_results(self) -> None:
+        """Tell the manager of jobs that ended."""
+        while self._results and self._results[0][0] <= self._now_s:
+            _, _, job, result = heapq.heappop(self._results)
+            self._manager.apply(result)
+            if job.why is Why.PROMOTE:
+                self._truth.note(job, result)

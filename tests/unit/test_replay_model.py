@@ -1,0 +1,133 @@
+"""Step for step, a replay whose copies take no time is what the simulator says it is.
+
+The replay runs with its own batches, both halves of the connector, and real tiers, but by a
+clock of the test: where the engine would sleep, all copies in flight end and the clock is set
+forward. What is left of the prediction's error is then the machine's time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.config import parse_config
+from kvtier.connector import service as service_module
+from kvtier.connector.metadata import ConnectorMetadata
+from kvtier.connector.service import CacheService
+from kvtier.connector.worker import ConnectorWorker
+from kvtier.replay import ReplayOptions, replay_trace
+from kvtier.replay import _engine as engine_module
+from kvtier.replay import _replay as replay_module
+from kvtier.sim import ladder as ladder_module
+from kvtier.sim.ladder import wait_quantiles
+from kvtier.sim.timing import TierSpeed
+from kvtier.sim.traces import generate
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CHUNK_NBYTES = 64 << 10
+AT_ONCE = TierSpeed(1e15, 1e15, 1e-9)
+PATIENCE_S = 30.0
+
+
+class InstantWorker(ConnectorWorker):
+    """Starts loads when the engine sleeps, so that none ends in the step that planned it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._held: list[ConnectorMetadata] = []
+
+    def start_load(self, metadata: ConnectorMetadata) -> None:
+        self._held.append(metadata)
+
+    def settle(self) -> None:
+        """Let all copies end."""
+        for metadata in self._held:
+            super().start_load(metadata)
+        self._held.clear()
+        self._opened.wait(set(self._running))
+
+
+class InstantService(CacheService):
+    """Lets all jobs between tiers end when the engine sleeps."""
+
+    def settle(self) -> None:
+        """Let all jobs end."""
+        assert self._engine.wait(list(self._ways), timeout_s=PATIENCE_S)
+
+
+class Machine:
+    """The clock, and all that copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.waits: list[NDArray[np.float64]] = []
+        self._copying: list[InstantWorker | InstantService] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
+        monkeypatch.setattr(engine_module, "time", clock)
+        monkeypatch.setattr(service_module, "time", clock)
+        for name, kind in (
+            ("ConnectorWorker", InstantWorker),
+            ("CacheService", InstantService),
+        ):
+            monkeypatch.setattr(replay_module, name, self.noted(kind))
+        monkeypatch.setattr(replay_module, "_measure_copies", lambda *_: AT_ONCE)
+        for module in (replay_module, ladder_module):
+            monkeypatch.setattr(module, "wait_quantiles", self.note_waits)
+
+    def noted(
+        self, kind: type[InstantWorker | InstantService]
+    ) -> Callable[..., InstantWorker | InstantService]:
+        def make(*args: Any, **options: Any) -> InstantWorker | InstantService:
+            self._copying.append(kind(*args, **options))
+            return self._copying[-1]
+
+        return make
+
+    def note_waits(self, waits: NDArray[np.float64]) -> dict[str, float]:
+        self.waits.append(waits)
+        return wait_quantiles(waits)
+
+    def sleep(self, seconds: float) -> None:
+        for copying in self._copying:
+            copying.settle()
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(
+    ("slower", "load_path"), [(0, "direct"), (256, "direct"), (256, "staged")]
+)
+def test_hits_and_times_are_those_the_simulator_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: int, load_path: str
+) -> None:
+    trace = generate("chat", sessions=40, per_s=2.0, chunk_tokens=256, seed=3)
+    nvme = f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {slower * CHUNK_NBYTES}B\n"
+    config = parse_config(
+        f"tiers:\n- kind: ram\n  capacity: {64 * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
+        + (nvme if slower else "")
+        + f"placement: {{load_if: always}}\ntransfer: {{load_path: {load_path}}}\n",
+        source="test",
+    )
+    options = ReplayOptions(
+        chunk_bytes=CHUNK_NBYTES,
+        gpu_bytes=1024 * CHUNK_NBYTES,
+        speedup=200.0,
+        requests=80,
+        speeds={tier.name: AT_ONCE for tier in config.tiers[1:]},
+    )
+    machine = Machine(monkeypatch)
+    result = replay_trace(trace, config, options)
+    assert [tier.hits for tier in result.tiers] == [
+        tier.predicted_hits for tier in result.tiers
+    ]
+    assert result.tiers[-1].hits > 0
+    predicted, replayed = machine.waits[0], machine.waits[-1]
+    assert len(replayed) == 80
+    assert replayed == pytest.approx(predicted, abs=1e-6)
+    assert result.apart() == pytest.approx(dict.fromkeys(result.apart(), 0.0), abs=1e-6)
