@@ -51,6 +51,7 @@ _SETTLED = Phase.SETTLED
 _DEFERRED = (Phase.QUEUED, Phase.WAITING)
 _HIT = Lookup.HIT
 _MISS = Lookup.MISS
+_PENDING = Lookup.PENDING
 _PROMOTE = Why.PROMOTE
 
 
@@ -479,7 +480,7 @@ class TieredOffloadingManager:
             answer = self.lookup(key, request.req_id)
             if answer is _MISS:
                 break
-            deferred = deferred or answer is Lookup.RETRY
+            deferred = deferred or answer is not _HIT
             found += 1
         return None if deferred else found
 
@@ -504,7 +505,7 @@ class TieredOffloadingManager:
         self._promoter.note(request, key)
         if self._loader.promised_to is request and self._loader.has_overpromised(request):
             request.wanting = True  # it waits its turn instead, for all of it
-            return Lookup.RETRY
+            return _PENDING
         return _HIT
 
     def _look_below(
@@ -522,11 +523,11 @@ class TieredOffloadingManager:
                     if promised:
                         return _HIT
                     request.wanting = True
-                    return Lookup.RETRY
+                    return _PENDING
             elif copy.state == CopyState.WRITING:
                 self._promoter.note(request, key)
                 request.wanting = True
-                return Lookup.RETRY
+                return _PENDING
         self._count_miss(request)
         return Lookup.MISS
 

@@ -24,7 +24,7 @@ __all__ = ["CALLS_MARK", "CallEncoder", "ManagerSetup", "decisive"]
 CALLS_MARK: Final = "kvtier_calls"
 """The key of the first line that says what the file is; its value is the format's version."""
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _PART: Final = 4096
 _NO_LOAD: Final = -1
 """Stands for a load of before a reset, whose end the manager ignores."""

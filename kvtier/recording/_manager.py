@@ -33,7 +33,12 @@ __all__ = ["Note", "RecordingManager"]
 Note: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 """Told a call's name, and its arguments and answers by name."""
 
-_LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
+_LETTERS: Final = {
+    Lookup.HIT: "h",
+    Lookup.MISS: "m",
+    Lookup.PENDING: "p",
+    Lookup.RETRY: "r",
+}
 
 
 class _Witness:
@@ -140,7 +145,7 @@ class RecordingManager(TieredOffloadingManager):
             answer = self.lookup(key, req_id)
             if answer is Lookup.MISS:
                 break
-            deferred = deferred or answer is Lookup.RETRY
+            deferred = deferred or answer is not Lookup.HIT
             hits += 1
         return None if deferred else hits
 

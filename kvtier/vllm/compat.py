@@ -217,6 +217,15 @@ def chunk_level(policies: Any) -> Any:  # noqa: ANN401 - an enumeration of vLLM'
     raise UnsupportedError(f"this vLLM's OffloadPolicy has no CHUNK_LEVEL: {SUPPORTED}")
 
 
+def hit_pending(results: Any) -> Any:  # noqa: ANN401 - an enumeration of vLLM's
+    """Return the answer for a chunk that is there but not loadable yet, of vLLM's enumeration.
+
+    Where there is none it is the one for a chunk of which nothing is known yet: what is asked
+    for is then more than a sliding window needs.
+    """
+    return getattr(results, "HIT_PENDING", results.RETRY)
+
+
 def media(load: Load = importlib.import_module) -> tuple[Any, Any]:
     """Return what vLLM's residency events call host memory and storage."""
     medium = getattr(load(_BASE), "Medium", None)

@@ -39,6 +39,7 @@ except ImportError as error:
 __all__ = [
     "CHUNK_LEVEL",
     "DISK_HIT",
+    "HIT_PENDING",
     "HOST_HIT",
     "RAM_MEDIUM",
     "STORAGE_MEDIUM",
@@ -65,5 +66,7 @@ __all__ = [
 
 CHUNK_LEVEL = compat.chunk_level(OffloadPolicy)
 """Policy of a request whose chunks are offered one by one."""
+HIT_PENDING = compat.hit_pending(LookupResult)
+"""Answer for a chunk that is there and must come up first."""
 RAM_MEDIUM, STORAGE_MEDIUM = compat.media()
 HOST_HIT, DISK_HIT = compat.hit_sources()

@@ -15,6 +15,7 @@ from kvtier.manager import Lookup
 from kvtier.vllm.contract import (
     CHUNK_LEVEL,
     DISK_HIT,
+    HIT_PENDING,
     HOST_HIT,
     RAM_MEDIUM,
     STORAGE_MEDIUM,
@@ -42,7 +43,7 @@ _EVENT_FIELDS = {field.name for field in dataclasses.fields(OffloadingEvent)}
 _NAMES_TIERS = "ownership" in _EVENT_FIELDS
 # A removal is announced for all that is stored; vLLM then keeps what describes the blocks.
 _DESCRIBED: Any = {"removal_expected": True} if "removal_expected" in _EVENT_FIELDS else {}
-_KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
+_KVTIER_HIT, _KVTIER_MISS, _KVTIER_PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 class KVTierManager(OffloadingManager):
@@ -93,7 +94,9 @@ class KVTierManager(OffloadingManager):
         answer = self._lookup(key, req_context.req_id)
         if answer is _KVTIER_HIT:
             return _HIT
-        return _MISS if answer is _KVTIER_MISS else _RETRY
+        if answer is _KVTIER_MISS:
+            return _MISS
+        return HIT_PENDING if answer is _KVTIER_PENDING else _RETRY
 
     @override
     def prepare_load(

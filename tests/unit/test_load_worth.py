@@ -565,7 +565,7 @@ def finish_in(bench: Workbench, job: Job, seconds: float) -> None:
 
 def test_a_prefix_on_a_slow_disk_is_a_miss_at_the_second_lookup() -> None:
     bench = slow_bench()
-    assert bench.look(prefix(8)) == [Lookup.RETRY] * 8
+    assert bench.look(prefix(8)) == [Lookup.PENDING] * 8
     assert bench.step() == []
     assert bench.look(prefix(8)) == [Lookup.MISS]
     snapshot = bench.manager.snapshot()

@@ -214,6 +214,13 @@ def test_the_policy_has_had_two_names() -> None:
         compat.chunk_level(SimpleNamespace(REQUEST_LEVEL=2))
 
 
+def test_what_is_there_but_not_loadable_is_asked_for_again_where_vllm_has_no_word_for_it() -> (
+    None
+):
+    assert compat.hit_pending(SimpleNamespace(RETRY=1)) == 1
+    assert compat.hit_pending(SimpleNamespace(RETRY=1, HIT_PENDING=2)) == 2
+
+
 def test_media_are_strings_until_vllm_has_an_enumeration() -> None:
     assert compat.media(vllm_with()) == ("CPU", "STORAGE")
     medium = SimpleNamespace(CPU="c", STORAGE="s")
