@@ -64,6 +64,14 @@ class _Found(NamedTuple):
         """KV cache groups they belong to."""
         return len({copy.key[-GROUP_NBYTES:] for copy in self.copies})
 
+    @property
+    def counted(self) -> int:
+        """How many stand for tokens of their own: those of the group that has most.
+
+        It is one that reads the whole prefix; of a window's only the last were asked for.
+        """
+        return max(Counter(copy.key[-GROUP_NBYTES:] for copy in self.copies).values())
+
     def head(self, chunks: int) -> _Found:
         """Return the first ``chunks`` of them."""
         return _Found(self.copies[:chunks], self.tiers[:chunks])
@@ -383,7 +391,7 @@ class Promoter:
         if not any(found.tiers):
             return found, None
         now = self._ladder.ctx.now
-        choice = self._ladder.worth.choose(found.tiers, groups=found.groups, now=now)
+        choice = self._ladder.worth.choose(found.tiers, counted=found.counted, now=now)
         return (found, None) if choice is None else (found.head(choice.kept), choice)
 
     def _fetch(self, request: RequestState, found: _Found, *, whole: bool) -> int | None:
