@@ -66,6 +66,7 @@ class TieredOffloadingManager:
         record_events: Whether :meth:`take_events` has anything to return.
         follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -78,6 +79,7 @@ class TieredOffloadingManager:
         record_events: bool = False,
         follow_reuse: bool = True,
         worth: LoadWorth | None = None,
+        counting_group: int = 0,
     ) -> None:
         self._ladder = Ladder(
             tiers,
@@ -87,6 +89,7 @@ class TieredOffloadingManager:
             record_events=record_events,
             follow_reuse=follow_reuse,
             worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
+            counting_group=counting_group,
         )
         self._ram = self._ladder.ram
         self._resident = self._ram.copies

@@ -39,13 +39,15 @@ class ManagerSetup:
         config: The configuration.
         capacities: Slots of each tier.
         slot_nbytes: Bytes of a slot.
-        chunk_tokens: Tokens of a chunk.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
 
     config: KvtierConfig
     capacities: Sequence[int]
     slot_nbytes: int
     chunk_tokens: int
+    counting_group: int = 0
 
     def line(self) -> bytes:
         """Return the first line of a recording."""
@@ -54,6 +56,7 @@ class ManagerSetup:
             "capacities": list(self.capacities),
             "slot_bytes": self.slot_nbytes,
             "block_tokens": self.chunk_tokens,
+            "counting_group": self.counting_group,
             "decides": decisive(self.config),
         }
         return _line(header)

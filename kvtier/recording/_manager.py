@@ -83,6 +83,7 @@ class RecordingManager(TieredOffloadingManager):
         record_events: Whether :meth:`take_events` has anything to return.
         follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
         note: Told each call; it must not raise and must not change what it is given.
     """
 
@@ -96,6 +97,7 @@ class RecordingManager(TieredOffloadingManager):
         record_events: bool = False,
         follow_reuse: bool = True,
         worth: LoadWorth | None = None,
+        counting_group: int = 0,
         note: Note,
     ) -> None:
         self._witness = _Witness(truth)
@@ -107,6 +109,7 @@ class RecordingManager(TieredOffloadingManager):
             record_events=record_events,
             follow_reuse=follow_reuse,
             worth=worth,
+            counting_group=counting_group,
         )
         self._note = note
         self._quiet = False

@@ -141,6 +141,7 @@ class _Replay:
             chunk_tokens=setup.chunk_tokens,
             truth=self._truth,
             record_events=False,
+            counting_group=setup.counting_group,
         )
         self._keys: list[ChunkKey] = []
         self._recovering: list[tuple[ChunkKey, int]] = []

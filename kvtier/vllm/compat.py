@@ -15,8 +15,9 @@ release   what came with it, and what kvtier does about its absence
           also where it is the model's
 0.29      ``kv_cache_layout``: before, a worker tells what both follow from; a constant hash
           seed: before, PYTHONHASHSEED must be set
-0.30      ``CHUNK_LEVEL``: it was called ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no
-          load happens within the forward pass
+0.30      ``group_id``: a group's index before; ``CHUNK_LEVEL``: it was called
+          ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no load happens within the forward
+          pass
 0.32      ``CacheHitSource``: nobody asked for it before
 0.33      ``submit_load(expedited)``: kvtier copies at once either way; ``lock``,
           ``on_reset_flushed`` and ``config_info`` have defaults that suit a manager entered
@@ -32,18 +33,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from kvtier.errors import UnsupportedError
+from kvtier.keys import counting_group
 
 __all__ = [
+    "FULL_GROUPS",
     "EngineFacts",
     "adopt_chunk_size",
     "chunk_level",
+    "full_attention_groups",
     "hashes_are_seeded_at_random",
+    "hit_pending",
     "hit_sources",
     "kv_content",
     "media",
@@ -54,6 +59,8 @@ __all__ = [
     "require_supported_vllm",
 ]
 
+FULL_GROUPS = "kvtier_full_attention_groups"
+"""Under this name the connector tells its spec :func:`full_attention_groups`."""
 SUPPORTED = "kvtier works with vLLM 0.25 to 0.33"
 
 Load = Callable[[str], Any]
@@ -269,6 +276,8 @@ class EngineFacts:
             :func:`kv_content` does.
         canonical_layout: Whether vLLM was asked for its parallelism-free pages.
         groups: Per KV cache group, the tokens of a block and the names of the layers.
+        group_ids: What each is called in keys.
+        counting_group: Which of these is the :func:`~kvtier.keys.counting_group`.
         tokens_per_hash: Tokens that one block hash covers.
         blocks_per_chunk: Blocks that are stored together.
         worker_kv_bytes_per_block: Bytes one worker keeps for a block, all layers.
@@ -288,6 +297,8 @@ class EngineFacts:
     kv_layout: str | None
     canonical_layout: bool
     groups: tuple[tuple[int, tuple[str, ...]], ...]
+    group_ids: tuple[int, ...]
+    counting_group: int
     tokens_per_hash: int
     blocks_per_chunk: int
     worker_kv_bytes_per_block: int
@@ -300,8 +311,9 @@ class EngineFacts:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk of the first KV cache group."""
-        return self.groups[0][0] * self.blocks_per_chunk
+        """Tokens of a chunk of the counting group."""
+        tokens_per_block, _ = self.groups[self.group_ids.index(self.counting_group)]
+        return tokens_per_block * self.blocks_per_chunk
 
 
 def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN401 - a spec
@@ -319,6 +331,8 @@ def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN4
 def read_engine(
     spec: Any,  # noqa: ANN401 - a spec
     arguments: Sequence[Any],
+    *,
+    load: Load = importlib.import_module,
 ) -> EngineFacts:
     """Return what kvtier needs to know of the engine.
 
@@ -326,6 +340,7 @@ def read_engine(
         spec: kvtier's spec, whose base class was just initialised.
         arguments: What vLLM built it with: its offloading configuration, or its own
             configuration and that of its KV cache.
+        load: Imports a module.
 
     Raises:
         UnsupportedError: They are something else.
@@ -335,7 +350,8 @@ def read_engine(
             return _from_offloading_config(arguments[0])
         if len(arguments) == 2:
             vllm_config, kv_cache_config = arguments
-            return _from_vllm_config(spec, vllm_config, kv_cache_config)
+            full = full_attention_groups(kv_cache_config, load=load)
+            return _from_vllm_config(spec, vllm_config, kv_cache_config, full)
     except AttributeError as error:
         raise UnsupportedError(
             f"this vLLM's configuration is not one kvtier can read ({error}): {SUPPORTED}"
@@ -346,6 +362,10 @@ def read_engine(
 
 def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
     parallel = config.parallel
+    group_ids = tuple(
+        getattr(group, "group_id", at)  # named since 0.30
+        for at, group in enumerate(config.groups)
+    )
     return EngineFacts(
         engine_id=config.engine_id,
         extra_config=config.extra_config,
@@ -358,6 +378,10 @@ def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM'
         canonical_layout=getattr(config, "canonical_layout", False),
         groups=tuple(
             (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
+        ),
+        group_ids=group_ids,
+        counting_group=_counting_group(
+            group_ids, config.extra_config.get(FULL_GROUPS, group_ids)
         ),
         tokens_per_hash=config.cache.tokens_per_hash,
         blocks_per_chunk=config.cache.blocks_per_chunk,
@@ -375,9 +399,11 @@ def _from_vllm_config(
     spec: Any,  # noqa: ANN401 - a spec
     vllm_config: Any,  # noqa: ANN401 - vLLM's
     kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    full_groups: Collection[int],
 ) -> EngineFacts:
     parallel = vllm_config.parallel_config
     groups = zip(spec.gpu_block_size, kv_cache_config.kv_cache_groups, strict=True)
+    group_ids = tuple(range(len(kv_cache_config.kv_cache_groups)))
     return EngineFacts(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         extra_config=spec.extra_config,
@@ -387,6 +413,8 @@ def _from_vllm_config(
         kv_layout=None,
         canonical_layout=False,
         groups=tuple((tokens, tuple(group.layer_names)) for tokens, group in groups),
+        group_ids=group_ids,
+        counting_group=_counting_group(group_ids, full_groups),
         tokens_per_hash=spec.hash_block_size,
         blocks_per_chunk=spec.block_size_factor,
         worker_kv_bytes_per_block=_bytes_per_block(kv_cache_config),
@@ -397,6 +425,30 @@ def _from_vllm_config(
         pcp_size=parallel.prefill_context_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
     )
+
+
+def full_attention_groups(
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    *,
+    load: Load = importlib.import_module,
+) -> list[int]:
+    """Return the indices of the KV cache groups whose layers read the whole prefix.
+
+    Since 0.26 a spec is told the groups but not this. A connector is, and tells its spec.
+    """
+    full = load("vllm.v1.kv_cache_interface").FullAttentionSpec
+    kinds = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return [number for number, kind in enumerate(kinds) if isinstance(_of_a_layer(kind), full)]
+
+
+def _of_a_layer(kind: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """Return what a group's layers keep, all of one type, for the first of them."""
+    each = getattr(kind, "kv_cache_specs", None)
+    return next(iter(each.values())) if each else kind
+
+
+def _counting_group(group_ids: Sequence[int], full_groups: Collection[int]) -> int:
+    return counting_group({group: group in full_groups for group in group_ids})
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's

@@ -99,6 +99,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     tokens_per_chunk=chunk_tokens,
                     record_events=self._engine.records_events,
                     positions=chunk_positions(),
+                    counting_group=self._engine.counting_group,
                 )
             except BaseException:
                 region.close()

@@ -175,6 +175,19 @@ def test_before_a_gap_the_window_ends_with_a_chunk_and_takes_no_more_than_it_nee
     assert engine.match(engine.arrive("b", 180)) == 6 * TOKENS
 
 
+def test_the_tokens_of_a_hit_are_those_of_a_group_that_loads_the_whole_prefix() -> None:
+    window = (TOKENS, 2 * TOKENS)
+    for groups in ((FULL, window), (window, FULL), (window, window, FULL, FULL)):
+        engine = ToyEngine(*groups)
+        engine.fill("a", 8 * TOKENS)
+        request = engine.arrive("b", 9 * TOKENS)
+        engine.load(request, engine.match(request) or 0)
+        engine.step()
+        engine.acknowledge()
+        (ram,) = engine.half.statistics().tiers
+        assert ram.hit_tokens == 8 * TOKENS
+
+
 # -- loads -------------------------------------------------------------------------------------
 
 

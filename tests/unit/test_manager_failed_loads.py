@@ -130,7 +130,7 @@ def test_after_a_reset_a_failed_load_of_before_it_is_nobodys() -> None:
 
 
 def hits(bench: Workbench) -> list[tuple[int, int]]:
-    """Return each tier's hits, all and those of the first KV cache group."""
+    """Return each tier's hits, all and those of the counting group."""
     return [(tier.counters.hits, tier.counters.prompt_hits) for tier in bench.tiers]
 
 
