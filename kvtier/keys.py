@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "GROUP_NBYTES",
     "ChunkKey",
+    "counting_group",
     "group_of",
-    "is_of_first_group",
     "make_key",
+    "of_group",
     "of_one_group",
     "short",
 ]
@@ -40,10 +40,31 @@ def group_of(key: ChunkKey) -> int:
     return int.from_bytes(key[-GROUP_NBYTES:], "big")
 
 
-is_of_first_group: Final[Callable[[ChunkKey], bool]] = operator.methodcaller(
-    "endswith", make_key(b"", 0)
-)
-"""Whether a key is of KV cache group 0; no Python runs per key."""
+def of_group(group: int) -> Callable[[ChunkKey], bool]:
+    """Return what says whether a key is of KV cache group ``group``; no Python runs per key.
+
+    >>> list(map(of_group(1), [make_key(b"a", 1), make_key(b"a", 0)]))
+    [True, False]
+    """
+    return operator.methodcaller("endswith", make_key(b"", group))
+
+
+def counting_group(reads_all: Mapping[int, bool]) -> int:
+    """Return the index of the *counting group*, whose chunks stand for the tokens of a prompt.
+
+    Every group has chunks of the same tokens, so only those of one are to be counted, and of
+    a sliding window only the end of a prompt is loaded. It is the first group whose layers read
+    the whole prefix, or the first of all where there is none.
+
+    Args:
+        reads_all: Whether they do, by the index of each group.
+
+    >>> counting_group({1: False, 3: True, 4: True})
+    3
+    >>> counting_group({1: False, 3: False})
+    1
+    """
+    return min((group for group, all_of in reads_all.items() if all_of), default=min(reads_all))
 
 
 def of_one_group(keys: Sequence[ChunkKey]) -> bool:

@@ -94,7 +94,7 @@ class CacheService:
 
     Args:
         storage: The engine's tiers; closed with the service.
-        tokens_per_chunk: Tokens of a chunk of the first KV cache group, for hit counts.
+        tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
         retain_s: Seconds chunks are kept in RAM after a use whose request does not say.
         close_timeout_s: Longest :meth:`shutdown`.
     """

@@ -59,7 +59,7 @@ class Storage:
             self.recorder.close(timeout_s=timeout_s)
 
 
-def open_storage(
+def open_storage(  # noqa: PLR0913 - one keyword for each part
     config: KvtierConfig,
     region: HostRegion,
     fingerprint: LayoutFingerprint,
@@ -67,6 +67,7 @@ def open_storage(
     tokens_per_chunk: int,
     record_events: bool,
     positions: Positions | None = None,
+    counting_group: int = 0,
 ) -> Storage:
     """Open every tier, recover what survived and start the storage engine.
 
@@ -74,9 +75,10 @@ def open_storage(
         config: The configuration.
         region: The RAM tier; owned by the result.
         fingerprint: What stored bytes mean.
-        tokens_per_chunk: Tokens of a chunk of the first KV cache group.
+        tokens_per_chunk: Tokens of a chunk of the counting group.
         record_events: Whether somebody listens to residency events.
         positions: Says what a request is made of, for a recording and for shadow policies.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
 
     Raises:
         KvtierError: A tier cannot be opened; nothing is left open.
@@ -96,7 +98,7 @@ def open_storage(
     try:
         tiers.extend(open_tier(options, context) for options in config.tiers[1:])
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
-        setup = ManagerSetup(config, capacities, slot_nbytes, tokens_per_chunk)
+        setup = ManagerSetup(config, capacities, slot_nbytes, tokens_per_chunk, counting_group)
         recorder = _open_recorder(setup)
         observer = build_observer(
             config,
@@ -104,6 +106,7 @@ def open_storage(
             capacities,
             positions=positions,
             chunk_tokens=tokens_per_chunk,
+            counting_group=counting_group,
         )
         manager = _build_manager(setup, region, recorder, record_events=record_events)
         _recover(manager, tiers, slot_nbytes)
@@ -183,6 +186,7 @@ def _build_manager(
         chunk_tokens=setup.chunk_tokens,
         truth=region.control,
         record_events=record_events,
+        counting_group=setup.counting_group,
         make=partial(RecordingManager, note=recorder.call)
         if recorder is not None and config.trace.calls
         else TieredOffloadingManager,

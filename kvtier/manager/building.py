@@ -62,6 +62,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     truth: SlotTruth,
     record_events: bool,
     follow_reuse: bool = True,
+    counting_group: int = 0,
     make: Callable[..., TieredOffloadingManager] = TieredOffloadingManager,
 ) -> TieredOffloadingManager:
     """Build the manager that ``config`` describes.
@@ -70,10 +71,11 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         config: The configuration.
         tiers: Its tiers, of :func:`build_tiers`.
         slot_nbytes: Bytes a chunk takes in a tier.
-        chunk_tokens: Tokens of a chunk of the first KV cache group.
+        chunk_tokens: Tokens of a chunk of the counting group.
         truth: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
         follow_reuse: Whether somebody wants to know how soon chunks are asked for again.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
         make: What makes the manager: the class, or one derived from it.
 
     Raises:
@@ -105,6 +107,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             recompute_s_per_token=placement.recompute_per_token_s,
             margin=math.inf if placement.load_if == "always" else 1.0,
         ),
+        counting_group=counting_group,
     )
 
 

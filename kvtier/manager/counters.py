@@ -17,7 +17,7 @@ class TierCounters:
     hits: int = 0
     """Chunks whose bytes came from this tier and that an engine loaded rather than computed."""
     prompt_hits: int = 0
-    """Those of the first KV cache group: each stands for prompt tokens of its own."""
+    """Those of the counting group: each stands for prompt tokens of its own."""
     misses: int = 0
     """Chunks asked for and not here: one per request for the first that was nowhere and, of
     RAM alone, those that were brought up from a slower tier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,14 @@ class Found(NamedTuple):
     def groups(self) -> int:
         """KV cache groups they belong to."""
         return len({copy.key[-GROUP_NBYTES:] for copy in self.copies})
+
+    @property
+    def counted(self) -> int:
+        """How many stand for tokens of their own: those of the group that has most.
+
+        It is one that reads the whole prefix; of a window's only the last were asked for.
+        """
+        return max(Counter(copy.key[-GROUP_NBYTES:] for copy in self.copies).values())
 
     @property
     def cost(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, of_group
 from kvtier.manager.events import EventLog
 from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, SlotTruth
@@ -53,6 +53,7 @@ class Ladder:
         follows_reuse: ... if anybody is to know.
         restricts_stores: Whether a request ever said which tiers its chunks may be in.
         worth: Says which loads are worth their time.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
         events: What became resident where, until somebody takes it.
     """
 
@@ -66,6 +67,7 @@ class Ladder:
         record_events: bool,
         follow_reuse: bool,
         worth: LoadWorth,
+        counting_group: int,
     ) -> None:
         self.tiers = tuple(tiers)
         self.ram = self.tiers[0]
@@ -75,6 +77,7 @@ class Ladder:
         self.limits = limits
         self.truth = truth
         self.worth = worth
+        self.is_counted = of_group(counting_group)
         self.ledger = JobLedger()
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()

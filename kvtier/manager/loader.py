@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from kvtier.keys import ChunkKey, is_of_first_group, of_one_group
+from kvtier.keys import ChunkKey, of_one_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
@@ -223,12 +223,13 @@ class Loader:
         if not hits or (hits < len(keys) and not of_one_group(keys)):
             return
         origins = load.origins[:hits]
-        of_first: Sequence[int] = origins
-        if not (of_one_group(keys) and is_of_first_group(keys[0])):
-            of_first = list(compress(origins, map(is_of_first_group, keys)))
+        is_counted = self._ladder.is_counted
+        counted: Sequence[int] = origins
+        if not (of_one_group(keys) and is_counted(keys[0])):
+            counted = list(compress(origins, map(is_counted, keys)))
         for tier in self._ladder.tiers:
             tier.counters.hits += origins.count(tier.index)
-            tier.counters.prompt_hits += of_first.count(tier.index)
+            tier.counters.prompt_hits += counted.count(tier.index)
 
     def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)

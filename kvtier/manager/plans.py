@@ -38,8 +38,11 @@ class Lookup(enum.Enum):
     over, or in a slower tier with a slot promised for it until then."""
     MISS = "miss"
     """Recompute it."""
+    PENDING = "pending"
+    """Found, and to be loaded soon: it counts where hits must follow one another, but the
+    request is to ask again at the next step."""
     RETRY = "retry"
-    """On its way; ask again at the next step."""
+    """The request waits for what it found; ask again at the next step."""
 
 
 class StorePlan(NamedTuple):

@@ -44,6 +44,8 @@ __all__ = ["Promoter"]
 
 _RESIDENT = CopyState.RESIDENT
 _DONE = Outcome.DONE
+_OPENING = (Lookup.RETRY, Lookup.MISS)
+"""What the first keys of a KV cache group are answered while their request waits."""
 _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
@@ -91,17 +93,20 @@ class Promoter:
     def defer(self, request: RequestState, key: ChunkKey) -> Lookup:
         """Answer a request that waits, in as few calls as its engine allows.
 
-        A RETRY makes the engine ask again next step, and a MISS ends its scan; but a KV cache
-        group that answers only MISS would end the whole lookup, so each group's scan is opened
-        with a RETRY.
+        A RETRY makes the engine ask again next step, and a MISS ends the scan of a prefix; but
+        a KV cache group that answers only MISS would end the whole lookup, so each group's scan
+        is opened with a RETRY. Who goes on behind the MISS looks for a window: PENDING is part
+        of one, and as many as it is long end the scan.
         """
         if request.deferred_at != self.step:
             # The engine may have computed more of the prefix and open with another key.
             request.deferred.clear()
             request.deferred_at = self.step
         group = key[-GROUP_NBYTES:]
-        opened = request.deferred.setdefault(group, key)
-        return Lookup.RETRY if opened == key else Lookup.MISS
+        opening = request.deferred.setdefault(group, [])
+        if len(opening) < len(_OPENING) and key not in opening:
+            opening.append(key)
+        return _OPENING[opening.index(key)] if key in opening else Lookup.PENDING
 
     def end_step(self) -> None:
         """Grant what this step's requests asked for, first come first served."""
@@ -354,7 +359,7 @@ class Promoter:
         if not any(found.tiers):
             return found, None
         now = self._ladder.ctx.now
-        choice = self._ladder.worth.choose(found.tiers, groups=found.groups, now=now)
+        choice = self._ladder.worth.choose(found.tiers, counted=found.counted, now=now)
         return (found, None) if choice is None else (found.head(choice.kept), choice)
 
     def _fetch(self, request: RequestState, found: Found, *, whole: bool) -> int | None:

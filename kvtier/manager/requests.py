@@ -41,7 +41,7 @@ class RequestState:
         granted: RAM copies kept for it until it loads or ends.
         pending: How many of them are not whole yet.
         jobs: Promotion jobs made for it alone.
-        deferred: While it waits: the key that opened this step's pass, per KV cache group.
+        deferred: While it waits: the keys that opened this step's pass, per KV cache group.
         deferred_at: The step ``deferred`` belongs to.
         lookups: Steps it has been waiting for its turn.
         queued_s: When it began to wait for it.
@@ -85,7 +85,7 @@ class RequestState:
         self.granted: dict[ChunkCopy, None] = {}
         self.pending = 0
         self.jobs: set[JobId] = set()
-        self.deferred: dict[bytes, ChunkKey] = {}
+        self.deferred: dict[bytes, list[ChunkKey]] = {}
         self.deferred_at = 0
         self.lookups = 0
         self.queued_s = 0.0

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, compress, count
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
@@ -52,7 +52,7 @@ class Storer:
         if not self._ladder.holds_any(keys):
             plan = self._store_new(keys, keys, request)
             if plan is not None and request is not None and not request.broken:
-                request.broken = any(map(is_of_first_group, keys))
+                request.broken = any(map(self._ladder.is_counted, keys))
             return plan
         new = [key for key in keys if key not in members]
         if not new:
@@ -92,7 +92,7 @@ class Storer:
         """Find those of ``keys`` that are in a tier behind one that is in no tier.
 
         They were computed although their bytes are here: ``hits - lead_chunks`` of a simulated
-        tier. Of the first KV cache group only, for a sliding window may have gaps.
+        tier. Of the counting group only, for a sliding window may have gaps.
 
         Returns:
             How many there are in each tier, and whether what follows ``keys`` is stranded too.
@@ -100,7 +100,7 @@ class Storer:
         tiers = self._ladder.tiers
         counts = [0] * len(tiers)
         broken = request is not None and request.broken
-        for key in filter(is_of_first_group, keys):
+        for key in filter(self._ladder.is_counted, keys):
             for tier in tiers:
                 copy = tier.copies.get(key)
                 if copy is not None:

@@ -51,6 +51,7 @@ _SETTLED = Phase.SETTLED
 _DEFERRED = (Phase.QUEUED, Phase.WAITING)
 _HIT = Lookup.HIT
 _MISS = Lookup.MISS
+_PENDING = Lookup.PENDING
 _PROMOTE = Why.PROMOTE
 
 
@@ -65,6 +66,7 @@ class TieredOffloadingManager:
         record_events: Whether :meth:`take_events` has anything to return.
         follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword for each part
@@ -77,6 +79,7 @@ class TieredOffloadingManager:
         record_events: bool = False,
         follow_reuse: bool = True,
         worth: LoadWorth | None = None,
+        counting_group: int = 0,
     ) -> None:
         self._ladder = Ladder(
             tiers,
@@ -86,6 +89,7 @@ class TieredOffloadingManager:
             record_events=record_events,
             follow_reuse=follow_reuse,
             worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
+            counting_group=counting_group,
         )
         self._ram = self._ladder.ram
         self._resident = self._ram.copies
@@ -479,7 +483,7 @@ class TieredOffloadingManager:
             answer = self.lookup(key, request.req_id)
             if answer is _MISS:
                 break
-            deferred = deferred or answer is Lookup.RETRY
+            deferred = deferred or answer is not _HIT
             found += 1
         return None if deferred else found
 
@@ -504,7 +508,7 @@ class TieredOffloadingManager:
         self._promoter.note(request, key)
         if self._loader.promised_to is request and self._loader.has_overpromised(request):
             request.wanting = True  # it waits its turn instead, for all of it
-            return Lookup.RETRY
+            return _PENDING
         return _HIT
 
     def _look_below(
@@ -522,11 +526,11 @@ class TieredOffloadingManager:
                     if promised:
                         return _HIT
                     request.wanting = True
-                    return Lookup.RETRY
+                    return _PENDING
             elif copy.state == CopyState.WRITING:
                 self._promoter.note(request, key)
                 request.wanting = True
-                return Lookup.RETRY
+                return _PENDING
         self._count_miss(request)
         return Lookup.MISS
 

@@ -65,7 +65,7 @@ class LoadChoice:
     Attributes:
         cause: Why.
         kept: Leading chunks of the request that are loaded.
-        groups: KV cache groups they all belong to.
+        tokens_per_chunk: Prompt tokens that each chunk stands for, on average.
         skipped: Chunks of each slower tier that are not, by its index.
         tokens: Prompt tokens of all that was found and is computed instead.
         load_s: What loading all of it would have taken, by the estimate.
@@ -77,7 +77,7 @@ class LoadChoice:
 
     cause: SkipCause
     kept: int
-    groups: int
+    tokens_per_chunk: float
     skipped: Mapping[int, int]
     tokens: int
     load_s: float
@@ -200,14 +200,15 @@ class LoadWorth:
 
     # -- deciding ---------------------------------------------------------------------------
 
-    def choose(self, sources: Sequence[int], *, groups: int, now: float) -> LoadChoice | None:
+    def choose(self, sources: Sequence[int], *, counted: int, now: float) -> LoadChoice | None:
         """Say how much of what a request found is worth loading.
 
         Args:
             sources: Index of the tier each chunk would come from, in the order asked; 0 for
                 those that are in RAM or on their way there.
-            groups: KV cache groups the chunks belong to. Of several, all is loaded or nothing
-                but a try: a group that is cut makes the chunks of the others useless.
+            counted: How many of the chunks stand for tokens of their own. If not all of them do
+                they are of several KV cache groups, and all is loaded or nothing but a try: a
+                group that is cut makes the chunks of the others useless.
             now: Seconds on a monotonic clock.
 
         Returns:
@@ -220,17 +221,19 @@ class LoadWorth:
         prices = {tier: p for tier in slow if (p := self._times[tier].price()) is not None}
         if not prices:
             return None
-        chunk_s = self._chunk_tokens * s_per_token * self._computing.waiting(now) / groups
-        whole = self._cut(sources, prices, chunk_s, divisible=groups == 1)
+        divisible = counted == len(sources)
+        each_tokens = self._chunk_tokens * counted / len(sources)
+        chunk_s = each_tokens * s_per_token * self._computing.waiting(now)
+        whole = self._cut(sources, prices, chunk_s, divisible=divisible)
         kept = proven = self._probed(sources, whole)
         if kept < len(sources):
-            kept = self._tried(sources, kept, prices, chunk_s, groups=groups, now=now)
+            kept = self._tried(sources, kept, prices, chunk_s, divisible=divisible, now=now)
         if kept == len(sources):
             return None
         cause = SkipCause.UNPROVEN
         if proven == whole:
-            cause = self._cause(sources, whole, prices, chunk_s, divisible=groups == 1)
-        return self._choice(sources, kept, prices, chunk_s, groups=groups, cause=cause)
+            cause = self._cause(sources, whole, prices, chunk_s, divisible=divisible)
+        return self._choice(sources, kept, prices, chunk_s, each_tokens, cause=cause)
 
     def plain_chunks(self, tier: int) -> int:
         """Return how many chunks of ``tier`` are worth loading, whatever else is wanted.
@@ -262,7 +265,7 @@ class LoadWorth:
         self.last = choice
         for tier, chunks in choice.skipped.items():
             self._skipped_chunks[tier] += chunks
-            self._skipped_tokens[tier] += chunks * self._chunk_tokens // choice.groups
+            self._skipped_tokens[tier] += round(chunks * choice.tokens_per_chunk)
 
     @property
     def skipped_chunks(self) -> int:
@@ -347,14 +350,14 @@ class LoadWorth:
         prices: Mapping[int, LoadPrice],
         chunk_s: float,
         *,
-        groups: int,
+        divisible: bool,
         now: float,
     ) -> int:
         """Return ``kept``, or more for the sake of a new measurement."""
         if any(self._outstanding_nbytes[tier] for tier in prices):
             return kept
         hoped = {tier: p for tier in prices if (p := self._times[tier].hoped(now)) is not None}
-        length = self._cut(sources, hoped, chunk_s, divisible=groups == 1)
+        length = self._cut(sources, hoped, chunk_s, divisible=divisible)
         known = set(sources[:kept]) - {0}
         left = self._try_chunks
         for at in range(kept, length):
@@ -369,8 +372,8 @@ class LoadWorth:
         kept: int,
         prices: Mapping[int, LoadPrice],
         chunk_s: float,
+        each_tokens: float,
         *,
-        groups: int,
         cause: SkipCause,
     ) -> LoadChoice:
         wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
@@ -379,9 +382,9 @@ class LoadWorth:
         return LoadChoice(
             cause=cause,
             kept=kept,
-            groups=groups,
+            tokens_per_chunk=each_tokens,
             skipped={tier: chunks for tier in wanted if (chunks := tail.count(tier))},
-            tokens=len(tail) * self._chunk_tokens // groups,
+            tokens=round(len(tail) * each_tokens),
             load_s=sum(
                 price.seconds(queued[tier] + wanted[tier] * self._chunk_nbytes)
                 for tier, price in prices.items()

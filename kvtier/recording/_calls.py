@@ -24,7 +24,7 @@ __all__ = ["CALLS_MARK", "CallEncoder", "ManagerSetup", "decisive"]
 CALLS_MARK: Final = "kvtier_calls"
 """The key of the first line that says what the file is; its value is the format's version."""
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _PART: Final = 4096
 _NO_LOAD: Final = -1
 """Stands for a load of before a reset, whose end the manager ignores."""
@@ -39,13 +39,15 @@ class ManagerSetup:
         config: The configuration.
         capacities: Slots of each tier.
         slot_nbytes: Bytes of a slot.
-        chunk_tokens: Tokens of a chunk.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
 
     config: KvtierConfig
     capacities: Sequence[int]
     slot_nbytes: int
     chunk_tokens: int
+    counting_group: int = 0
 
     def line(self) -> bytes:
         """Return the first line of a recording."""
@@ -54,6 +56,7 @@ class ManagerSetup:
             "capacities": list(self.capacities),
             "slot_bytes": self.slot_nbytes,
             "block_tokens": self.chunk_tokens,
+            "counting_group": self.counting_group,
             "decides": decisive(self.config),
         }
         return _line(header)

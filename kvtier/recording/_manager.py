@@ -33,7 +33,12 @@ __all__ = ["Note", "RecordingManager"]
 Note: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 """Told a call's name, and its arguments and answers by name."""
 
-_LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
+_LETTERS: Final = {
+    Lookup.HIT: "h",
+    Lookup.MISS: "m",
+    Lookup.PENDING: "p",
+    Lookup.RETRY: "r",
+}
 
 
 class _Witness:
@@ -78,6 +83,7 @@ class RecordingManager(TieredOffloadingManager):
         record_events: Whether :meth:`take_events` has anything to return.
         follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
         note: Told each call; it must not raise and must not change what it is given.
     """
 
@@ -91,6 +97,7 @@ class RecordingManager(TieredOffloadingManager):
         record_events: bool = False,
         follow_reuse: bool = True,
         worth: LoadWorth | None = None,
+        counting_group: int = 0,
         note: Note,
     ) -> None:
         self._witness = _Witness(truth)
@@ -102,6 +109,7 @@ class RecordingManager(TieredOffloadingManager):
             record_events=record_events,
             follow_reuse=follow_reuse,
             worth=worth,
+            counting_group=counting_group,
         )
         self._note = note
         self._quiet = False
@@ -140,7 +148,7 @@ class RecordingManager(TieredOffloadingManager):
             answer = self.lookup(key, req_id)
             if answer is Lookup.MISS:
                 break
-            deferred = deferred or answer is Lookup.RETRY
+            deferred = deferred or answer is not Lookup.HIT
             hits += 1
         return None if deferred else hits
 

@@ -56,6 +56,7 @@ def recorded_setup(
             capacities=[int(slots) for slots in header["capacities"]],
             slot_nbytes=int(header["slot_bytes"]),
             chunk_tokens=int(header["block_tokens"]),
+            counting_group=int(header.get("counting_group", 0)),
         )
         version = header[CALLS_MARK]
     except (KeyError, TypeError, ValueError) as error:

@@ -232,7 +232,7 @@ def _reference(
     manager: TieredOffloadingManager, key: ChunkKey, req_id: str, now_s: float
 ) -> None:
     answer = manager.lookup(key, req_id)
-    while answer is Lookup.RETRY:
+    while answer not in (Lookup.HIT, Lookup.MISS):
         _settle(manager, (), now_s)
         answer = manager.lookup(key, req_id)
     if answer is Lookup.HIT:

@@ -30,7 +30,12 @@ from kvtier.types import Outcome, TransferResult
 __all__ = ["ReplayResult", "replay_calls"]
 
 _TOLD_EVERY: Final = 1024
-_LETTERS: Final = {Lookup.HIT: "h", Lookup.MISS: "m", Lookup.RETRY: "r"}
+_LETTERS: Final = {
+    Lookup.HIT: "h",
+    Lookup.MISS: "m",
+    Lookup.PENDING: "p",
+    Lookup.RETRY: "r",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,7 @@ class _Replay:
             chunk_tokens=setup.chunk_tokens,
             truth=self._truth,
             record_events=False,
+            counting_group=setup.counting_group,
         )
         self._keys: list[ChunkKey] = []
         self._recovering: list[tuple[ChunkKey, int]] = []

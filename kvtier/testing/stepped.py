@@ -146,6 +146,7 @@ class SteppedCache:
         write: When chunks go down, of the :class:`~kvtier.policies.LadderPlacement`.
         limits: The manager's bounds; by default all of RAM may be pinned.
         tokens_per_chunk: For the figures.
+        counting_group: Likewise.
 
     Attributes:
         service: The cache.
@@ -154,7 +155,7 @@ class SteppedCache:
         engine: The storage jobs.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         *capacities: int,
         seed: int = 0,
@@ -163,9 +164,16 @@ class SteppedCache:
         write: Literal["through", "evict"] = "through",
         limits: ManagerLimits | None = None,
         tokens_per_chunk: int = 16,
+        counting_group: int = 0,
     ) -> None:
         self.truth = RecordingTruth(driven=True)
-        self.bench = Workbench(*capacities, write=write, truth=self.truth, limits=limits)
+        self.bench = Workbench(
+            *capacities,
+            write=write,
+            truth=self.truth,
+            limits=limits,
+            counting_group=counting_group,
+        )
         self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
         nothing = SimpleNamespace(
             close=lambda **_: None, geometry=SimpleNamespace(slot_nbytes=4096)

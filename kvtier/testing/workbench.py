@@ -47,6 +47,7 @@ class Workbench:
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
         worth: Which loads are worth their time; all when omitted.
         record_events: Whether somebody listens to residency events.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
 
     Attributes:
         manager: The manager.
@@ -66,6 +67,7 @@ class Workbench:
         limits: ManagerLimits | None = None,
         worth: LoadWorth | None = None,
         record_events: bool = True,
+        counting_group: int = 0,
     ) -> None:
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
@@ -81,6 +83,7 @@ class Workbench:
             truth=self.truth,
             record_events=record_events,
             worth=worth,
+            counting_group=counting_group,
         )
 
     # -- what an engine does ----------------------------------------------------------------

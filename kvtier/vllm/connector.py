@@ -93,7 +93,7 @@ class KVTierConnector(OffloadingConnector):
         compat.require_supported_vllm(type(self))
         compat.require_members(OffloadingConnectorMetadata, "load_jobs", "store_jobs")
         compat.require_members(TransferJob, "req_id", "src_spec", "dst_spec")
-        super().__init__(_with_spec(vllm_config), role, kv_cache_config)
+        super().__init__(_with_spec(vllm_config, kv_cache_config), role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             compat.require_members(self.connector_scheduler, "manager")
         else:
@@ -380,14 +380,19 @@ def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
     return load_config(extra_config["kvtier_config"])
 
 
-def _with_spec(vllm_config: VllmConfig) -> VllmConfig:
-    """Return a copy of ``vllm_config`` that names the spec of this door."""
+def _with_spec(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
+) -> VllmConfig:
+    """Return a copy of ``vllm_config`` that names the spec of this door, and tells it more."""
     transfer = copy.copy(vllm_config.kv_transfer_config)
     transfer.kv_connector_extra_config = {
         **transfer.kv_connector_extra_config,
         "spec_name": KVTierConnectorSpec.__name__,
         "spec_module_path": KVTierConnectorSpec.__module__,
     }
+    if kv_cache_config is not None:
+        groups = compat.full_attention_groups(kv_cache_config)
+        transfer.kv_connector_extra_config[compat.FULL_GROUPS] = groups
     changed = copy.copy(vllm_config)
     changed.kv_transfer_config = transfer
     return changed

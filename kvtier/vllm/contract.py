@@ -41,6 +41,7 @@ __all__ = [
     "CHUNK_POSITIONS",
     "DISK_HIT",
     "EVENT_EXTRAS",
+    "HIT_PENDING",
     "HOST_HIT",
     "NAMES_TIERS",
     "RAM_MEDIUM",
@@ -68,6 +69,8 @@ __all__ = [
 
 CHUNK_LEVEL = compat.chunk_level(OffloadPolicy)
 """Policy of a request whose chunks are offered one by one."""
+HIT_PENDING = compat.hit_pending(LookupResult)
+"""Answer for a chunk that is there and must come up first."""
 RAM_MEDIUM, STORAGE_MEDIUM = compat.media()
 HOST_HIT, DISK_HIT = compat.hit_sources()
 CHUNK_POSITIONS = compat.chunk_positions(ReqContext)

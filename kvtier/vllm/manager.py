@@ -15,6 +15,7 @@ from kvtier.vllm.contract import (
     CHUNK_LEVEL,
     DISK_HIT,
     EVENT_EXTRAS,
+    HIT_PENDING,
     HOST_HIT,
     NAMES_TIERS,
     RAM_MEDIUM,
@@ -39,7 +40,7 @@ __all__ = ["KVTierManager"]
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-_KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
+_KVTIER_HIT, _KVTIER_MISS, _KVTIER_PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 class KVTierManager(OffloadingManager):
@@ -90,7 +91,9 @@ class KVTierManager(OffloadingManager):
         answer = self._lookup(key, req_context.req_id)
         if answer is _KVTIER_HIT:
             return _HIT
-        return _MISS if answer is _KVTIER_MISS else _RETRY
+        if answer is _KVTIER_MISS:
+            return _MISS
+        return HIT_PENDING if answer is _KVTIER_PENDING else _RETRY
 
     @override
     def prepare_load(

@@ -101,6 +101,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     tokens_per_chunk=chunk_tokens,
                     record_events=self._engine.records_events,
                     positions=CHUNK_POSITIONS,
+                    counting_group=self._engine.counting_group,
                 )
             except BaseException:
                 region.close()

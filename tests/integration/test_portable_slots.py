@@ -92,6 +92,8 @@ def facts(ranks: int, rank: int, page_nbytes: int) -> EngineFacts:
         kv_layout="LBHNC",
         canonical_layout=False,
         groups=((BLOCK_TOKENS, LAYERS),),
+        group_ids=(0,),
+        counting_group=0,
         tokens_per_hash=BLOCK_TOKENS,
         blocks_per_chunk=2,
         worker_kv_bytes_per_block=page_nbytes * len(LAYERS),

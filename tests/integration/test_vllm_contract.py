@@ -6,16 +6,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvtier.errors import UnsupportedError
 from kvtier.manager.events import ResidencyEvent
 from kvtier.vllm import connector
+from kvtier.vllm.compat import FULL_GROUPS
 from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.manager import KVTierManager
 
@@ -41,6 +49,25 @@ def test_state_under_another_name_is_refused_at_the_start(
     monkeypatch.setattr(connector, "TransferJob", OffloadingConnectorMetadata)
     with pytest.raises(UnsupportedError, match="has no req_id, src_spec, dst_spec"):
         KVTierConnector(NOTHING, NOTHING, NOTHING)
+
+
+def test_the_groups_of_a_hybrid_model_are_told_apart() -> None:
+    common: Any = {
+        "block_size": 16,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "dtype": torch.float32,
+    }
+    full = FullAttentionSpec(**common)
+    kinds = [SlidingWindowSpec(**common, sliding_window=32), full]
+    kinds.append(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": full}))
+    groups = [KVCacheGroupSpec(["layer.0"], kind) for kind in kinds]
+    config: Any = SimpleNamespace(kv_cache_groups=groups)
+    transfer = SimpleNamespace(kv_connector_extra_config={"kvtier_config": "a.yaml"})
+    told: Any = SimpleNamespace(kv_transfer_config=transfer)
+    extra = connector._with_spec(told, config).kv_transfer_config.kv_connector_extra_config
+    assert extra[FULL_GROUPS] == [1, 2]
+    assert FULL_GROUPS not in transfer.kv_connector_extra_config
 
 
 def test_events_say_which_of_several_slower_tiers() -> None:

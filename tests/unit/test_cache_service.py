@@ -166,7 +166,7 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     for _ in range(16):
         answers.append(service.lookup(prefix(1)[0], "a"))
         step(cache)
-    assert (answers[0], answers[-1]) == (Lookup.RETRY, Lookup.MISS)
+    assert (answers[0], answers[-1]) == (Lookup.PENDING, Lookup.MISS)
     service.end_request(Context("a"))
     step(cache)
     assert not manager.has_work()

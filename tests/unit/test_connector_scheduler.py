@@ -129,6 +129,29 @@ def test_nobody_waits_for_chunks_that_another_group_rules_out() -> None:
     assert engine.match(engine.arrive("d", 100)) == 4 * TOKENS
 
 
+def test_of_what_is_below_only_the_window_comes_up() -> None:
+    engine = ToyEngine(FULL, (TOKENS, 2 * TOKENS), slots=(24, 96))
+    engine.fill("a", 12 * TOKENS)
+    engine.fill("others", [8] * (12 * TOKENS))
+    request = engine.arrive("b", 13 * TOKENS)
+    assert engine.match(request) is None
+    engine.step()
+    assert engine.match(request) == 12 * TOKENS
+    assert engine.cache.bench.tiers[1].counters.promoted == 12 + 2
+
+
+def test_a_window_whose_last_chunk_is_nowhere_waits_for_none_of_it() -> None:
+    engine = ToyEngine((TOKENS, 2 * TOKENS), slots=(64, 64))
+    engine.fill("a", 8 * TOKENS)
+    ram, nvme = engine.cache.bench.tiers
+    keys = [make_key(value, 0) for value in engine.arrive("x", 128).block_hashes]
+    engine.step()
+    ram.drop(ram.copies[keys[7]])
+    for tier in (ram, nvme):
+        tier.drop(tier.copies[keys[6]])
+    assert engine.match(engine.arrive("b", 8 * TOKENS + 1)) == 6 * TOKENS
+
+
 def test_a_window_that_ends_inside_a_chunk_may_take_one_chunk_more() -> None:
     engine = ToyEngine(FULL, (2 * TOKENS, 50))
     engine.fill("a", 8 * TOKENS)
@@ -150,6 +173,19 @@ def test_before_a_gap_the_window_ends_with_a_chunk_and_takes_no_more_than_it_nee
     for gone in (1, 7):
         ram.drop(ram.copies[make_key(hashes[gone], 1)])
     assert engine.match(engine.arrive("b", 180)) == 6 * TOKENS
+
+
+def test_the_tokens_of_a_hit_are_those_of_a_group_that_loads_the_whole_prefix() -> None:
+    window = (TOKENS, 2 * TOKENS)
+    for groups in ((FULL, window), (window, FULL), (window, window, FULL, FULL)):
+        engine = ToyEngine(*groups)
+        engine.fill("a", 8 * TOKENS)
+        request = engine.arrive("b", 9 * TOKENS)
+        engine.load(request, engine.match(request) or 0)
+        engine.step()
+        engine.acknowledge()
+        (ram,) = engine.half.statistics().tiers
+        assert ram.hit_tokens == 8 * TOKENS
 
 
 # -- loads -------------------------------------------------------------------------------------

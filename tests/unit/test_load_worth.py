@@ -51,12 +51,12 @@ def expire(
 
 
 def kept(gate: LoadWorth, sources: Sequence[int], *, groups: int = 1, now: float = 0.0) -> int:
-    choice = gate.choose(sources, groups=groups, now=now)
+    choice = gate.choose(sources, counted=len(sources) // groups, now=now)
     return len(sources) if choice is None else choice.kept
 
 
 def choice_of(gate: LoadWorth, sources: Sequence[int], *, now: float = 0.0) -> LoadChoice:
-    choice = gate.choose(sources, groups=1, now=now)
+    choice = gate.choose(sources, counted=len(sources), now=now)
     assert choice is not None
     return choice
 
@@ -281,6 +281,18 @@ def test_chunks_in_ram_before_the_first_slow_one_are_always_loaded() -> None:
     gate = worth()
     measure(gate, 1, 1, 100.0)
     assert kept(gate, [0, 0, 0, 1, 1, 0]) == 3
+
+
+def test_a_window_beside_the_prefix_saves_no_tokens_and_costs_its_bytes() -> None:
+    gate = worth()
+    measure(gate, 1, 8, 8 * CHUNK_S * 0.8)
+    assert gate.choose([1] * 14, counted=12, now=0.0) is None
+    choice = gate.choose([1] * 24, counted=12, now=0.0)
+    assert choice is not None
+    assert choice.kept == 0
+    assert choice.tokens == 12 * TOKENS
+    gate.skip(choice)
+    assert gate.figures().skipped_tokens[1] == 12 * TOKENS
 
 
 def test_of_several_groups_all_is_loaded_or_nothing() -> None:
@@ -526,7 +538,7 @@ def test_every_tier_is_tried_again_in_the_end(
 def test_a_choice_keeps_a_head_and_accounts_for_the_rest(
     loads: list[tuple[int, int, float]], sources: list[int], now: float
 ) -> None:
-    choice = measured(loads).choose(sources, groups=1, now=now)
+    choice = measured(loads).choose(sources, counted=len(sources), now=now)
     if choice is None:
         return
     assert 0 <= choice.kept < len(sources)
@@ -565,7 +577,7 @@ def finish_in(bench: Workbench, job: Job, seconds: float) -> None:
 
 def test_a_prefix_on_a_slow_disk_is_a_miss_at_the_second_lookup() -> None:
     bench = slow_bench()
-    assert bench.look(prefix(8)) == [Lookup.RETRY] * 8
+    assert bench.look(prefix(8)) == [Lookup.PENDING] * 8
     assert bench.step() == []
     assert bench.look(prefix(8)) == [Lookup.MISS]
     snapshot = bench.manager.snapshot()
@@ -579,6 +591,14 @@ def test_a_prefix_on_a_fast_disk_is_brought_up() -> None:
     (job,) = bench.step()
     assert len(job.keys) == 8
     assert bench.manager.snapshot().worth.skipped_chunks[1] == 0
+
+
+def test_what_a_window_costs_is_weighed_against_the_tokens_of_the_prefix() -> None:
+    bench = slow_bench(seconds=CHUNK_S * 0.7)
+    window = prefix(2, group=1)
+    bench.manager.recover(1, [(key, 40 + at) for at, key in enumerate(window)])
+    bench.look([*prefix(8), *window])
+    assert sum(len(job.keys) for job in bench.step()) == 10
 
 
 def test_the_part_in_ram_is_loaded_and_the_part_on_a_slow_disk_is_not() -> None:

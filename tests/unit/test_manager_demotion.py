@@ -12,7 +12,7 @@ from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome, Why
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT = Lookup.HIT
 
 
 def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.manager import Lookup, ManagerLimits
 from kvtier.testing.workbench import Workbench, prefix
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 def loading(bench: Workbench, *, chunks: int = 3, fails: int = 1) -> None:
@@ -40,9 +40,9 @@ def test_the_request_is_answered_miss_until_it_ends_and_others_are_not() -> None
     assert bench.look(prefix(3)) == [MISS]
     assert bench.step() == []
     # The copy on the disk is whole: another request has it brought up.
-    assert bench.look(prefix(3), "other") == [HIT, RETRY, HIT]
+    assert bench.look(prefix(3), "other") == [HIT, PENDING, HIT]
     bench.manager.end_request("reader")
-    assert bench.look(prefix(3)) == [HIT, RETRY, HIT]
+    assert bench.look(prefix(3)) == [HIT, PENDING, HIT]
 
 
 def test_what_it_then_computes_and_offers_stands_at_the_root_again() -> None:
@@ -130,7 +130,7 @@ def test_after_a_reset_a_failed_load_of_before_it_is_nobodys() -> None:
 
 
 def hits(bench: Workbench) -> list[tuple[int, int]]:
-    """Return each tier's hits, all and those of the first KV cache group."""
+    """Return each tier's hits, all and those of the counting group."""
     return [(tier.counters.hits, tier.counters.prompt_hits) for tier in bench.tiers]
 
 

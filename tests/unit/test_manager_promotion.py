@@ -11,7 +11,7 @@ from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult, Why
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
 BELOW = 8
 """Chunks of each prompt that the slower tier holds."""
 
@@ -30,7 +30,7 @@ def limits(**values: Any) -> ManagerLimits:
 
 def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0) -> Job:
     """Let a request ask for a prefix that is below; return the job it causes."""
-    assert bench.look(prefix(chunks, of=of), req_id)[0] is RETRY
+    assert bench.look(prefix(chunks, of=of), req_id)[0] is PENDING
     (job,) = bench.step()
     return job
 
@@ -78,7 +78,7 @@ def test_resident_chunks_of_the_prefix_are_kept_while_the_rest_comes_up() -> Non
     bench = warmed(4, 8)
     bench.store(prefix(1))
     bench.settle()
-    assert bench.look(prefix(2)) == [HIT, RETRY]
+    assert bench.look(prefix(2)) == [HIT, PENDING]
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     assert bench.manager.snapshot().granted == 2
@@ -170,11 +170,28 @@ def test_a_deferred_request_answers_in_two_calls_per_group() -> None:
     groups = [prefix(2), prefix(2, group=1)]
     bench.look(groups[0])
     bench.manager.prepare_store(groups[1], "writer")
-    assert bench.look(groups[1]) == [RETRY, RETRY]
+    assert bench.look(groups[1]) == [PENDING, PENDING]
     bench.step()
     for keys in groups:
         assert bench.look(keys) == [RETRY, MISS]
         assert bench.manager.lookup_prefix(keys, "reader") is None
+
+
+def test_the_scan_for_a_window_ends_although_its_request_is_deferred() -> None:
+    bench = warmed(4, 8)
+    bench.manager.lookup(prefix(1)[0], "reader")
+    bench.step()
+    prefix_scan, window_scan = prefix(3), prefix(5, group=1)[::-1]
+    for _ in range(2):
+        assert bench.look(prefix_scan) == [RETRY, MISS]
+    answers = [bench.manager.lookup(key, "reader") for key in window_scan]
+    assert answers == [RETRY, MISS, PENDING, PENDING, PENDING]
+
+
+def test_a_chunk_that_is_being_stored_is_found_but_not_there_yet() -> None:
+    bench = Workbench(4, 8)
+    bench.manager.prepare_store(prefix(2), "writer")
+    assert bench.look(prefix(2)) == [PENDING, PENDING]
 
 
 def test_a_deferred_request_may_open_the_next_step_with_another_key() -> None:
@@ -203,7 +220,7 @@ def test_a_chunk_behind_one_that_finds_no_slot_is_not_kept() -> None:
     bench.store([*prefix(1, of=7), prefix(3)[2]])
     bench.settle()
     bench.manager.prepare_load(prefix(1, of=7), "holder")
-    assert bench.look(prefix(3)) == [RETRY, RETRY, HIT]
+    assert bench.look(prefix(3)) == [PENDING, PENDING, HIT]
     assert bench.step() == []
     assert bench.manager.snapshot().granted == 0
     assert bench.look(prefix(3)) == [MISS]
@@ -279,7 +296,7 @@ def test_a_preempted_request_asks_afresh() -> None:
     bench.load(prefix(2))
     assert bench.manager.snapshot().granted == 0
     bench.step(preempted=["reader"])
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, PENDING]
     (job,) = bench.step()
     assert job.keys == prefix(4)[3:]
 
@@ -306,7 +323,7 @@ def test_a_request_that_finds_all_in_ram_is_granted_nothing() -> None:
 def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
     bench = warmed(4, 8)
     other = asked(bench, 1, "a")
-    assert bench.look(prefix(3)) == [RETRY, RETRY, RETRY]
+    assert bench.look(prefix(3)) == [PENDING, PENDING, PENDING]
     bench.manager._ladder.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
@@ -377,7 +394,7 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
     limits = ManagerLimits(pin_budget=len(keys), reserve=0.0, queue=1024, batch=200)
     bench = Workbench(len(keys), len(keys), limits=limits)
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(keys)])
-    assert set(bench.look(keys)) == {RETRY}
+    assert set(bench.look(keys)) == {PENDING}
     jobs = bench.step()
     assert [len(job.keys) for job in jobs] == [200, 100]
     for job in jobs:
@@ -394,7 +411,7 @@ def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None
     bench = Workbench(4, 0, limits=limits, truth=RecordingTruth(driven=True))
     plan = bench.manager.prepare_store(prefix(2), "writer")
     assert plan is not None
-    assert bench.look(prefix(2)) == [RETRY, RETRY]
+    assert bench.look(prefix(2)) == [PENDING, PENDING]
     for _ in range(3):
         bench.step()
         assert bench.look(prefix(2)) == [RETRY, MISS]
@@ -404,7 +421,7 @@ def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None
 
 def resumed(bench: Workbench) -> None:
     """Let a request settle with grants and then run without loading, unannounced."""
-    assert bench.look(prefix(4)) == [RETRY] * 4
+    assert bench.look(prefix(4)) == [PENDING] * 4
     (job,) = bench.step()
     bench.finish(job, Outcome.FAILED, Outcome.DONE)
     assert bench.look(prefix(4)) == [MISS]
@@ -420,7 +437,7 @@ def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> 
         assert bench.manager.snapshot().granted == 3
     bench.step()
     assert bench.manager.snapshot().granted == 0
-    assert bench.look(prefix(1)) == [RETRY], "it may ask afresh"
+    assert bench.look(prefix(1)) == [PENDING], "it may ask afresh"
 
 
 @pytest.mark.parametrize("promote_after", [1, 2])
@@ -441,7 +458,7 @@ def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> No
         bench.store(prefix(4, of=1))
         bench.settle()
         bench.manager.prepare_load(prefix(4, of=1), "other")
-        assert bench.look(both) == [RETRY] * 8
+        assert bench.look(both) == [PENDING] * 8
         assert bench.step() == []
         assert bench.look(both) == [MISS]
         assert bench.manager.snapshot().granted == 0

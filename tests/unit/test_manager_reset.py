@@ -7,7 +7,7 @@ from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT, MISS = Lookup.HIT, Lookup.MISS
 
 
 def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:

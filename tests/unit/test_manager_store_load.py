@@ -12,7 +12,7 @@ from kvtier.keys import make_key
 from kvtier.manager import Lookup, ManagerLimits, ResidencyEvent
 from kvtier.testing.workbench import Workbench, prefix
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 def impatient(**limits: Any) -> ManagerLimits:
@@ -24,7 +24,7 @@ def test_a_chunk_is_a_hit_once_its_store_is_complete_and_not_before() -> None:
     plan = bench.manager.prepare_store(prefix(2), "a")
     assert plan is not None
     assert (plan.keys, plan.slots, plan.evicted) == (prefix(2), [0, 1], [])
-    assert bench.look(prefix(2), "b") == [RETRY, RETRY]
+    assert bench.look(prefix(2), "b") == [PENDING, PENDING]
     bench.manager.complete_store(set(plan.keys))
     assert bench.look(prefix(3), "c") == [HIT, HIT, MISS]
 
@@ -280,7 +280,7 @@ def test_a_prefix_is_answered_as_its_chunks_one_by_one(
             for keys, req_id in together:
                 answers = single.look(keys, req_id)
                 hits = answers.index(MISS) if MISS in answers else len(answers)
-                expected = None if RETRY in answers else hits
+                expected = None if PENDING in answers else hits
                 assert whole.manager.lookup_prefix(keys, req_id) == expected
             whole.settle()
             single.settle()

@@ -75,6 +75,15 @@ def test_a_window_of_another_group_may_have_gaps() -> None:
     assert stranded(bench) == [0, 0]
 
 
+def test_a_window_that_comes_first_is_not_what_counts() -> None:
+    bench = Workbench(8, 0, counting_group=1)
+    for group, gap in ((0, 0), (1, 2)):
+        whole = prefix(3, group=group)
+        bench.store(whole[1:], "tail")
+        bench.store(whole, "reader")
+        assert stranded(bench) == [gap, 0]
+
+
 def test_a_late_transfer_counts_as_expired_once_whatever_becomes_of_it() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))

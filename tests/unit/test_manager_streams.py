@@ -12,7 +12,7 @@ from kvtier.policies import CopyState
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 def streaming(ram: int, *, below: int, budget: int | None = None, **changes: Any) -> Workbench:
@@ -105,7 +105,7 @@ def test_a_chunk_that_is_not_to_stay_leaves_when_both_are_done(*, worker_first: 
 
 def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
     bench = streaming(2, below=8)
-    assert bench.look(prefix(8))[:3] == [HIT, HIT, RETRY]
+    assert bench.look(prefix(8))[:3] == [HIT, HIT, PENDING]
     (job,) = bench.step()
     bench.finish(job)
     assert bench.look(prefix(8)) == [HIT, HIT, MISS]
@@ -116,7 +116,7 @@ def test_a_promise_counts_what_the_request_has_in_ram_already() -> None:
     bench.store(prefix(2))
     bench.settle()
     # Two of the three slots could be evicted, but the same request needs what is in them.
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, PENDING]
 
 
 def test_what_it_finds_in_ram_makes_no_room_for_what_a_request_was_promised() -> None:
@@ -124,7 +124,7 @@ def test_what_it_finds_in_ram_makes_no_room_for_what_a_request_was_promised() ->
     bench.store(prefix(4)[1:])
     bench.settle()
     assert bench.ram.room == 3
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, RETRY]
+    assert bench.look(prefix(4)) == [HIT, HIT, HIT, PENDING]
     (job,) = bench.step()
     bench.finish(job)
     assert bench.look(prefix(4)) == [HIT, HIT, HIT, MISS]
@@ -137,7 +137,7 @@ def test_promises_to_several_requests_of_a_step_add_up_and_end_with_it() -> None
     bench = streaming(4, below=3)
     bench.manager.recover(1, zip(prefix(3, of=1), range(3, 6), strict=True))
     assert bench.look(prefix(3), "a") == [HIT] * 3
-    assert bench.look(prefix(3, of=1), "b") == [HIT, RETRY, RETRY]
+    assert bench.look(prefix(3, of=1), "b") == [HIT, PENDING, PENDING]
     bench.manager.end_request("b")
     bench.step()
     assert bench.look(prefix(3, of=1), "c") == [HIT] * 3
@@ -148,7 +148,7 @@ def test_promises_and_streams_keep_to_the_pin_budget() -> None:
     bench.manager.recover(1, zip(prefix(3, of=1), range(4, 7), strict=True))
     bench.look(prefix(4), "a")
     _, (job,) = begin(bench, 4, "a")
-    assert bench.look(prefix(3, of=1), "b") == [HIT, RETRY, RETRY]
+    assert bench.look(prefix(3, of=1), "b") == [HIT, PENDING, PENDING]
     bench.manager.end_request("b")
     bench.finish(job)
     bench.manager.complete_load("a")
@@ -166,7 +166,7 @@ def test_what_another_load_is_bringing_up_is_waited_for_and_not_read_twice() -> 
     bench = streaming(4, below=2)
     bench.look(prefix(2), "a")
     _, (job,) = begin(bench, 2, "a")
-    assert bench.look(prefix(2), "b") == [RETRY, RETRY]
+    assert bench.look(prefix(2), "b") == [PENDING, PENDING]
     assert bench.step() == []
     bench.finish(job)
     assert bench.look(prefix(2), "b") == [HIT, HIT]
@@ -231,7 +231,7 @@ def test_reads_that_are_stuck_leave_the_rest_of_ram_to_others() -> None:
     bench.finish(job, Outcome.EXPIRED, settled=False)
     bench.truth.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("a")
-    assert bench.look(prefix(4, of=1), "b") == [RETRY] * 4
+    assert bench.look(prefix(4, of=1), "b") == [PENDING] * 4
     assert bench.step() == []
     assert bench.ram.slots.free == 4
     bench.finish(job)
@@ -260,9 +260,9 @@ def test_no_more_is_promised_than_arrives_in_time() -> None:
     worth.sent(77, 1, 2)
     worth.returned(TransferResult(77, [Outcome.DONE] * 2, seconds=2.0), timeout_s=10.0, now=0.0)
     assert bench.look(prefix(5), "a") == [HIT] * 5
-    assert bench.look(prefix(24), "b") == [HIT] * 3 + [RETRY] * 21
+    assert bench.look(prefix(24), "b") == [HIT] * 3 + [PENDING] * 21
     _, jobs = begin(bench, 5, "a")
-    assert bench.look(prefix(5), "b") == [RETRY] * 5
+    assert bench.look(prefix(5), "b") == [PENDING] * 5
     assert sum(len(job.keys) for job in bench.step()) == 3
     assert sum(len(job.keys) for job in jobs) == 5
 
@@ -323,7 +323,7 @@ def test_a_tier_out_of_service_is_passed_over_at_once() -> None:
 def test_a_tier_out_of_service_is_passed_over_by_those_who_wait_for_their_turn() -> None:
     bench = Workbench(4, 8)
     bench.manager.recover(1, zip(prefix(2), range(2), strict=True))
-    assert bench.look(prefix(2)) == [RETRY, RETRY]
+    assert bench.look(prefix(2)) == [PENDING, PENDING]
     bench.manager.set_out_of_service({1})
     assert bench.look(prefix(2), "other") == [MISS]
     assert bench.step() == []
@@ -339,4 +339,4 @@ def test_what_may_not_pay_is_left_to_whoever_sees_all_that_is_wanted() -> None:
     worth.sent(77, 1, 1)
     worth.returned(TransferResult(77, [Outcome.DONE], seconds=60.0), timeout_s=90.0, now=0.0)
     bench.step()
-    assert bench.look(prefix(2))[0] is RETRY
+    assert bench.look(prefix(2))[0] is PENDING

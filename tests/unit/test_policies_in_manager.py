@@ -41,7 +41,7 @@ class Listening(Lru):
 
 def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
     """Load the prefix that is there and store the rest; return the hits."""
-    while Lookup.RETRY in (answers := bench.look(keys, req_id)):
+    while Lookup.PENDING in (answers := bench.look(keys, req_id)):
         bench.settle()
     hits = answers.count(Lookup.HIT)
     if hits:

@@ -233,8 +233,8 @@ def test_a_damaged_recording_names_its_line(calls: Path) -> None:
     unknown = '{"call":"no_such_call"}'
     assert "4: not a call that can be" in damaged(calls, config, f"{head}\n{unknown}\n")
     assert "1: not the beginning" in damaged(calls, config, lines[1] + "\n")
-    newer = lines[0].replace('"kvtier_calls":2', '"kvtier_calls":3')
-    assert "recorded in format 3" in damaged(calls, config, f"{newer}\n")
+    newer = lines[0].replace('"kvtier_calls":3', '"kvtier_calls":4')
+    assert "recorded in format 4" in damaged(calls, config, f"{newer}\n")
 
 
 def test_a_recording_cut_short_is_one_of_a_shorter_run(calls: Path) -> None:

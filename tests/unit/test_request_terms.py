@@ -15,7 +15,7 @@ from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction import Lru
 from kvtier.testing.workbench import Workbench, prefix
 
-HIT, MISS, RETRY = Lookup.HIT, Lookup.MISS, Lookup.RETRY
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 def only(*tiers: int) -> RequestTerms:
@@ -66,7 +66,7 @@ def test_what_moved_up_for_a_request_is_still_a_hit_for_it() -> None:
     bench = Workbench(4, 8, placement=LadderPlacement(tiers=2, write="evict", promote="move"))
     bench.manager.recover(1, [(prefix(1)[0], 5)])
     bench.manager.begin_request("r", only(1))
-    assert bench.look(prefix(1), "r") == [RETRY]
+    assert bench.look(prefix(1), "r") == [PENDING]
     for job in bench.step():
         bench.finish(job)
     assert bench.resident(1) == set()
@@ -164,10 +164,10 @@ def test_every_request_is_answered_whatever_it_allows(
         keys = prefix(6, of=prompt)
         answers = bench.look(keys, name)
         for _ in range(3):
-            if RETRY in answers:
+            if PENDING in answers:
                 bench.settle()
                 answers = bench.look(keys, name)
-        assert RETRY not in answers
+        assert PENDING not in answers
         hits = keys[: answers.count(HIT)]
         for key in hits:
             holders = {tier.index for tier in bench.tiers if key in bench.resident(tier.index)}

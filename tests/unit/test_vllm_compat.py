@@ -239,6 +239,13 @@ def test_the_policy_has_had_two_names() -> None:
         compat.chunk_level(SimpleNamespace(REQUEST_LEVEL=2))
 
 
+def test_what_is_there_but_not_loadable_is_asked_for_again_where_vllm_has_no_word_for_it() -> (
+    None
+):
+    assert compat.hit_pending(SimpleNamespace(RETRY=1)) == 1
+    assert compat.hit_pending(SimpleNamespace(RETRY=1, HIT_PENDING=2)) == 2
+
+
 def test_media_are_strings_until_vllm_has_an_enumeration() -> None:
     assert compat.media(vllm_with()) == ("CPU", "STORAGE")
     medium = SimpleNamespace(CPU="c", STORAGE="s")
@@ -422,6 +429,8 @@ FACTS = EngineFacts(
     kv_layout="LBHNC",
     canonical_layout=False,
     groups=((32, ("layer.0", "layer.1")),),
+    group_ids=(0,),
+    counting_group=0,
     tokens_per_hash=16,
     blocks_per_chunk=4,
     worker_kv_bytes_per_block=4096,
@@ -461,11 +470,20 @@ def vllm_config() -> SimpleNamespace:
     )
 
 
+class Full:
+    """Stands for vLLM's ``FullAttentionSpec``."""
+
+
+INTERFACE = {"vllm__v1__kv_cache_interface": SimpleNamespace(FullAttentionSpec=Full)}
+
+
 def kv_cache_config(*sizes: int, stride: int = 0, blocks: int = 10) -> SimpleNamespace:
     """Return what vLLM 0.25 gives a spec second."""
     return SimpleNamespace(
         num_blocks=blocks,
-        kv_cache_groups=[SimpleNamespace(layer_names=["layer.0", "layer.1"])],
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=["layer.0", "layer.1"], kv_cache_spec=Full())
+        ],
         kv_cache_tensors=[SimpleNamespace(size=size, block_stride=stride) for size in sizes],
     )
 
@@ -530,10 +548,48 @@ def test_vllms_own_configuration_says_the_same() -> None:
     spec = old_spec()
     arguments = [vllm_config(), kv_cache_config(20_480, 20_480)]
     compat.adopt_chunk_size(spec, arguments)
-    facts = compat.read_engine(spec, arguments)
+    facts = compat.read_engine(spec, arguments, load=vllm_with(**INTERFACE))
     assert facts == dataclasses.replace(FACTS, kv_layout=None)
     assert spec.block_size_factor == 4
     assert facts.chunk_tokens == 128
+
+
+def hybrid(extra: dict[str, Any], *blocks: int, ids: bool = True) -> SimpleNamespace:
+    """Return what a spec is told of groups with every other id, of ``blocks`` tokens."""
+    config = offloading_config()
+    config.extra_config = EXTRA | extra
+    config.groups = tuple(
+        SimpleNamespace(
+            tokens_per_block=tokens,
+            layer_names=(f"layer.{at}",),
+            **({"group_id": 2 * at + 1} if ids else {}),
+        )
+        for at, tokens in enumerate(blocks)
+    )
+    return config
+
+
+def test_tokens_are_counted_by_the_first_group_that_reads_the_whole_prefix() -> None:
+    told = {compat.FULL_GROUPS: [3, 5]}
+    facts = compat.read_engine(None, [hybrid(told, 16, 64, 32)])
+    assert (facts.group_ids, facts.counting_group, facts.chunk_tokens) == ((1, 3, 5), 3, 256)
+    facts = compat.read_engine(None, [hybrid({compat.FULL_GROUPS: []}, 16, 64)])
+    assert (facts.counting_group, facts.chunk_tokens) == (1, 64), "windows only"
+
+
+def test_tokens_are_counted_by_the_first_group_where_a_spec_is_not_told_which_do() -> None:
+    facts = compat.read_engine(None, [hybrid({}, 16, 64)])
+    assert (facts.counting_group, facts.chunk_tokens) == (1, 64)
+    facts = compat.read_engine(None, [hybrid({}, 16, 64, ids=False)])
+    assert (facts.group_ids, facts.counting_group) == ((0, 1), 0)
+
+
+def test_a_group_reads_the_whole_prefix_if_its_layers_do() -> None:
+    same = SimpleNamespace(kv_cache_specs={"layer.0": Full()})
+    kinds = [object(), Full(), SimpleNamespace(), same]
+    groups = [SimpleNamespace(kv_cache_spec=kind) for kind in kinds]
+    config = SimpleNamespace(kv_cache_groups=groups)
+    assert compat.full_attention_groups(config, load=vllm_with(**INTERFACE)) == [1, 3]
 
 
 def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
@@ -543,7 +599,8 @@ def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
         (kv_cache_config(blocks=0), 0),
     ]
     for config, nbytes in cases:
-        facts = compat.read_engine(old_spec(), [vllm_config(), config])
+        arguments = [vllm_config(), config]
+        facts = compat.read_engine(old_spec(), arguments, load=vllm_with(**INTERFACE))
         assert facts.worker_kv_bytes_per_block == nbytes
 
 

@@ -33,6 +33,8 @@ def namespace(model: Path, config: KvtierConfig) -> str:
         kv_layout="LBHNC",
         canonical_layout=False,
         groups=((16, ("layer.0",)),),
+        group_ids=(0,),
+        counting_group=0,
         tokens_per_hash=16,
         blocks_per_chunk=1,
         worker_kv_bytes_per_block=4096,

@@ -17,7 +17,7 @@ def informed(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def skipped(worth: LoadWorth, chunks: int) -> None:
-    worth.skip(worth.choose([1] * chunks, groups=1, now=0.0))
+    worth.skip(worth.choose([1] * chunks, counted=chunks, now=0.0))
 
 
 def slow_disk() -> LoadWorth:

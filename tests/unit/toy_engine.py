@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.scheduler import ConnectorScheduler
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, counting_group
 from kvtier.manager import StorePlan
 from kvtier.testing.stepped import SteppedCache
 
@@ -99,7 +99,13 @@ class ToyEngine:
         **options: Any,
     ) -> None:
         self.groups = groups or ((TOKENS, None),)
-        self.cache = SteppedCache(*slots, slowest_steps=slowest_steps)
+        self.cache = SteppedCache(
+            *slots,
+            slowest_steps=slowest_steps,
+            counting_group=counting_group(
+                {number: window is None for number, (_, window) in enumerate(self.groups)}
+            ),
+        )
         self.options = SchedulerOptions(
             groups=tuple(
                 CacheGroup(tokens, window, index)

@@ -14,7 +14,7 @@ from kvtier.config import KvtierConfig
 from kvtier.connector.context import RequestContext
 from kvtier.connector.report.statistics import ShadowFigures
 from kvtier.errors import UnsupportedError
-from kvtier.keys import ChunkKey, is_of_first_group
+from kvtier.keys import ChunkKey, of_group
 from kvtier.policies.shadow import ShadowTier
 from kvtier.recording import Recorder, RequestLog
 
@@ -31,7 +31,8 @@ class Observer:
         recorder: Where requests are recorded, if anywhere.
         shadows: Ghosts by their tier's name.
         positions: Says what a request is made of.
-        chunk_tokens: Tokens of a chunk of the first KV cache group.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        counting_group: Index of the KV cache group whose chunks requests are made of.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Observer:
         *,
         positions: Positions,
         chunk_tokens: int,
+        counting_group: int = 0,
     ) -> None:
         self._log = (
             None
@@ -50,6 +52,7 @@ class Observer:
         self._shadows = shadows
         self._positions = positions
         self._chunk_tokens = chunk_tokens
+        self._is_counted = of_group(counting_group)
         self._open: dict[str, tuple[RequestContext, str]] = {}
 
     def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
@@ -101,11 +104,11 @@ class Observer:
         ]
 
     def _chunks(self, context: RequestContext) -> list[ChunkKey]:
-        """Return the whole chunks of the first KV cache group, root to leaf."""
+        """Return the whole chunks of the counting group, root to leaf."""
         return [
             key
             for key, end in self._positions(context).items()
-            if is_of_first_group(key) and not end % self._chunk_tokens
+            if self._is_counted(key) and not end % self._chunk_tokens
         ]
 
 
@@ -116,6 +119,7 @@ def build_observer(
     *,
     positions: Positions | None,
     chunk_tokens: int,
+    counting_group: int = 0,
 ) -> Observer | None:
     """Build what ``config`` asks for; None if that is nothing.
 
@@ -124,7 +128,8 @@ def build_observer(
         recorder: The recording, if there is one.
         capacities: Slots of each tier.
         positions: Says what a request is made of; None where the engine does not say.
-        chunk_tokens: Tokens of a chunk of the first KV cache group.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        counting_group: Index of the KV cache group whose chunks requests are made of.
 
     Raises:
         UnsupportedError: It is needed and the engine does not say.
@@ -141,4 +146,10 @@ def build_observer(
         for tier, capacity in zip(config.tiers, capacities, strict=True)
         if config.shadow
     ]
-    return Observer(recorder, shadows, positions=positions, chunk_tokens=chunk_tokens)
+    return Observer(
+        recorder,
+        shadows,
+        positions=positions,
+        chunk_tokens=chunk_tokens,
+        counting_group=counting_group,
+    )

@@ -157,7 +157,7 @@ def engine_statistics(
     Args:
         manager: The manager's snapshot.
         channels: The storage engine's, by (source, destination).
-        tokens_per_chunk: Tokens of a chunk of the first KV cache group.
+        tokens_per_chunk: Tokens of a chunk of the counting group.
         internal_errors: Unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recording's, if there is one.

@@ -23,7 +23,7 @@ from kvtier.manager import Lookup
 
 __all__ = ["Matcher"]
 
-_HIT, _MISS = Lookup.HIT, Lookup.MISS
+_HIT, _MISS, _PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 class Matcher:
@@ -141,6 +141,9 @@ class Matcher:
     ) -> int | None:
         """Return where the last run of enough hits ends; None if one of them is on its way.
 
+        A chunk that was found but must come up first is part of a run, so that none is asked
+        for, and brought up, that the window does not need.
+
         Args:
             keys: Chunks that a hit may use.
             window: How long a run must be.
@@ -148,20 +151,22 @@ class Matcher:
             req_id: Who asks.
         """
         lookup = self._lookup
-        deferred = False
+        deferred = pending = False
         run = 0
         for number in range(len(keys) - 1, -1, -1):
             answer = lookup(keys[number], req_id)
-            if answer is _HIT:
+            if answer is _HIT or answer is _PENDING:
+                pending = pending or answer is _PENDING
                 run += 1
                 if run == needed:
-                    return None if deferred else number + run
+                    return None if deferred or pending else number + run
             else:
                 deferred = deferred or answer is not _MISS
+                pending = False  # It was of a run that is of no use.
                 run = 0
                 needed = window
         # A run that begins at the first key may be shorter: the engine has what is before it.
-        return None if deferred else run
+        return None if deferred or pending else run
 
     def _meets(
         self, tracked: TrackedRequest, tokens: int, loading: AbstractSet[ChunkKey]

@@ -15,8 +15,9 @@ release   what came with it, and what kvtier does about its absence
           also where it is the model's
 0.29      ``kv_cache_layout``: before, a worker tells what both follow from; a constant hash
           seed: before, PYTHONHASHSEED must be set
-0.30      ``CHUNK_LEVEL``: it was called ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no
-          load happens within the forward pass
+0.30      ``group_id``: a group's index before; ``CHUNK_LEVEL``: it was called
+          ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no load happens within the forward
+          pass
 0.32      ``CacheHitSource``: nobody asked for it before
 0.33      ``submit_load(expedited)``: kvtier copies at once either way; ``lock``,
           ``on_reset_flushed`` and ``config_info`` have defaults that suit a manager entered
@@ -38,13 +39,21 @@ from kvtier.vllm.compat.checks import (
     require_members,
     require_supported_vllm,
 )
-from kvtier.vllm.compat.engine import EngineFacts, adopt_chunk_size, kv_content, read_engine
+from kvtier.vllm.compat.engine import (
+    FULL_GROUPS,
+    EngineFacts,
+    adopt_chunk_size,
+    full_attention_groups,
+    kv_content,
+    read_engine,
+)
 from kvtier.vllm.compat.halves import half_is_known, loads_before_the_pass, source_was_read
 from kvtier.vllm.compat.names import (
     chunk_level,
     chunk_positions,
     event_extras,
     hashes_are_seeded_at_random,
+    hit_pending,
     hit_sources,
     kv_cache_layout,
     media,
@@ -55,14 +64,17 @@ from kvtier.vllm.compat.names import (
 
 __all__ = [
     "CONNECTOR_NAMES",
+    "FULL_GROUPS",
     "OFFLOADING_NAMES",
     "EngineFacts",
     "adopt_chunk_size",
     "chunk_level",
     "chunk_positions",
     "event_extras",
+    "full_attention_groups",
     "half_is_known",
     "hashes_are_seeded_at_random",
+    "hit_pending",
     "hit_sources",
     "kv_cache_layout",
     "kv_content",

@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvtier.errors import UnsupportedError
+from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
 
 __all__ = [
+    "FULL_GROUPS",
     "EngineFacts",
     "adopt_chunk_size",
+    "full_attention_groups",
     "kv_content",
     "read_engine",
 ]
+
+FULL_GROUPS: Final = "kvtier_full_attention_groups"
+"""Under this name the connector tells its spec :func:`full_attention_groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class EngineFacts:
             :func:`kv_content` says what it follows from.
         canonical_layout: Whether vLLM was asked for its parallelism-free pages.
         groups: Per KV cache group, the tokens of a block and the names of the layers.
+        group_ids: What each is called in keys.
+        counting_group: Which of these is the :func:`~kvtier.keys.counting_group`.
         tokens_per_hash: Tokens that one block hash covers.
         blocks_per_chunk: Blocks that are stored together.
         worker_kv_bytes_per_block: Bytes one worker keeps for a block, all layers.
@@ -53,6 +61,8 @@ class EngineFacts:
     kv_layout: str | None
     canonical_layout: bool
     groups: tuple[tuple[int, tuple[str, ...]], ...]
+    group_ids: tuple[int, ...]
+    counting_group: int
     tokens_per_hash: int
     blocks_per_chunk: int
     worker_kv_bytes_per_block: int
@@ -65,8 +75,9 @@ class EngineFacts:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk of the first KV cache group."""
-        return self.groups[0][0] * self.blocks_per_chunk
+        """Tokens of a chunk of the counting group."""
+        tokens_per_block, _ = self.groups[self.group_ids.index(self.counting_group)]
+        return tokens_per_block * self.blocks_per_chunk
 
 
 def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN401 - a spec
@@ -84,6 +95,8 @@ def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN4
 def read_engine(
     spec: Any,  # noqa: ANN401 - a spec
     arguments: Sequence[Any],
+    *,
+    load: Load = importlib.import_module,
 ) -> EngineFacts:
     """Return what kvtier needs to know of the engine.
 
@@ -91,6 +104,7 @@ def read_engine(
         spec: kvtier's spec, whose base class was just initialised.
         arguments: What vLLM built it with: its offloading configuration, or its own
             configuration and that of its KV cache.
+        load: Imports a module.
 
     Raises:
         UnsupportedError: They are something else.
@@ -100,7 +114,8 @@ def read_engine(
             return _from_offloading_config(arguments[0])
         if len(arguments) == 2:
             vllm_config, kv_cache_config = arguments
-            return _from_vllm_config(spec, vllm_config, kv_cache_config)
+            full = full_attention_groups(kv_cache_config, load=load)
+            return _from_vllm_config(spec, vllm_config, kv_cache_config, full)
     except AttributeError as error:
         raise UnsupportedError(
             f"this vLLM's configuration is not one kvtier can read ({error}): {SUPPORTED}"
@@ -111,6 +126,10 @@ def read_engine(
 
 def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
     parallel = config.parallel
+    group_ids = tuple(
+        getattr(group, "group_id", at)  # named since 0.30
+        for at, group in enumerate(config.groups)
+    )
     return EngineFacts(
         engine_id=config.engine_id,
         extra_config=config.extra_config,
@@ -123,6 +142,10 @@ def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM'
         canonical_layout=getattr(config, "canonical_layout", False),
         groups=tuple(
             (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
+        ),
+        group_ids=group_ids,
+        counting_group=_counting_group(
+            group_ids, config.extra_config.get(FULL_GROUPS, group_ids)
         ),
         tokens_per_hash=config.cache.tokens_per_hash,
         blocks_per_chunk=config.cache.blocks_per_chunk,
@@ -140,9 +163,11 @@ def _from_vllm_config(
     spec: Any,  # noqa: ANN401 - a spec
     vllm_config: Any,  # noqa: ANN401 - vLLM's
     kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    full_groups: Collection[int],
 ) -> EngineFacts:
     parallel = vllm_config.parallel_config
     groups = zip(spec.gpu_block_size, kv_cache_config.kv_cache_groups, strict=True)
+    group_ids = tuple(range(len(kv_cache_config.kv_cache_groups)))
     return EngineFacts(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         extra_config=spec.extra_config,
@@ -152,6 +177,8 @@ def _from_vllm_config(
         kv_layout=None,
         canonical_layout=False,
         groups=tuple((tokens, tuple(group.layer_names)) for tokens, group in groups),
+        group_ids=group_ids,
+        counting_group=_counting_group(group_ids, full_groups),
         tokens_per_hash=spec.hash_block_size,
         blocks_per_chunk=spec.block_size_factor,
         worker_kv_bytes_per_block=_bytes_per_block(kv_cache_config),
@@ -162,6 +189,30 @@ def _from_vllm_config(
         pcp_size=parallel.prefill_context_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
     )
+
+
+def full_attention_groups(
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    *,
+    load: Load = importlib.import_module,
+) -> list[int]:
+    """Return the indices of the KV cache groups whose layers read the whole prefix.
+
+    Since 0.26 a spec is told the groups but not this. A connector is, and tells its spec.
+    """
+    full = load("vllm.v1.kv_cache_interface").FullAttentionSpec
+    kinds = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return [number for number, kind in enumerate(kinds) if isinstance(_of_a_layer(kind), full)]
+
+
+def _of_a_layer(kind: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """Return what a group's layers keep, all of one type, for the first of them."""
+    each = getattr(kind, "kv_cache_specs", None)
+    return next(iter(each.values())) if each else kind
+
+
+def _counting_group(group_ids: Sequence[int], full_groups: Collection[int]) -> int:
+    return counting_group({group: group in full_groups for group in group_ids})
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's

@@ -15,6 +15,7 @@ __all__ = [
     "chunk_positions",
     "event_extras",
     "hashes_are_seeded_at_random",
+    "hit_pending",
     "hit_sources",
     "kv_cache_layout",
     "media",
@@ -37,6 +38,15 @@ def chunk_level(policies: Any) -> Any:  # noqa: ANN401 - an enumeration of vLLM'
         if hasattr(policies, name):
             return getattr(policies, name)
     raise UnsupportedError(f"this vLLM's OffloadPolicy has no CHUNK_LEVEL: {SUPPORTED}")
+
+
+def hit_pending(results: Any) -> Any:  # noqa: ANN401 - an enumeration of vLLM's
+    """Return the answer for a chunk that is there but not loadable yet, of vLLM's enumeration.
+
+    Where there is none it is the one for a chunk of which nothing is known yet: what is asked
+    for is then more than a sliding window needs.
+    """
+    return getattr(results, "HIT_PENDING", results.RETRY)
 
 
 def media(load: Load = importlib.import_module) -> tuple[Any, Any]:
