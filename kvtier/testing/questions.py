@@ -119,7 +119,7 @@ def _hits(bench: Workbench, keys: Sequence[ChunkKey], req_id: str) -> int:
     """Ask for ``keys`` until that is answered, and return how many are there."""
     for _ in range(_PATIENCE):
         answers = bench.look(keys, req_id)
-        if Lookup.RETRY not in answers:
+        if not {Lookup.RETRY, Lookup.PENDING} & {*answers}:
             return answers.count(Lookup.HIT)
         bench.settle()
     raise TimeoutError(f"request {req_id} is still not answered")
