@@ -14,7 +14,7 @@ from typing import Final
 
 from kvtier.tiers.slab.trail import TRAIL_SCHEMA_2, TRAIL_SCHEMA_3
 
-__all__ = ["IndexDamagedError", "blame", "bring_up", "check_identity"]
+__all__ = ["IndexDamagedError", "blame", "bring_up", "check_identity", "is_full"]
 
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"
 _VERSION: Final = 3
@@ -112,6 +112,11 @@ def blame() -> Iterator[None]:
         raise IndexDamagedError(str(error)) from error
     except (TypeError, ValueError, AttributeError) as error:
         raise IndexDamagedError(f"it holds values of other types: {error}") from error
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """Return whether ``error`` is about room, which somebody may make."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def _build(connection: sqlite3.Connection, statements: str) -> None:
