@@ -320,6 +320,17 @@ def test_a_start_that_fails_does_not_make_empty_slots_of_lost_ones(
     }
 
 
+def test_a_disk_without_room_for_the_indexs_shared_memory_does_not_cost_the_cache(
+    store: Store,
+) -> None:
+    store.fill()
+    store.io = FaultyIo()
+    store.io.strike("sql SELECT", 0, Fault(sqlite3.SQLITE_IOERR_SHMSIZE))
+    assert store.served() == {*range(CAPACITY)}
+    assert store.io.struck
+    assert store.served() == {*range(CAPACITY)}
+
+
 @pytest.mark.parametrize("durability", ["process", "power"])
 @pytest.mark.parametrize("checksum", ["xxh3", "off"])
 def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(

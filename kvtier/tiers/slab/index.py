@@ -27,7 +27,12 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.change import Change, Notes, Row, Statement, statements_of
 from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.schema import IndexDamagedError, blame, bring_up
+from kvtier.tiers.slab.schema import (
+    IndexDamagedError,
+    blame,
+    bring_up,
+    lacks_shared_memory,
+)
 from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, Reason, make_rows, mark_keys
 
 __all__ = [
@@ -135,10 +140,23 @@ class IndexDatabase:
         """
         # SQLite takes the modes of its side files from the database and that from the umask.
         io.close(io.open(spec.path, os.O_RDWR | os.O_CREAT))
+        try:
+            return cls._open(spec, io, locking="NORMAL")
+        except sqlite3.OperationalError as error:
+            if not lacks_shared_memory(error):
+                raise
+            # A full disk is no reason not to start: only other readers need that file.
+            return cls._open(spec, io, locking="EXCLUSIVE")
+
+    @classmethod
+    def _open(
+        cls, spec: IndexSpec, io: BlockIo, *, locking: Literal["NORMAL", "EXCLUSIVE"]
+    ) -> Self:
         connection = io.connect(spec.path)
         try:
             database = cls(connection, spec)
             with blame():
+                connection.execute(f"PRAGMA locking_mode={locking}").fetchall()
                 database._prepare()
         except BaseException:
             connection.close()
