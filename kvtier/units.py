@@ -39,6 +39,7 @@ _BINARY: Final = {
 _DECIMAL: Final = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _SIZES: Final[Mapping[str, int]] = {"B": 1, **_BINARY, **_DECIMAL}
 _TOO_MANY: Final = 1 << 63
+_LONGEST: Final = Decimal(365 * 86400)
 _SECONDS: Final[Mapping[str, Decimal]] = {
     "us": Decimal("1e-6"),
     "ms": Decimal("1e-3"),
@@ -101,7 +102,7 @@ def parse_duration(text: str) -> float:
     """Return the seconds that ``text`` means.
 
     Raises:
-        UnitError: Not a duration, no unit, an unknown unit, or negative.
+        UnitError: Not a duration, no unit, an unknown unit, negative, or more than a year.
 
     >>> parse_duration("250ms"), parse_duration("2min")
     (0.25, 120.0)
@@ -111,7 +112,10 @@ def parse_duration(text: str) -> float:
         problem = f"{unit!r} is not a unit of time" if unit else f"{text} has no unit"
         remedy = f"write {number}s; units are {', '.join(_SECONDS)}"
         raise UnitError(problem, remedy)
-    return float(number * _SECONDS[unit])
+    seconds = number * _SECONDS[unit]
+    if seconds > _LONGEST:
+        raise UnitError(f"{text} is more than a year", "write 365d or less")
+    return float(seconds)
 
 
 def parse_percentage(text: str) -> float:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import json
 import logging
 import mmap
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 _HELLO_NBYTES = 4096
 _THANKS = b"+"
 _THANKS_TIMEOUT_S = 10.0
+_NAME_NBYTES = 90  # of the 108 that an address has, less what goes before it
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -128,7 +130,7 @@ class HostRegion:
         listener = _listen(name)
         descriptor = -1
         try:
-            descriptor = create_memory(f"kvtier-{name}", geometry.nbytes, huge_pages)
+            descriptor = create_memory(f"kvtier-{_short(name)}", geometry.nbytes, huge_pages)
             region = cls(geometry, descriptor)
         except BaseException:
             listener.close()
@@ -275,7 +277,15 @@ def _closing_descriptor(descriptor: int) -> Iterator[None]:
 
 
 def _address(name: str) -> str:
-    return f"\0kvtier-region-{name}"
+    return f"\0kvtier-region-{_short(name)}"
+
+
+def _short(name: str) -> str:
+    """Return what stands for ``name`` where a name has no more than some hundred bytes."""
+    encoded = name.encode()
+    if len(encoded) <= _NAME_NBYTES:
+        return name
+    return hashlib.blake2b(encoded, digest_size=32).hexdigest()
 
 
 def _listen(name: str) -> socket.socket:

@@ -24,13 +24,18 @@ class Breaker:
         self._closed_again_s = 0.0
         self._probing = False
 
+    @property
+    def tripped(self) -> bool:
+        """Whether the last calls failed so often that only a probe may follow."""
+        return self._failures >= self._limit
+
     def is_open(self, now: float) -> bool:
         """Return whether calls are refused at ``now``, a probe aside."""
-        return self._failures >= self._limit and (self._probing or now < self._closed_again_s)
+        return self.tripped and (self._probing or now < self._closed_again_s)
 
     def allow(self, now: float) -> bool:
         """Return whether a call may be made at ``now``; may make it the probe."""
-        if self._failures < self._limit:
+        if not self.tripped:
             return True
         if self._probing or now < self._closed_again_s:
             return False
@@ -49,4 +54,4 @@ class Breaker:
             return False
         self._failures += 1
         self._closed_again_s = now + self._backoff_s
-        return self._failures >= self._limit
+        return self.tripped

@@ -39,7 +39,7 @@ class ChannelStatistics:
         queued_bytes: Bytes queued or running now.
         refused: Jobs refused because the queue was full or the breaker open.
         expired: Jobs whose deadline passed.
-        out_of_service: Whether the breaker is open now.
+        out_of_service: Whether jobs are refused now because the last ones failed.
     """
 
     jobs: int
@@ -71,6 +71,13 @@ class Channel:
     pauses: int = 0
     """Exclusive actions under way, for which jobs wait."""
 
+    def is_out_of_service(self, now: float) -> bool:
+        """Return whether jobs are refused at ``now``, a probe aside.
+
+        During an exclusive action nothing runs, so nothing can probe either.
+        """
+        return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
+
     def statistics(self, now: float) -> ChannelStatistics:
         """Return a snapshot at ``now``."""
         return ChannelStatistics(
@@ -81,5 +88,5 @@ class Channel:
             queued_bytes=self.queued_bytes,
             refused=self.refused,
             expired=self.expired,
-            out_of_service=self.breaker.is_open(now),
+            out_of_service=self.is_out_of_service(now),
         )

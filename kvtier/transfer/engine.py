@@ -43,6 +43,9 @@ __all__ = ["TransferEngine"]
 
 logger = logging.getLogger(__name__)
 
+_START_TIMEOUT_S: Final = 60.0
+"""Longer than any tier takes to get ready for its first call: it is open already."""
+
 _DRAINING_SHARE: Final = 0.75
 """Of the time that closing may take, for the jobs that are queued."""
 
@@ -60,7 +63,7 @@ class TransferEngine:
         closers: Awaited in order on the engine's loop once everything is settled at close.
 
     Raises:
-        ClosedError: The thread could not start its loop.
+        ClosedError: The thread could not start its loop, or a tier does not get ready.
     """
 
     def __init__(
@@ -96,7 +99,13 @@ class TransferEngine:
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
         self._thread.start()
-        self._started.wait()
+        if not self._started.wait(_START_TIMEOUT_S):
+            self._closing = True
+            self._runner.close()  # as soon as it runs
+            raise ClosedError(
+                f"transfer engine {name} has not started within {_START_TIMEOUT_S:g} s: one of "
+                "its tiers does not get ready; look for errors of its disk in the kernel's log"
+            )
         if self._death is not None:
             raise ClosedError(f"transfer engine {name} cannot start") from self._death
 
@@ -105,7 +114,7 @@ class TransferEngine:
     def out_of_service(self) -> list[Pair]:
         """Return the channels whose breaker is open: their jobs are refused for now."""
         now = time.monotonic()
-        return [pair for pair, each in self._channels.items() if each.breaker.is_open(now)]
+        return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
 
     def submit(self, *jobs: Job) -> None:
         """Queue ``jobs``; their outcomes arrive through :meth:`poll`, also when one is refused.

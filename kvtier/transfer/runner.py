@@ -191,10 +191,10 @@ class Runner:
         """Start queued jobs, most urgent first, while their channels have room."""
         for pending in self._queue.in_order():
             channel = pending.channel
-            if channel.pauses:
-                continue
-            if channel.breaker.is_open(time.monotonic()):
+            if channel.is_out_of_service(time.monotonic()):
                 self._refuse(pending)
+                continue
+            if channel.pauses:
                 continue
             room = self._limits.running_bytes - channel.running_bytes
             if channel.running_bytes and pending.nbytes > room:
@@ -257,10 +257,12 @@ class Runner:
         channel.expired += 1
         now = time.monotonic()
         if pending in self._queue:
-            if channel.late:
-                # It waited behind a call that hangs: that, too, is the medium not answering.
+            if channel.late or channel.pauses:
+                # It waited behind a call that hangs, or all its time for an exclusive action of
+                # this tier, before which the queue was emptied: the medium does not answer.
                 self._record(pending, failed=True, now=now)
             self._drop(pending, Outcome.EXPIRED, "the deadline passed in the queue")
+            self._turn()  # what waits may be refused now
             return
         pending.late = True
         channel.late += 1

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.keys import short
+from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat
 from tests.unit.stores import KEYS, SLOT, SLOTS, Store
 
@@ -107,6 +109,37 @@ class TestDisturbingNobody:
         assert store.seen() == seen
         assert shell.json("stat", store.root)["namespaces"][0]["chunks"] == SLOTS
         assert len(store.start()) == SLOTS
+
+    def test_a_copy_of_what_a_killed_engine_left_has_no_name_while_it_is_read(
+        self,
+        store: Store,
+        other_engine: subprocess.Popen[bytes],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        other_engine.kill()
+        other_engine.wait()
+        copies = tmp_path / "copies"
+        copies.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(copies))
+        (space,) = find_namespaces(store.root)
+        with IndexReader(space) as reader:
+            assert reader.totals().chunks == SLOTS
+            assert list(copies.iterdir()) == [], "a kill now would leave it for ever"
+            assert len(reader.entries("last-use", -1)) == SLOTS
+
+    @pytest.mark.parametrize("seconds", [-1, 253402300800, 2**62])
+    @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+    def test_a_time_that_no_calendar_has_is_unknown(
+        self, shell: Shell, store: Store, command: list[str], seconds: int
+    ) -> None:
+        store.filled()
+        store.sql("UPDATE chunks SET stored_at = ?, used_at = ?", seconds, seconds)
+        ran = shell(*command, store.root)
+        assert (ran.code, ran.err) == (0, "")
+        (space,) = find_namespaces(store.root)
+        with IndexReader(space) as reader:
+            assert {each.stored_at for each in reader.entries("last-use", -1)} == {0}
 
     @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
     def test_a_running_engine_is_named_and_works_on(

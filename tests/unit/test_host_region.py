@@ -38,6 +38,16 @@ def test_every_process_sees_the_same_slots_and_control_words(
     first.close()
 
 
+def test_engines_with_names_longer_than_a_socket_takes_have_regions_of_their_own() -> None:
+    names = ["e" * 300 + str(number) for number in range(2)]
+    regions = [HostRegion.create(name, SMALL, attachers=1, timeout_s=10) for name in names]
+    regions[1].slot(0)[:5] = b"bytes"
+    attached = HostRegion.attach(names[1], SMALL, timeout_s=10)
+    assert bytes(attached.slot(0)[:5]) == b"bytes"
+    for region in (attached, *regions):
+        region.close()
+
+
 def test_an_attacher_that_comes_first_waits(request: pytest.FixtureRequest) -> None:
     name = name_of(request)
     attached: list[HostRegion] = []

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
 from kvtier.testing.chunks import make_keys
-from kvtier.testing.faulty_io import FaultyIo
+from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
@@ -297,6 +297,66 @@ def test_after_a_reboot_nothing_unproven_is_served_whatever_the_durability_now(
     store.fill(checksum="off")
     remember_a_boot(store.own / "index.sqlite", "an earlier one")
     assert store.served(checksum="off", durability=durability) == set()
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "off"])
+@pytest.mark.parametrize("loss", ["removed", "cut short"])
+def test_a_start_that_fails_does_not_make_empty_slots_of_lost_ones(
+    store: Store, checksum: str, loss: str
+) -> None:
+    """The size of the slot file says which slots were written: the index hears of it first."""
+    store.fill(checksum=checksum)
+    slots = store.own / "slots.bin"
+    if loss == "removed":
+        slots.unlink()
+    else:
+        os.truncate(slots, CAPACITY // 2 * SLOT)
+    store.io.fail("sql connect", errno.EIO)
+    with pytest.raises((TierUnavailableError, OSError)):
+        store.served(checksum=checksum)
+    store.io.heal()
+    assert store.served(checksum=checksum) == {
+        *range(0 if loss == "removed" else CAPACITY // 2)
+    }
+
+
+def test_a_disk_without_room_for_the_indexs_shared_memory_does_not_cost_the_cache(
+    store: Store,
+) -> None:
+    store.fill()
+    store.io = FaultyIo()
+    store.io.strike("sql SELECT", 0, Fault(sqlite3.SQLITE_IOERR_SHMSIZE))
+    assert store.served() == {*range(CAPACITY)}
+    assert store.io.struck
+    assert store.served() == {*range(CAPACITY)}
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+@pytest.mark.parametrize("checksum", ["xxh3", "off"])
+def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(
+    store: Store, checksum: str, durability: str
+) -> None:
+    async def look() -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
+        shelf = store.shelf(checksum=checksum, durability=durability)
+        store.io.strike("sql INSERT", 0, Fault(sqlite3.SQLITE_FULL, lasting=True))
+        found = await shelf.open()
+        try:
+            read = await shelf.get([key for key, _ in found], [at for _, at in found])
+            full = await shelf.put(KEYS[:1], [0])
+            boots.append(remembered_boot(store.own / "index.sqlite"))
+            store.io.heal()
+            stored = await shelf.put(KEYS[:1], [0])
+            boots.append(remembered_boot(store.own / "index.sqlite"))
+        finally:
+            await shelf.tier.aclose()
+        return read, full, stored
+
+    boots: list[str] = []
+    store.fill(checksum=checksum, durability=durability)
+    read, full, stored = store._runner.run(look())
+    assert (read, full, stored) == ([DONE] * CAPACITY, [Outcome.FAILED], [DONE])
+    unproven = (checksum, durability) == ("off", "process")
+    assert boots == ["", this_boot() if unproven else ""], "the note precedes the first payload"
 
 
 def test_what_was_synced_before_its_row_is_served_after_a_reboot(store: Store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,10 @@ from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from kvtier.tiers.slab.schema import bring_up
 from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, MarkPattern, Reason, mark_keys
 from tests.unit.stores import KEYS, SLOTS, Store
+
+
+def rows_of(slots: Sequence[int], *, generation: int = 0) -> dict[int, Row | None]:
+    return {slot: (slot, KEYS[0][:-2] + slot.to_bytes(2), 0, generation, 0) for slot in slots}
 
 
 @pytest.fixture
@@ -48,6 +52,7 @@ class Recorder(IndexDatabase):
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self._log_path = Path("/dev/null")
 
     def apply(self, change: Change) -> None:
         self.changes.append(change)
@@ -76,6 +81,19 @@ class TestLoading:
         assert list(stored) == [(key, slot) for slot, key in enumerate(keys, start=1)]
         assert stored.key_hashes.tolist() == hash_keys(keys).tolist()
         assert stored.key_marks.tolist() == mark_keys(keys).tolist()
+
+    def test_rows_beyond_are_dropped_however_many_there_are(
+        self, database: IndexDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(index, "_SLOTS_PER_STEP", 4)
+        # What SQLite makes of a million keys at once is longer than it can hold; so is this.
+        database._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
+        rows = rows_of(range(30))
+        database.apply(Change(rows=rows))
+        assert len(database.load(3).keys) == 3
+        dropped = [row[1] for slot, row in sorted(rows.items()) if slot >= 3 and row]
+        (marks,) = trail_in(tmp_path)
+        assert marks.tolist() == mark_keys(dropped).tolist()
 
 
 class TestVersions:
@@ -254,6 +272,40 @@ class TestTrail:
         }
         assert left == {"evicted": 8, "corrupt": 2}
         assert len(rows) <= 5
+
+
+class TestLog:
+    def test_it_is_cut_when_nobody_needs_it_any_more(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(index, "_LONGEST_LOG_NBYTES", 1 << 16)
+        spec = IndexSpec(tmp_path / "index.sqlite", "xxh3", "process")
+        database = IndexDatabase.open(spec, BlockIo())
+        reader = sqlite3.connect(spec.path, isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM chunks").fetchall()
+        for generation in range(100):
+            database.apply(Change(rows=rows_of(range(1000), generation=generation)))
+        assert database.log_nbytes > 5 << 20, "an old state is being read"
+        reader.close()
+        for generation in (100, 101):  # one folds the log, the next one begins it anew
+            database.apply(Change(rows=rows_of(range(100), generation=generation)))
+        assert database.log_nbytes <= 1 << 16
+        database.close()
+
+    async def test_one_that_grows_and_grows_is_reported_once(
+        self,
+        database: IndexDatabase,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(group_commit, "_LONG_LOG_NBYTES", 1)
+        group = GroupCommit(database, name="nvme", clock=0)
+        for slot in range(3):
+            await group.put([slot], [KEYS[slot]], [0])
+        await stopped(group)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "the index's log has grown to" in said
 
 
 class TestGroupCommit:

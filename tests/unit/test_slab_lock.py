@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.cli import _cache_actions
 from kvtier.errors import ConfigError, StoreLockedError
-from kvtier.tiers.slab import inspect
+from kvtier.tiers.slab import inspect, maintain
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import holder_of
 from kvtier.tiers.slab.lock import Patience, acquire
@@ -114,6 +114,27 @@ def test_who_looks_into_a_store_gives_up_in_time(store: Store, clock: Clock) -> 
     ):
         holder_of(store.directory, clock.patience)
     assert 110 <= clock.now_s < 111
+
+
+def test_who_changes_a_store_waits_for_those_who_look(store: Store, clock: Clock) -> None:
+    store.filled()
+    (space,) = inspect.find_namespaces(store.root)
+    with contextlib.ExitStack() as reader:
+        reader.enter_context(held(store.directory / "lock", fcntl.LOCK_SH))
+        clock.alarms.append((103, reader))
+        with maintain.hold(space, "stop it", clock.patience):
+            assert 103 <= clock.now_s < 104
+
+
+def test_who_changes_a_store_does_not_wait_for_an_engine(store: Store, clock: Clock) -> None:
+    store.start()
+    (space,) = inspect.find_namespaces(store.root)
+    with (
+        pytest.raises(ConfigError, match=f"in use by pid {os.getpid()} .*; stop it"),
+        maintain.hold(space, "stop it", clock.patience),
+    ):
+        pytest.fail("it was not locked")
+    assert clock.now_s == 100
 
 
 @pytest.mark.parametrize("command", [*READING, ["evict", "--all", "--yes"]], ids=lambda c: c[0])

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from kvtier.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab import SlabTier, store
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import find_namespaces, holder_of
 from kvtier.types import LayoutFingerprint, Outcome, Why
@@ -152,6 +154,18 @@ sys.stdin.read()
 """
 
 
+PARENT = (
+    HOLDER[: HOLDER.index("sys.stdout")]
+    + """
+import os, signal
+if os.fork():
+    os.kill(os.getpid(), signal.SIGKILL)
+os.read(int(sys.argv[2]), 1)
+os._exit(0)
+"""
+)
+
+
 def test_a_second_engine_is_told_the_pid_of_the_first(open_tier: Opener, root: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -258,6 +272,79 @@ def test_nothing_is_removed_for_a_slab_that_will_not_fit(open_tier: Opener) -> N
     with pytest.raises(ConfigError, match="does not fit"):
         open_tier(model="new", slots=9, io=io)
     assert slots_of(open_tier(model="old")) == list(range(8))
+
+
+def test_an_index_needs_room_besides_the_slots_when_these_are_made_or_grow(
+    open_tier: Opener,
+) -> None:
+    io = FaultyIo()
+    io.offer(free_nbytes=19 << 20)
+    with pytest.raises(ConfigError, match=r"32\.0 KiB, with 20\.0 MiB for the index, does not"):
+        open_tier(io=io)
+    close(open_tier())
+    close(open_tier(io=io))
+    with pytest.raises(ConfigError, match=r"free; lower capacity or make room"):
+        open_tier(slots=9, io=io)
+
+
+def test_what_another_version_made_counts_and_stays(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    close(open_tier(model="future"))
+    future = root / fingerprint("future").namespace()
+    edit_layout(future, version=2)
+    close(open_tier(model="old", slots=3))
+    caplog.clear()
+    open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)  # 20 pages; with the old ones 23
+    assert (future / "slots.bin").stat().st_size == 8 * SLOT
+    told, removed = warnings_in(caplog)
+    assert f"{future} (32.0 KiB) was made by another version of kvtier" in told
+    assert "removing the cache of model old" in removed
+
+
+def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier(model="old", ranks=2, slots=2)
+    fill(tier, 2)
+    close(tier)
+    (root / fingerprint("old", 2).namespace() / "slots.bin").unlink()
+    open_tier(model="old", slots=2)
+    assert [path.name for path in root.iterdir() if path.is_dir()] == [
+        fingerprint("old").namespace()
+    ]
+    assert warnings_in(caplog) == []
+
+
+def test_a_tier_that_cannot_be_made_leaves_nothing_open(
+    open_tier: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(capacity_slots: int) -> None:
+        raise MemoryError
+
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    close(open_tier())
+    before = held()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "SlotTable", fail)
+        with pytest.raises(MemoryError):
+            open_tier()
+    assert held() == before
+    open_tier()
+
+
+def test_a_child_that_outlives_the_engine_does_not_keep_the_store(
+    open_tier: Opener, root: Path
+) -> None:
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", PARENT, str(root), str(reading)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[reading]) as parent:
+        os.close(reading)
+        assert parent.wait(60) == -signal.SIGKILL  # its child lives until the pipe is closed
+        open_tier()
+        os.close(writing)
 
 
 def test_what_is_not_ours_is_neither_counted_nor_removed(

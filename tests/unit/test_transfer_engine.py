@@ -463,6 +463,34 @@ def test_jobs_that_expire_behind_one_that_hangs_count_against_the_tier(
     assert wait_for(engine, refused) == {refused.job_id: ([Outcome.REFUSED], True)}
 
 
+def test_jobs_that_expire_behind_a_reset_that_hangs_count_against_the_tier(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(breaker_failures=2, breaker_backoff_s=0.0)
+    release = threading.Event()
+
+    async def hang() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, release.wait)
+
+    assert not engine.exclusively_each({"nvme": hang}, timeout_s=0.01)
+    late, refused = [job(timeout_s=0.01), job(timeout_s=0.01)], [job(), job()]
+    engine.submit(refused[0], *late)
+    seen = wait_for(engine, *late, refused[0])
+    assert [seen[each.job_id] for each in late] == [([Outcome.EXPIRED], True)] * 2
+    assert seen[refused[0].job_id] == ([Outcome.REFUSED], True), "it waits for nothing"
+    assert ("nvme", "ram") in engine.out_of_service(), "though its back-off time has passed"
+    engine.submit(refused[1])
+    assert wait_for(engine, refused[1]) == {refused[1].job_id: ([Outcome.REFUSED], True)}
+    release.set()
+    answer = [Outcome.REFUSED]
+    while answer == [Outcome.REFUSED]:  # until the reset is over, and it is the probe
+        probe = job()
+        engine.submit(probe)
+        answer, _ = wait_for(engine, probe)[probe.job_id]
+    assert answer == [Outcome.DONE]
+    assert not engine.out_of_service()
+
+
 def test_overlapping_exclusive_actions_each_keep_others_out(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
@@ -599,6 +627,24 @@ def test_an_engine_whose_loop_cannot_start_says_so(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ClosedError, match="cannot start") as raised:
         engine_of(Scripted())
     assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_an_engine_does_not_wait_for_ever_until_its_tiers_are_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "_START_TIMEOUT_S", 0.01)
+    ready, closed = threading.Event(), threading.Event()
+
+    async def hang() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, ready.wait)
+
+    async def close() -> None:
+        closed.set()
+
+    with pytest.raises(ClosedError, match="has not started within"):
+        engine_of(Scripted(), openers=[hang], closers=[close])
+    ready.set()
+    assert closed.wait(10), "what it opened is closed all the same"
 
 
 def test_a_thread_that_dies_answers_every_job(

@@ -70,6 +70,12 @@ def test_a_duration_is_read_with_its_unit(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
+def test_a_duration_that_no_clock_can_wait_for_is_refused() -> None:
+    assert parse_duration("365d") == 365 * 86400
+    with pytest.raises(UnitError, match="100000000h is more than a year; write 365d or less"):
+        parse_duration("100000000h")
+
+
 @pytest.mark.parametrize("text", ["10", "10 seconds", "10m", "-1s", "soon", "1:30"])
 def test_a_duration_that_is_not_clear_is_refused(text: str) -> None:
     with pytest.raises(UnitError, match="write"):

@@ -40,6 +40,10 @@ __all__ = ["HostedTier"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 30.0
+_RESET_LOST: Final = (
+    "; the reset was not carried out, and a restart brings back what it was to remove: remove "
+    "the tier's directory before"
+)
 _NOTHING_COUNTED: Final = TierStatistics(0, 0, 0, 0, 0)
 
 
@@ -73,6 +77,7 @@ class HostedTier(StorageTier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._counted_before = _NOTHING_COUNTED
         self._closed = False
+        self._reset_owed = False
         self._notes: list[Frame] = []
         self._notes_lock = threading.Lock()
 
@@ -168,35 +173,37 @@ class HostedTier(StorageTier):
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
+        One that fails is owed: it is done before anything else is, by this host or another.
+
         Raises:
             ClosedError: The tier was closed.
-            TierUnavailableError: A restart may bring back what was there.
+            TierUnavailableError: It is still owed. Nothing is readable now, but a restart
+                brings back what was there, unless a later call or :meth:`aclose` makes up
+                for it.
         """
         self._require_open()
         self._recovered.clear()
+        self._reset_owed = True
         try:
-            await self._reset()
+            await self._connect()
         except TierUnavailableError:
             self._require_open()
-            await self._reset()  # its host had died: another one can do it
+            await self._connect()  # its host had died: another one can do it
 
     @override
     async def aclose(self) -> None:
         if self._closed:
             return
         self._closed = True
-        connection = self._connection
-        if connection is None and self._host is not None:
-            connection = await self._connect()
-        if connection is None:
-            return
-        self._send_notes()
         try:
-            await asyncio.wait_for(connection.close_tier(), _CLOSE_TIMEOUT_S)
-        except (TimeoutError, TierUnavailableError) as error:
+            connection = await self._connect_to_close()
+            if connection is not None:
+                await self._close(connection)
+        except (TimeoutError, KvtierError) as error:
             problem = str(error) or f"no answer within {_CLOSE_TIMEOUT_S:.0f} s"
-            logger.warning("tier %s: not closed cleanly: %s", self.name, problem)
-        await connection.aclose()
+            owed = _RESET_LOST if self._reset_owed else ""
+            logger.warning("tier %s: not closed cleanly: %s%s", self.name, problem, owed)
+        self._reset_owed = False  # or a call that still waits would start a host for it
 
     @override
     def statistics(self) -> TierStatistics:
@@ -206,14 +213,18 @@ class HostedTier(StorageTier):
 
     def _move(self, op: str, batch: Batch, why: Why) -> Coroutine[Any, Any, SlotOutcomes]:
         """Send ``batch`` now if there is a host, and return what waits for the outcomes."""
-        if self._connection is None or not self._connection.usable:
+        connection = self._ready
+        if connection is None:
             return self._outcomes(self._send_later(op, batch, why), batch)
-        return self._outcomes(self._send(self._connection, op, batch, why), batch)
+        return self._outcomes(self._send(connection, op, batch, why), batch)
 
-    async def _reset(self) -> None:
-        connection = await self._connect()
-        self._send_notes()
-        await connection.call("reset")
+    @property
+    def _ready(self) -> Connection | None:
+        """The connection, if there is one through which chunks may be moved now."""
+        connection = self._connection
+        if connection is None or not connection.usable or self._reset_owed:
+            return None
+        return connection
 
     async def _send_later(self, op: str, batch: Batch, why: Why) -> Frame:
         return await self._send(await self._connect(), op, batch, why)
@@ -235,6 +246,24 @@ class HostedTier(StorageTier):
         return SlotOutcomes(outcomes, answer.header["words"])
 
     async def _connect(self) -> Connection:
+        """Return a usable connection to a tier that owes no reset.
+
+        Raises:
+            ClosedError: The tier was closed, and closing it sees to the reset.
+            TierUnavailableError: There is no host and none can be started, or the reset failed.
+        """
+        if self._ready is not None:
+            return self._ready
+        async with self._connecting:
+            connection = await self._reach_host()
+            if self._reset_owed:
+                self._require_open()
+                self._send_notes()
+                await connection.call("reset")
+                self._reset_owed = False
+        return connection
+
+    async def _reach_host(self) -> Connection:
         """Return a usable connection, starting a host again if the last one is gone.
 
         Raises:
@@ -242,19 +271,48 @@ class HostedTier(StorageTier):
         """
         if self._connection is not None and self._connection.usable:
             return self._connection
-        async with self._connecting:
-            if self._connection is not None and self._connection.usable:
-                return self._connection
-            if self._connection is not None:
-                self._counted_before = self.statistics()
-                self._connection = self._host = None
-            if self._host is None:
-                self._host = await self._start_again()
-            connection = Connection(self.name, self._host)
-            await connection.open()
-            self._loop = asyncio.get_running_loop()
-            self._connection = connection
+        if self._connection is not None:
+            self._counted_before = self.statistics()
+            self._connection = self._host = None
+        if self._host is None:
+            self._host = await self._start_again()
+        connection = Connection(self.name, self._host)
+        await connection.open()
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
         return connection
+
+    async def _connect_to_close(self) -> Connection | None:
+        """Return the connection through which to close; None if there is nothing to do.
+
+        A reset that is owed is worth starting a host for. One that hangs in it has a
+        connection, and keeps nobody waiting here.
+
+        Raises:
+            TierUnavailableError: It is not to be had.
+        """
+        connection = self._connection
+        if connection is not None and (connection.usable or not self._reset_owed):
+            return connection
+        if self._host is None and not self._reset_owed:
+            return None
+        async with self._connecting:
+            return await self._reach_host()
+
+    async def _close(self, connection: Connection) -> None:
+        """Close the tier, after the reset if one is owed, and see its host end.
+
+        Raises:
+            TimeoutError: It took too long.
+            KvtierError: The host ended before, or could not do it.
+        """
+        self._send_notes()
+        closing = connection.close_tier(reset=self._reset_owed)
+        try:
+            await asyncio.wait_for(closing, _CLOSE_TIMEOUT_S)
+            self._reset_owed = False
+        finally:
+            await connection.aclose()
 
     async def _start_again(self) -> HostProcess:
         """Start a host in place of one that died; what it recovers is known already."""
@@ -268,7 +326,7 @@ class HostedTier(StorageTier):
 
     def _host_again(self) -> HostProcess:
         host, _ = _start(self._options, self._context)
-        if self._closed:  # meanwhile, and nobody else would end it
+        if self._closed and not self._reset_owed:  # meanwhile, and nobody else would end it
             host.abandon()
             self._require_open()
         return host

@@ -89,11 +89,15 @@ class Connection(asyncio.Protocol):
         self.send(make({"op": op, "call": number}))
         return settled(answer)
 
-    async def close_tier(self) -> None:
+    async def close_tier(self, *, reset: bool) -> None:
         """Close the tier in the host, which then ends.
+
+        Args:
+            reset: Whether to reset it first.
 
         Raises:
             TierUnavailableError: The host ended without saying that all is committed.
+            KvtierError: It was closed, and not reset.
 
         Cancellation:
             At once; nothing of the caller's is in use.
@@ -102,7 +106,7 @@ class Connection(asyncio.Protocol):
             raise TierUnavailableError(self._tier, "its I/O process is gone")
         number = next(self._calls)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self.send(Frame({"op": "close", "call": number}))
+        self.send(Frame({"op": "close", "call": number, "reset": reset}))
         await answer
 
     async def aclose(self) -> None:

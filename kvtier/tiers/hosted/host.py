@@ -155,13 +155,26 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     with contextlib.suppress(ConnectionError):  # an engine that went away is noticed below
         await _tell_recovered(tier, writer)
     send(Frame({"op": "opened", "capacity_slots": tier.capacity_slots}))
-    call = await _until_closed(frames, _Server(tier, memory, send))
-    await tier.aclose()
+    closing = await _until_closed(frames, _Server(tier, memory, send))
+    outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
-    if call is not None:
-        send(Frame({"op": "answer", "call": call, "statistics": astuple(tier.statistics())}))
+    if closing is not None:
+        header = {"op": "answer", "call": closing.header["call"]}
+        send(Frame({**header, "statistics": astuple(tier.statistics()), **outcome}))
         with contextlib.suppress(OSError):
             await writer.drain()
+
+
+async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
+    """Close ``tier``, after resetting it if asked to; returns what to say of that."""
+    outcome: dict[str, Any] = {}
+    if reset:
+        try:
+            await tier.reset()
+        except Exception as error:  # noqa: BLE001 - raised again in the engine's process
+            outcome["error"] = encode_error(error)
+    await tier.aclose()
+    return outcome
 
 
 def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
@@ -230,12 +243,12 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
                 yield frame
 
 
-async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> int | None:
-    """Serve until the engine closes the tier; returns the number of that call, None if gone."""
+async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame | None:
+    """Serve until the engine closes the tier; returns that call, None if the engine is gone."""
     try:
         async for frame in frames:
             if frame.header["op"] == "close":
-                return int(frame.header["call"])
+                return frame
             server.take(frame)
     finally:
         await server.drain()

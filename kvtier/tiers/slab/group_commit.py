@@ -20,6 +20,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.index import IndexDatabase
 from kvtier.tiers.slab.trail import KeyMarks, Reason
+from kvtier.units import approximate_size
 
 __all__ = ["GroupCommit"]
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _USES_WORTH_A_COMMIT: Final = 4096
 _NOTES_INTERVAL_S: Final = 1.0
+_LONG_LOG_NBYTES: Final = 256 << 20  # of a million rows, where a thousand pages are usual
 
 
 class GroupCommit:
@@ -51,6 +53,7 @@ class GroupCommit:
         self._notes_due_s = 0.0
         self._closed = False
         self._healthy = True
+        self._log_is_long = False
         self._wakeup = threading.Condition()
         self._thread = threading.Thread(
             target=self._work, name=f"kvtier-index-{name}", daemon=True
@@ -184,6 +187,7 @@ class GroupCommit:
             error = raised
             self._put_back_deletions(change)
         self._log_turn(error)
+        self._look_at_log()
         for waiter in waiters:
             if not waiter.set_running_or_notify_cancel():
                 continue
@@ -199,6 +203,18 @@ class GroupCommit:
         elif error is None and not self._healthy:
             logger.warning("tier %s: the index takes changes again", self._name)
         self._healthy = error is None
+
+    def _look_at_log(self) -> None:
+        """Say once that the log grows and grows: somebody reads an old state of the index."""
+        nbytes = self._database.log_nbytes
+        if nbytes > _LONG_LOG_NBYTES and not self._log_is_long:
+            logger.warning(
+                "tier %s: the index's log has grown to %s, because another process has been "
+                "reading the index for long; end it, or the log fills the disk",
+                self._name,
+                approximate_size(nbytes),
+            )
+        self._log_is_long = nbytes > _LONG_LOG_NBYTES
 
     def _put_back_deletions(self, failed: Change) -> None:
         """Keep what must not be lost for the next attempt: a row that stays comes back."""

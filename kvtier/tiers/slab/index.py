@@ -27,7 +27,12 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.change import Change, Notes, Row, Statement, statements_of
 from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.schema import IndexDamagedError, blame, bring_up
+from kvtier.tiers.slab.schema import (
+    IndexDamagedError,
+    blame,
+    bring_up,
+    lacks_shared_memory,
+)
 from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, Reason, make_rows, mark_keys
 
 __all__ = [
@@ -39,6 +44,7 @@ __all__ = [
     "Row",
     "StoredRows",
     "hash_keys",
+    "index_room_nbytes",
 ]
 
 KeyArray: TypeAlias = npt.NDArray[Any]
@@ -48,8 +54,16 @@ _SLOTS_PER_STEP: Final = 1 << 16
 _INSTRUCTIONS_PER_SIGN: Final = 4096  # of SQLite's machine: some 0.2 ms
 _LATEST: Final = 1 << 62  # an honest clock, one tick per chunk, takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
+_ROW_NBYTES: Final = 100  # with what a B-tree leaves empty
+_LOG_NBYTES: Final = 4 << 20  # SQLite folds it into the database at a thousand pages
+_LONGEST_LOG_NBYTES: Final = 64 << 20  # kept when it is folded; what is longer is cut off
+_LEAST_SLOT, _GREATEST_SLOT = -(1 << 63), (1 << 63) - 1
 _APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
 _TRIM: Final = "DELETE FROM departures WHERE end <= ?"
+_SOME_KEYS: Final = """
+SELECT count(*), max(slot), group_concat(hex(key))
+FROM (SELECT slot, key FROM chunks WHERE slot BETWEEN ? AND ? ORDER BY slot LIMIT ?)
+"""
 _LOAD: Final = """
 SELECT count(*),
        group_concat(printf('%016x%016x%016x%016x', slot, checksum, generation, last_use), ''),
@@ -111,7 +125,9 @@ class IndexDatabase:
     def __init__(self, connection: sqlite3.Connection, spec: IndexSpec) -> None:
         self._connection = connection
         self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
+        self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
         self._trail_end = 0
+        self._owed_notes: dict[str, str] = {}
 
     @classmethod
     def open(cls, spec: IndexSpec, io: BlockIo) -> Self:
@@ -124,10 +140,23 @@ class IndexDatabase:
         """
         # SQLite takes the modes of its side files from the database and that from the umask.
         io.close(io.open(spec.path, os.O_RDWR | os.O_CREAT))
+        try:
+            return cls._open(spec, io, locking="NORMAL")
+        except sqlite3.OperationalError as error:
+            if not lacks_shared_memory(error):
+                raise
+            # A full disk is no reason not to start: only other readers need that file.
+            return cls._open(spec, io, locking="EXCLUSIVE")
+
+    @classmethod
+    def _open(
+        cls, spec: IndexSpec, io: BlockIo, *, locking: Literal["NORMAL", "EXCLUSIVE"]
+    ) -> Self:
         connection = io.connect(spec.path)
         try:
             database = cls(connection, spec)
             with blame():
+                connection.execute(f"PRAGMA locking_mode={locking}").fetchall()
                 database._prepare()
         except BaseException:
             connection.close()
@@ -146,6 +175,9 @@ class IndexDatabase:
 
     def apply(self, change: Change) -> None:
         """Commit ``change``: all of it or, if this raises, at most its ``clear``."""
+        while self._owed_notes:
+            name, value = next(iter(self._owed_notes.items()))
+            self.set_note(name, value)
         if change.clear:
             self.clear()
         now = _now()
@@ -178,6 +210,19 @@ class IndexDatabase:
         before the first payload is written, or it is of no use.
         """
         self._execute_durably("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+        self._owed_notes.pop(name, None)
+
+    def owe_note(self, name: str, value: str) -> None:
+        """Keep ``value`` as the note ``name`` before the next change, or let that fail."""
+        self._owed_notes[name] = value
+
+    @property
+    def log_nbytes(self) -> int:
+        """Bytes of the log; 0 if there is none."""
+        try:
+            return self._log_path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
     @contextlib.contextmanager
     def giving_signs(self, on_sign: Callable[[], None]) -> Iterator[None]:
@@ -231,21 +276,31 @@ class IndexDatabase:
             )
         bring_up(self._connection)
         run("PRAGMA journal_mode=WAL").fetchall()
+        run(f"PRAGMA journal_size_limit={_LONGEST_LOG_NBYTES}").fetchall()
         run(f"PRAGMA synchronous={self._synchronous}")
         self._trail_end = run("SELECT coalesce(max(end), 0) FROM departures").fetchone()[0]
         if self._trail_end > _LATEST:
             raise IndexDamagedError(f"its trail ends at {self._trail_end}")
 
     def _drop_beyond(self, capacity_slots: int) -> None:
-        """Delete the rows of slots there are none of."""
-        where = "FROM chunks WHERE slot < 0 OR slot >= ?"
-        found = self._connection.execute(
-            f"SELECT group_concat(hex(key)) {where}", (capacity_slots,)
-        ).fetchone()[0]
-        if found is not None:
-            self._connection.execute(f"DELETE {where}", (capacity_slots,))
-            keys = [bytes.fromhex(key) for key in found.split(",")]
-            self.note_departures(Reason.BEYOND, mark_keys(keys))
+        """Delete the rows of slots there are none of; this survives loss of power."""
+        beyond = [(_LEAST_SLOT, -1), (capacity_slots, _GREATEST_SLOT)]
+        marks = [mark_keys(keys) for ends in beyond for keys in self._keys_between(*ends)]
+        if marks:
+            self._execute_durably(
+                "DELETE FROM chunks WHERE slot < 0 OR slot >= ?", (capacity_slots,)
+            )
+            self.note_departures(Reason.BEYOND, np.concatenate(marks))
+
+    def _keys_between(self, first: int, last: int) -> Iterator[list[ChunkKey]]:
+        """Yield the keys in slots ``first`` to ``last``, some at a time."""
+        while first <= last:
+            some = self._connection.execute(_SOME_KEYS, (first, last, _SLOTS_PER_STEP))
+            count, greatest, keys_text = some.fetchone()
+            if not count:
+                return
+            yield [bytes.fromhex(key) for key in keys_text.split(",")]
+            first = greatest + 1
 
     def _departures(self, notes: Notes, now: int) -> Iterator[Statement]:
         rows = make_rows(notes.departures, end=self._trail_end, at=now)
@@ -331,6 +386,14 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
         outdated=slots[by_key[~newest]],
         clock=int(latest) + 1,
     )
+
+
+def index_room_nbytes(capacity_slots: int) -> int:
+    """Return how much room the index of so many slots takes: table, trail and log.
+
+    The log takes more while somebody reads an old state of the index.
+    """
+    return capacity_slots * _ROW_NBYTES + 2 * TRAIL_NBYTES + _LOG_NBYTES
 
 
 def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:

@@ -56,16 +56,28 @@ def _cast(*columns: str) -> str:
     return ", ".join(f"CAST({column} AS INTEGER) AS {column}" for column in columns)
 
 
-_INTEGERS: Final = ("checksum", "generation", "last_use", "stored_at", "used_at", "hits")
+def _time(column: str) -> str:
+    """Return a time as seconds of the years 1970 to 9999, and 0, unknown, for any other."""
+    return (
+        f"CASE WHEN CAST({column} AS INTEGER) BETWEEN 0 AND {_LATEST_S}"
+        f" THEN CAST({column} AS INTEGER) ELSE 0 END AS {column}"
+    )
+
+
+_LATEST_S: Final = 253402300799
+_INTEGERS: Final = ("checksum", "generation", "last_use")
 # A value of another type reads as the number or bytes it resembles, as the engine reads it.
 _COLUMNS_1: Final = (
-    f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS[:3])}, "
+    f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}, "
     "0 AS stored_at, 0 AS used_at, 0 AS hits"
 )
-_COLUMNS: Final = f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}"
-_TRAIL: Final = """(
-    SELECT end, CAST(at AS INTEGER) AS at, CAST(reason AS TEXT) AS reason,
-           CAST(key_hashes AS BLOB) AS key_marks, {marked} AS marked
+_COLUMNS: Final = (
+    f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}, "
+    f"{_time('stored_at')}, {_time('used_at')}, {_cast('hits')}"
+)
+_TRAIL: Final = f"""(
+    SELECT end, {_time("at")}, CAST(reason AS TEXT) AS reason,
+           CAST(key_hashes AS BLOB) AS key_marks, {{marked}} AS marked
     FROM departures WHERE length(key_hashes) % 8 = 0
 )"""
 _TRAILS: Final = {
@@ -315,20 +327,24 @@ class IndexReader:
         if self._beside_engine:
             uri = _uri(self._path, "mode=ro")
         elif _nbytes(self._directory / _WAL):
-            uri = _uri(self._copy(), "mode=rw")
+            return self._open_copy()
         else:
             uri = _uri(self._path, "mode=ro&immutable=1")
+        return self._open_at(uri)
+
+    def _open_copy(self) -> sqlite3.Connection:
+        """Open a copy that has no name any more: however this process ends, it leaves none."""
+        with tempfile.TemporaryDirectory() as directory:
+            for name in (INDEX, _WAL):
+                shutil.copyfile(self._directory / name, Path(directory) / name)
+            return self._open_at(_uri(Path(directory) / INDEX, "mode=rw"))
+
+    def _open_at(self, uri: str) -> sqlite3.Connection:
         connection = sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)
         self._resources.callback(connection.close)
-        with blame():
+        with blame():  # and it opens the log, which is not done before the first statement
             self._version = check_identity(connection)
         return connection
-
-    def _copy(self) -> Path:
-        directory = self._resources.enter_context(tempfile.TemporaryDirectory())
-        for name in (INDEX, _WAL):
-            shutil.copyfile(self._directory / name, Path(directory) / name)
-        return Path(directory) / INDEX
 
 
 @contextlib.contextmanager

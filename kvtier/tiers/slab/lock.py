@@ -128,9 +128,10 @@ def name_holder(fd: int, owner_pid: int, io: BlockIo) -> None:
         OSError: The file system failed.
     """
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}\n"
-    io.truncate(fd, 0)
-    write_fully(io, fd, [memoryview(text.encode())], 0)
+    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}\n".encode()
+    # Over what is there, whose room another file would get on a full disk.
+    write_fully(io, fd, [memoryview(text)], 0)
+    io.truncate(fd, len(text))
 
 
 def _is_alive(holder: str) -> bool:

@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, holder_of, index_nbytes
-from kvtier.tiers.slab.lock import LOCK, name_holder, try_acquire
+from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, name_holder, try_acquire
 from kvtier.tiers.slab.trail import Reason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
@@ -26,24 +26,20 @@ class CompactedIndex:
 
 
 @contextlib.contextmanager
-def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
+def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> Iterator[None]:
     """Keep engines out of ``space``, as one that has it open would.
 
     Args:
         space: What to lock.
         remedy: What to do if an engine has it, for the message.
+        patience: For those who only look, and have its lock for a moment.
 
     Raises:
         ConfigError: It is in use, or just being opened.
         OSError: The file system failed.
     """
     io = BlockIo()
-    path = space.directory / LOCK
-    try:
-        fd = try_acquire(path, io)
-    except BlockingIOError:
-        holder = holder_of(space.directory) or "another process"
-        raise ConfigError(f"{space.directory} is in use by {holder}; {remedy}") from None
+    fd = _acquire(space, remedy, patience)
     try:
         opened = os.fstat(fd)
         name_holder(fd, os.getpid(), io)
@@ -52,6 +48,18 @@ def hold(space: StoredNamespace, remedy: str) -> Iterator[None]:
         yield
     finally:
         io.close(fd)
+
+
+def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
+    holder: str | None = None
+    for _ in patience.attempts():
+        with contextlib.suppress(BlockingIOError):
+            return try_acquire(space.directory / LOCK, BlockIo())
+        holder = holder_of(space.directory, patience)
+        if holder is not None:
+            break
+    who = holder or "another process"
+    raise ConfigError(f"{space.directory} is in use by {who}; {remedy}")
 
 
 def drop_chunks(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,16 @@ from kvtier.tiers.slab.lock import (
 )
 from kvtier.types import LayoutFingerprint
 
-__all__ = ["FILES", "INDEX", "SLOTS", "Layout", "Namespace", "open_root"]
+__all__ = [
+    "FILES",
+    "INDEX",
+    "SLOTS",
+    "Layout",
+    "Namespace",
+    "is_of_another_version",
+    "open_root",
+    "read_layout",
+]
 
 LAYOUT: Final = "layout.json"
 SLOTS: Final = "slots.bin"
@@ -128,6 +138,7 @@ class Namespace:
         _require_own_files(tier, directory)
         directory.chmod(0o700)
         namespace = cls(directory, acquire(tier, directory, io), io)
+        namespace._leave_to_parent_at_fork()
         try:
             name_holder(namespace._lock_fd, owner_pid, io)
             namespace._bind(tier, layout)
@@ -162,6 +173,14 @@ class Namespace:
         """Bytes of the slot file; 0 if there is none."""
         try:
             return self.slots_path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the index without its log; 0 if there is none."""
+        try:
+            return self.index_path.stat().st_size
         except FileNotFoundError:
             return 0
 
@@ -212,6 +231,21 @@ class Namespace:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self._io.close(fd)
+
+    def _leave_to_parent_at_fork(self) -> None:
+        """Let no child that is forked hold the lock: it would outlive its holder."""
+        close = weakref.WeakMethod(self._close_in_child)
+
+        def close_in_child() -> None:
+            if (method := close()) is not None:
+                method()
+
+        os.register_at_fork(after_in_child=close_in_child)
+
+    def _close_in_child(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)  # the parent holds the lock through a descriptor of its own
 
     def _bind(self, tier: str, layout: Layout) -> None:
         path = self.directory / LAYOUT
@@ -277,6 +311,20 @@ def read_layout(directory: Path, io: BlockIo) -> Layout | None:
         return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
     except (OSError, ValueError, StoreDamagedError):
         return None
+
+
+def is_of_another_version(directory: Path, io: BlockIo) -> bool:
+    """Return whether ``directory`` is a namespace that another version of kvtier made."""
+    try:
+        _require_own_files("", directory)
+        content = json.loads(io.read_bytes(directory / LAYOUT))
+    except (OSError, ValueError, StoreDamagedError):
+        return False
+    match content:
+        case {"format": str(form), "version": version}:
+            return form == _FORMAT and version != _VERSION
+        case _:
+            return False
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:

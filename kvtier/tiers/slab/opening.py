@@ -22,12 +22,12 @@ from kvtier.tiers.slab.index import (
     StoredRows,
 )
 from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
-from kvtier.tiers.slab.schema import blame
+from kvtier.tiers.slab.schema import blame, is_full
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.units import approximate_size
 
-__all__ = ["OpenStore", "close_store", "open_store"]
+__all__ = ["OpenStore", "close_store", "open_store", "release_store", "slots_within"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,15 @@ def open_store(
     try:
         with contextlib.ExitStack() as stack:
             namespace = _open_namespace(options, context, capacity_slots, io, stack)
-            file = SlotFile.open(_file_spec(options, context, namespace, capacity_slots), io)
+            file_spec = _file_spec(options, context, namespace, capacity_slots)
+            file = SlotFile.open_as_found(file_spec, io)
             stack.callback(file.close)
             written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
             database, rows = _open_index(options, namespace, file, written_slots, io)
             stack.callback(database.close)
+            # Rows without slots are gone, durably, before the file's size stops telling which
+            # slots were ever written: without checksums a slot of zeros would count as a chunk.
+            file.reserve(file_spec)
             if options.durability == "power":
                 namespace.sync()
             stack.pop_all()
@@ -109,13 +113,25 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
 
 def close_store(store: OpenStore, options: NvmeTierConfig) -> None:
     """Note that all is whole, if without checksums somebody must, and release the files."""
+    try:
+        if options.checksum == "off":
+            store.file.sync()
+            store.database.set_note(_BOOT_NOTE, "")
+    finally:
+        release_store(store)
+
+
+def release_store(store: OpenStore) -> None:
+    """Release the files as they are, as a killed engine does.
+
+    Raises:
+        OSError: The file system failed; all of them are released.
+        sqlite3.Error: So did the index.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(store.namespace.close)
         stack.callback(store.file.close)
         stack.callback(store.database.close)
-        if options.checksum == "off":
-            store.file.sync()
-            store.database.set_note(_BOOT_NOTE, "")
 
 
 def _open_namespace(
@@ -191,13 +207,13 @@ def _load_index(
             if aside:
                 database.note_departures(Reason.DAMAGED, mark_keys([]))
             rows = _load_trusted(options, database, written_slots)
-            database.set_note(_CHECKSUM_NOTE, options.checksum)
+            _keep_note(options, database, _CHECKSUM_NOTE, options.checksum)
             # With a sync before every row, or checksums, no power cut leaves a false row.
             unproven = options.checksum == "off" and options.durability == "process"
             if not unproven and database.note(_BOOT_NOTE):
                 # These rows will count as proven, and an engine that was killed synced none.
                 file.sync()
-            database.set_note(_BOOT_NOTE, _boot_id() if unproven else "")
+            _keep_note(options, database, _BOOT_NOTE, _boot_id() if unproven else "")
     except BaseException:
         with contextlib.suppress(sqlite3.Error):  # what went wrong first says more
             database.close()
@@ -227,6 +243,28 @@ def _doubt(options: NvmeTierConfig, database: IndexDatabase) -> str:
     if boot not in {"", _boot_id()}:
         return "the machine went down and without checksums nothing tells what was lost"
     return ""
+
+
+def _keep_note(options: NvmeTierConfig, database: IndexDatabase, name: str, value: str) -> None:
+    """Write a note, or let it precede the next change where the disk is full.
+
+    What is there may be served until then: a note is about what is stored from now on, and
+    nothing is, for neither a row nor, without checksums, a payload goes ahead of it.
+    """
+    try:
+        database.set_note(name, value)
+    except sqlite3.OperationalError as error:
+        if not is_full(error):
+            raise
+        if database.note(name) == value:
+            return
+        database.owe_note(name, value)
+        logger.warning(
+            "tier %s: the disk of %s is full: what is there is served, and nothing is stored "
+            "until there is room",
+            options.name,
+            options.path,
+        )
 
 
 def _boot_id() -> str:

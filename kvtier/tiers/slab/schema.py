@@ -14,7 +14,14 @@ from typing import Final
 
 from kvtier.tiers.slab.trail import TRAIL_SCHEMA_2, TRAIL_SCHEMA_3
 
-__all__ = ["IndexDamagedError", "blame", "bring_up", "check_identity"]
+__all__ = [
+    "IndexDamagedError",
+    "blame",
+    "bring_up",
+    "check_identity",
+    "is_full",
+    "lacks_shared_memory",
+]
 
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"
 _VERSION: Final = 3
@@ -107,11 +114,25 @@ def blame() -> Iterator[None]:
     except (sqlite3.NotSupportedError, IndexDamagedError):
         raise
     except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BLAMELESS:
+        if _code_of(error) & 0xFF in _BLAMELESS or lacks_shared_memory(error):
             raise
         raise IndexDamagedError(str(error)) from error
     except (TypeError, ValueError, AttributeError) as error:
         raise IndexDamagedError(f"it holds values of other types: {error}") from error
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """Return whether ``error`` is about room, which somebody may make."""
+    return _code_of(error) & 0xFF == sqlite3.SQLITE_FULL
+
+
+def lacks_shared_memory(error: sqlite3.Error) -> bool:
+    """Return whether ``error`` is about room for the file that readers share with a writer."""
+    return _code_of(error) == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+def _code_of(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0))
 
 
 def _build(connection: sqlite3.Connection, statements: str) -> None:

@@ -82,21 +82,39 @@ class SlotFile:
             ConfigError: No room, or O_DIRECT is required and the file system has none.
             OSError: The file system failed otherwise.
         """
-        fd = io.open(spec.path, os.O_RDWR | os.O_CREAT)
+        file = cls.open_as_found(spec, io)
         try:
-            found_nbytes = os.fstat(fd).st_size
-            _resize(spec, io, fd)
-        except BaseException:
-            io.close(fd)
-            raise
-        file = cls(spec, io, fd, found_nbytes=found_nbytes)
-        try:
-            if spec.direct_io != "off":
-                file._go_direct(spec)
+            file.reserve(spec)
         except BaseException:
             file.close()
             raise
         return file
+
+    @classmethod
+    def open_as_found(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
+        """Open or create the file and leave its size alone; :meth:`reserve` comes before use.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        fd = io.open(spec.path, os.O_RDWR | os.O_CREAT)
+        try:
+            found_nbytes = os.fstat(fd).st_size
+        except BaseException:
+            io.close(fd)
+            raise
+        return cls(spec, io, fd, found_nbytes=found_nbytes)
+
+    def reserve(self, spec: SlotFileSpec) -> None:
+        """Reserve room for all of the file, and settle on O_DIRECT or not.
+
+        Raises:
+            ConfigError: No room, or O_DIRECT is required and the file system has none.
+            OSError: The file system failed otherwise.
+        """
+        _resize(spec, self._io, self._fd)
+        if spec.direct_io != "off":
+            self._go_direct(spec)
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
@@ -213,11 +231,12 @@ class SlotFile:
         )
 
 
-def no_room(spec: SlotFileSpec, free_nbytes: int | None) -> ConfigError:
-    """Build the error for a slot file that the disk cannot hold."""
+def no_room(spec: SlotFileSpec, free_nbytes: int | None, index_nbytes: int = 0) -> ConfigError:
+    """Build the error for a slot file that the disk cannot hold, with its index if given."""
+    index = f", with {approximate_size(index_nbytes)} for the index," if index_nbytes else ""
     free = "too little" if free_nbytes is None else approximate_size(free_nbytes)
     return ConfigError(
-        f"tier {spec.tier}: capacity of {approximate_size(spec.nbytes)} does not fit: "
+        f"tier {spec.tier}: capacity of {approximate_size(spec.nbytes)}{index} does not fit: "
         f"{spec.path.parent} has {free} free; lower capacity or make room"
     )
 

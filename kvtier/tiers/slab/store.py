@@ -27,7 +27,13 @@ from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import StoredRows
 from kvtier.tiers.slab.moving import Moved, PieceBuffers, read_piece, write_piece
-from kvtier.tiers.slab.opening import OpenStore, close_store, open_store, slots_within
+from kvtier.tiers.slab.opening import (
+    OpenStore,
+    close_store,
+    open_store,
+    release_store,
+    slots_within,
+)
 from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
 from kvtier.tiers.slab.trail import Reason, mark_keys
@@ -116,16 +122,18 @@ class SlabTier(StorageTier):
         )
         self._digest = select_digest(options.checksum)
         self._store = store
-        self._index = GroupCommit(store.database, name=options.name, clock=rows.clock)
         self._table = SlotTable(self.capacity_slots)
         self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)
         self._epoch = 0
         self._closed = False
         self._told_of_removal = False
         self._counts = dict.fromkeys(TierStatistics.__slots__, 0)
-        if rows.outdated.size:
-            self._index.delete_nowait(rows.outdated.tolist())
         self._recovered: StoredRows | None = rows
+        outdated = rows.outdated.tolist()
+        # Last, for it has a thread, which nobody would stop if anything after it failed.
+        self._index = GroupCommit(store.database, name=options.name, clock=rows.clock)
+        if outdated:
+            self._index.delete_nowait(outdated)
 
     @classmethod
     def open(
@@ -149,7 +157,11 @@ class SlabTier(StorageTier):
                 f"{cls.__name__} takes NvmeTierConfig, not {type(options).__name__}"
             )
         store, rows = open_store(options, context, io or BlockIo())
-        tier = cls(options, context, store, rows)
+        try:
+            tier = cls(options, context, store, rows)
+        except BaseException:
+            release_store(store)
+            raise
         logger.info(
             "tier %s: %d of %d slots of %s recovered from %s, %s",
             tier.name,
