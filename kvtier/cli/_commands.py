@@ -80,7 +80,11 @@ def check(file: File, *, as_json: AsJson = False) -> None:
     Exits with 2 and one line per problem if kvtier could not start with FILE here.
     Run it as the user that runs the engine.
     """
+    # The manager and the policies are loaded for those who ask for them only.
+    from kvtier.manager.building import check_policies  # noqa: PLC0415
+
     config = load_config(file)
+    check_policies(config)
     warnings = check_environment(config)
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)

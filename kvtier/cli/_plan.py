@@ -133,7 +133,9 @@ def _notes(config: KvtierConfig, model: ModelGeometry, request: PlanRequest) -> 
         )
     if model.attention is Attention.MLA and request.kv_dtype is KvDtype.FP8:
         notes.append("Some engines keep scales beside an fp8 latent; they are not counted.")
-    if len(config.tiers) > 1 and config.placement.write == "through":
+    placement = config.placement
+    writes_through = placement.policy == "ladder" and placement.write == "through"
+    if len(config.tiers) > 1 and writes_through:
         notes.append(
             "With write: through the slower tiers hold copies of the faster ones, so the "
             "slowest tier alone says how many different tokens are kept."

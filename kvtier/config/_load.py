@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvtier.config._kinds import (
-    CLASS_PATTERN,
-    check_eviction,
-    installed_evictions,
-    installed_kinds,
-    options_of,
-)
+from kvtier.config._kinds import installed_kinds, options_of
 from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._origin import Origin
+from kvtier.config._policies import (
+    ADMISSION,
+    CLASS_PATTERN,
+    EVICTION,
+    PLACEMENT,
+    PolicyNames,
+)
 from kvtier.config._yaml import read_yaml
 from kvtier.errors import ConfigError
 from kvtier.units import UnitError
@@ -97,6 +98,7 @@ class _Reader:
         read: dict[str, Any] = {"tiers": self._tiers(values.get("tiers", _MISSING))}
         if "shadow" in values:
             read["shadow"] = self._shadows(values["shadow"])
+        self._check_placement(values.get("placement"))
         for name, info in sections.items():
             if name in values and name != "tiers" and isinstance(info.annotation, type):
                 read[name] = self._section(info.annotation, values[name], name)
@@ -120,9 +122,13 @@ class _Reader:
             self._note("shadow", "not a list of policies", "write shadow: [arc, s3-fifo]")
             return []
         for at, name in enumerate(values):
-            if isinstance(name, str):
-                self._check_eviction(name, f"shadow[{at}]")
+            self._check_policy(name, EVICTION, f"shadow[{at}]")
         return values
+
+    def _check_placement(self, values: object) -> None:
+        if isinstance(values, dict):
+            self._check_policy(values.get("policy"), PLACEMENT, "placement.policy")
+            self._check_policy(values.get("admit"), ADMISSION, "placement.admit")
 
     def _tier(self, values: object, key: str) -> TierConfig | None:
         if not isinstance(values, dict):
@@ -131,23 +137,21 @@ class _Reader:
         if "kind" not in values:
             self._note(f"{key}.kind", "missing", f"add {_EXAMPLES['kind']}")
             return None
-        eviction = values.get("eviction")
-        if isinstance(eviction, str):
-            self._check_eviction(eviction, f"{key}.eviction")
+        self._check_policy(values.get("eviction"), EVICTION, f"{key}.eviction")
         if not self._one_of(values["kind"], installed_kinds(), f"{key}.kind", "tier kind"):
             return None
-        try:
+        with self.origin.at(f"{key}.kind"):
             options = options_of(values["kind"])
-        except ConfigError as error:
-            raise ConfigError(f"{self.origin.locate(f'{key}.kind')}: {error}") from error
         return self._section(options, values, key)
 
-    def _check_eviction(self, name: str, key: str) -> None:
-        problem = check_eviction(name)
-        if problem is not None:
-            self._note(key, *problem)
+    def _check_policy(self, name: object, names: PolicyNames, key: str) -> None:
+        if not isinstance(name, str):
+            return  # absent, or the section's own check says that it is no text
+        obstacle = names.obstacle(name)
+        if obstacle is not None:
+            self._note(key, *obstacle)
         elif not re.match(CLASS_PATTERN, name):
-            self._one_of(name, installed_evictions(), key, "policy")
+            self._one_of(name, names.installed(), key, names.what)
 
     def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
         if value in known:

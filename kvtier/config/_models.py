@@ -113,27 +113,32 @@ class NvmeTierConfig(TierConfig):
         return _absolute(path)
 
 
+_LADDER_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after")
+
+
 class PlacementConfig(_Section):
     """Which tiers a chunk goes to, and when."""
 
+    policy: str = "ladder"
+    """Who decides: `ladder`, by the next five keys, a policy by name, or `module:Class`."""
     write: Literal["through", "evict"] = "through"
     """Copy down as soon as stored (`through`), or only when RAM needs the room (`evict`)."""
     write_after: int = Field(default=1, ge=1)
     """Uses after which a chunk is copied down with `write: through`; 1 is its storing."""
     min_chunks: int = Field(default=1, ge=1)
     """Shortest prefix, in chunks, that is copied down; 1 is every."""
-    admit: Literal["all", "second-touch", "tinylfu"] = "all"
-    """What may be copied down: `all`, or only what was wanted twice, as far as remembered."""
+    promote: Literal["copy", "move"] = "copy"
+    """Whether the slower tier keeps a chunk that goes up (`copy`) or not (`move`)."""
+    promote_after: int = Field(default=1, ge=1)
+    """Hits in the slower tier that bring a chunk up once; 1 is every hit."""
+    admit: str = "all"
+    """What may be copied down: `all`, a policy by name, or `module:Class` for your own."""
     write_budget_per_day_bytes: Size | None = Field(
         default=None,
         validation_alias="write_budget_per_day",
         serialization_alias="write_budget_per_day",
     )
     """Bytes a day that may be copied to each slower tier; what is more is not copied."""
-    promote: Literal["copy", "move"] = "copy"
-    """Whether the slower tier keeps a chunk that goes up (`copy`) or not (`move`)."""
-    promote_after: int = Field(default=1, ge=1)
-    """Hits in the slower tier that bring a chunk up once; 1 is every hit."""
     pin_budget: Fraction = 0.5
     """Share of RAM that chunks promoted for waiting requests may hold."""
     clean_reserve: Fraction = 0.1
@@ -155,6 +160,14 @@ class PlacementConfig(_Section):
         serialization_alias="recompute_per_token",
     )
     """What computing a prompt token takes, for `load_if: worthwhile`; measured if not given."""
+
+    @model_validator(mode="after")
+    def _words_are_for_the_policy(self) -> Self:
+        if self.policy != "ladder":
+            for name in _LADDER_KEYS:
+                if name in self.model_fields_set:
+                    _refuse(name, "a key of policy: ladder only", "leave it out")
+        return self
 
     @model_validator(mode="after")
     def _words_agree(self) -> Self:

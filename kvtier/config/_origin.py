@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from kvtier.errors import ConfigError
 
 __all__ = ["Origin"]
 
@@ -53,6 +56,14 @@ class Origin:
         """
         place = self.locate(key, value=value)
         return f"{place}: {problem}; {remedy}" if place else f"{problem}; {remedy}"
+
+    @contextmanager
+    def at(self, key: str) -> Iterator[None]:
+        """Put ``key`` and where it is in front of a ConfigError that is raised in here."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.locate(key)}: {error}") from error
 
     def locate(self, key: str, *, value: object = None) -> str:
         """Return ``file:line: key = value``, as much of it as is known."""

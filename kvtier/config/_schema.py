@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtier.config._kinds import (
-    CLASS_PATTERN,
-    installed_evictions,
-    installed_kinds,
-    options_of,
-)
+from kvtier.config._kinds import installed_kinds, options_of
 from kvtier.config._models import KvtierConfig
+from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT
 
 __all__ = ["schema"]
 
@@ -34,19 +30,16 @@ def schema() -> dict[str, Any]:
         definitions[f"tier-{kind}"] = tier
         references.append({"$ref": f"#/$defs/tier-{kind}"})
     root["properties"]["tiers"]["items"] = {"oneOf": references}
-    root["properties"]["shadow"]["items"] = _eviction_schema()
+    root["properties"]["shadow"]["items"] = EVICTION.schema()
+    placement = definitions["PlacementConfig"]["properties"]
+    placement["policy"] |= PLACEMENT.schema()
+    placement["admit"] |= ADMISSION.schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **root,
         "title": "kvtier configuration",
         "description": "Tiers for an LLM engine's KV cache, fastest first.",
     }
-
-
-def _eviction_schema() -> dict[str, Any]:
-    """Return what a policy's name must be."""
-    names = {"enum": list(installed_evictions())}
-    return {"type": "string", "anyOf": [names, {"pattern": CLASS_PATTERN}]}
 
 
 def _tier_schema(kind: str) -> dict[str, Any]:
@@ -56,5 +49,5 @@ def _tier_schema(kind: str) -> dict[str, Any]:
     properties["kind"] = {"const": kind, "description": description}
     # A model may give its own kind a default; a file always names it.
     tier["required"] = ["kind", *(key for key in tier.get("required", ()) if key != "kind")]
-    properties["eviction"] |= _eviction_schema()
+    properties["eviction"] |= EVICTION.schema()
     return {**tier, "title": f"{kind} tier"}

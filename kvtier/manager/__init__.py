@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.manager.estimates import LoadPrice
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
@@ -13,7 +14,7 @@ from kvtier.manager.plans import (
 )
 from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.worth import LoadChoice, LoadPrice, LoadWorth, SkipCause, WorthFigures
+from kvtier.manager.worth import LoadChoice, LoadWorth, SkipCause, WorthFigures
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = [

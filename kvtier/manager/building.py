@@ -6,15 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvtier.config import KvtierConfig, PlacementConfig
+from kvtier.config import KvtierConfig
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.worth import LoadWorth
-from kvtier.policies import LadderPlacement, build_eviction
-from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
+from kvtier.policies import (
+    Admission,
+    ConditionalPlacement,
+    Eviction,
+    LadderPlacement,
+    Placement,
+    build_admission,
+    build_eviction,
+    build_placement,
+)
+from kvtier.policies.admission import WriteBudget
 
-__all__ = ["build_manager", "build_tiers"]
+__all__ = ["build_manager", "build_tiers", "check_policies"]
 
 _PATIENCE_S: Final = 1.0
 _JOB_CHUNKS: Final = 256
@@ -31,14 +40,14 @@ def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierSta
         capacities: Slots of each of its tiers.
 
     Raises:
-        ConfigError: An eviction policy is not installed.
+        ConfigError: An eviction policy is not installed, or cannot be made.
     """
     return [
         TierState(
             options.name,
             number,
             capacity,
-            build_eviction(options.eviction, capacity=capacity),
+            _build_eviction(config, number, capacity),
         )
         for number, (options, capacity) in enumerate(zip(config.tiers, capacities, strict=True))
     ]
@@ -64,19 +73,14 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         truth: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
         make: What makes the manager: the class, or one derived from it.
+
+    Raises:
+        ConfigError: A placement or admission policy is not installed, or cannot be made.
     """
     placement, transfer = config.placement, config.transfer
     return make(
         tiers,
-        placement=LadderPlacement(
-            tiers=len(tiers),
-            write=placement.write,
-            write_after=placement.write_after,
-            promote=placement.promote,
-            promote_after=placement.promote_after,
-            min_chunks=placement.min_chunks,
-            admissions=_build_admissions(placement, tiers, slot_nbytes),
-        ),
+        placement=_build_placement(config, tiers, slot_nbytes),
         limits=ManagerLimits(
             pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
             reserve=placement.clean_reserve,
@@ -101,17 +105,56 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     )
 
 
-def _build_admissions(
-    placement: PlacementConfig, tiers: Sequence[TierState], slot_nbytes: int
+def check_policies(config: KvtierConfig) -> None:
+    """Make sure that every policy that ``config`` names can be made.
+
+    Raises:
+        ConfigError: One is not installed, or cannot be made.
+    """
+    tiers = build_tiers(config, [1] * len(config.tiers))
+    _build_placement(config, tiers, slot_nbytes=1)
+    for number, name in enumerate(config.shadow):
+        with config.origin.at(f"shadow[{number}]"):
+            build_eviction(name, capacity=1)
+
+
+def _build_eviction(config: KvtierConfig, number: int, capacity: int) -> Eviction:
+    with config.origin.at(f"tiers[{number}].eviction"):
+        return build_eviction(config.tiers[number].eviction, capacity=capacity)
+
+
+def _build_placement(
+    config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
+) -> Placement:
+    rules = config.placement
+    placement: Placement
+    if rules.policy == "ladder":
+        placement = LadderPlacement(
+            len(tiers),
+            write=rules.write,
+            write_after=rules.write_after,
+            promote=rules.promote,
+            promote_after=rules.promote_after,
+            min_chunks=rules.min_chunks,
+        )
+    else:
+        with config.origin.at("placement.policy"):
+            placement = build_placement(rules.policy, tiers=len(tiers))
+    conditions = _build_conditions(config, tiers, slot_nbytes)
+    return ConditionalPlacement(placement, conditions) if conditions else placement
+
+
+def _build_conditions(
+    config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> list[Admission]:
     """Build the conditions for entering a slower tier; the budget is asked last."""
-    chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
+    rules = config.placement
     conditions: list[Admission] = []
-    if placement.admit == "second-touch":
-        conditions.append(SecondTouch(chunks))
-    elif placement.admit == "tinylfu":
-        conditions.append(TinyLfu(chunks))
-    if placement.write_budget_per_day_bytes is not None:
-        budget = placement.write_budget_per_day_bytes
+    if rules.admit != "all":
+        chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
+        with config.origin.at("placement.admit"):
+            conditions.append(build_admission(rules.admit, capacity=chunks))
+    if rules.write_budget_per_day_bytes is not None:
+        budget = rules.write_budget_per_day_bytes
         conditions.append(WriteBudget(bytes_per_day=budget, chunk_nbytes=slot_nbytes))
     return conditions

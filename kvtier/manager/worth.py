@@ -3,27 +3,7 @@
 A slower tier usually gives a chunk back in a fraction of the time it takes to compute it. A
 disk that is busy, worn or far away does not, and then a cache makes requests slower than none.
 So before chunks are brought up for a request, the time of that is compared with the time of
-computing the tokens it saves, both as measured here:
-
-* *Loading.* The time from handing a job to the storage engine to its result, as a start-up time
-  plus a time per byte. Bytes are the job's own and those that were in the tier's queue before
-  it: what a request waits for. Every sample counts by its relative error, so that small and
-  large jobs teach alike, and samples fade with each new one and with time (least squares with
-  forgetting; of Ljung, "System Identification", 1999, chapter 11, the scalar case).
-  Of a load that ran into its deadline only a lower bound is known (it is censored, as in Tobin,
-  "Estimation of relationships for limited dependent variables", 1958). Taken as a time, it
-  would say that any number of bytes takes no longer than the deadline. So it only raises an
-  estimate that is below it, start-up and rate alike, and a job that never left the queue says
-  nothing of the bytes it did not move.
-* *Computing.* Seconds of engine steps over their prompt tokens, the recent ones weighing most.
-  Attention makes late tokens of long prompts dearer. That is in the mean as far as prompts are
-  of like length, and a term of its own would need steps of very different depths to be told
-  apart; for a prompt much longer than usual computing is therefore rated too cheap.
-  The engine is shared: of one that computes a share ``u`` of the time, work of ``s`` seconds
-  takes ``s / (1 - u)``, as under processor sharing (Kleinrock, "Time-shared Systems", 1967).
-  Without this term, loading loses where it helps most: a load that takes somewhat longer than
-  computing still spares those who wait for the engine, and with it replays of traces wait
-  least or nearly so at every speed of the disk.
+computing the tokens it saves, both as :mod:`kvtier.manager.estimates` has measured them.
 
 What is kept of a wanted prefix is the head for which loading minus ``margin`` x computing is
 least: a head that is loaded saves its tokens whatever becomes of the tail, a tail without its
@@ -55,26 +35,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier.manager.estimates import ComputeTimes, LoadPrice, LoadTimes
 from kvtier.types import JobId, Outcome, TransferResult
 
-__all__ = ["LoadChoice", "LoadPrice", "LoadWorth", "SkipCause", "WorthFigures"]
+__all__ = ["LoadChoice", "LoadWorth", "SkipCause", "WorthFigures"]
 
-_KEEP: Final = 0.8
-"""Weight that the samples so far keep when one more arrives."""
-_HALF_LIFE_S: Final = 10.0
 _TRY_NBYTES: Final = 16 << 20
 _IN_TIME: Final = 0.8
 """Share of a load's deadline that may be planned for: an estimate is a mean, and a job that is
 a little late has moved its bytes for nothing."""
-_ALIKE: Final = 1e-2
-"""Relative variance of sizes below which a start-up time cannot be told from a rate."""
-_BUSY_HALF_LIFE_S: Final = 30.0
-_BUSIEST: Final = 0.9
-"""Share of time computing beyond which waiting is rated no longer: the formula has no end."""
-_HALF_LIFE_TOKENS: Final = 32_768
 _FEW_CHUNKS: Final = 8
-_FEWEST_TOKENS: Final = 128
-"""Prompt tokens of a step below which its time is not the prompt's: weights, launches."""
 
 
 class SkipCause(enum.Enum):
@@ -86,27 +56,6 @@ class SkipCause(enum.Enum):
     """Loading pays, but would not have ended by the deadline."""
     UNPROVEN = enum.auto()
     """A load ran into its deadline, and none has arrived since to say how slow the tier is."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPrice:
-    """What loading from a tier takes.
-
-    Attributes:
-        start_s: However little it is.
-        s_per_byte: On top.
-    """
-
-    start_s: float
-    s_per_byte: float
-
-    def seconds(self, nbytes: int) -> float:
-        """Return what ``nbytes`` take, those queued before them included."""
-        return self.start_s + nbytes * self.s_per_byte
-
-    def scaled(self, factor: float) -> LoadPrice:
-        """Return the price of a tier that takes ``factor`` times as long."""
-        return LoadPrice(self.start_s * factor, self.s_per_byte * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,64 +106,6 @@ class WorthFigures:
     last: LoadChoice | None
 
 
-class _Times:
-    """What loads from one tier took: ``seconds / bytes = start / bytes + rate``, fitted.
-
-    Attributes:
-        bounded: Whether the fit was raised to a bound, and nothing was measured since.
-        measured_s: When a load last said something of the tier, on the manager's clock.
-    """
-
-    __slots__ = ("_r", "_u", "_ur", "_uu", "_weight", "bounded", "measured_s")
-
-    def __init__(self) -> None:
-        self._weight = self._u = self._r = self._uu = self._ur = 0.0
-        self.bounded = False
-        self.measured_s = 0.0
-
-    def note(self, nbytes: int, seconds: float, now: float) -> None:
-        """Take a load into account that moved, or waited for, ``nbytes``."""
-        keep = _KEEP * fading(now - self.measured_s)
-        u, r = 1.0 / nbytes, seconds / nbytes
-        self._weight = self._weight * keep + 1.0
-        self._u = self._u * keep + u
-        self._r = self._r * keep + r
-        self._uu = self._uu * keep + u * u
-        self._ur = self._ur * keep + u * r
-        self.bounded = False
-        self.measured_s = now
-
-    def note_bound(self, nbytes: int, seconds: float, now: float) -> None:
-        """Take a load into account that was not done after ``seconds``."""
-        price = self.price()
-        if price is None:
-            self.note(nbytes, seconds, now)
-            self.bounded = True
-            return
-        raised = seconds / price.seconds(nbytes)
-        if raised > 1.0:
-            self._r *= raised
-            self._ur *= raised
-            self.bounded = True
-        self.measured_s = now
-
-    def price(self) -> LoadPrice | None:
-        """Return the fit; None before the first sample."""
-        if not self._weight:
-            return None
-        mean = self._r / self._weight
-        spread = self._weight * self._uu - self._u * self._u
-        if spread <= _ALIKE * self._u * self._u:
-            return LoadPrice(0.0, mean)
-        start_s = (self._weight * self._ur - self._u * self._r) / spread
-        if start_s <= 0.0:
-            return LoadPrice(0.0, mean)
-        s_per_byte = (self._r - start_s * self._u) / self._weight
-        if s_per_byte < 0.0:
-            return LoadPrice(self._ur / self._uu, 0.0)
-        return LoadPrice(start_s, s_per_byte)
-
-
 class LoadWorth:
     """Decides how much of a prefix is loaded, from what loads and computing have taken.
 
@@ -245,14 +136,11 @@ class LoadWorth:
         self._chunk_tokens = chunk_tokens
         self._fixed_s_per_token = recompute_s_per_token
         self._margin = margin
-        self._times = [_Times() for _ in range(tiers)]
+        self._times = [LoadTimes() for _ in range(tiers)]
         self._outstanding_nbytes = [0] * tiers
         self._jobs: dict[JobId, tuple[int, int, int]] = {}
         self._in_time_s = math.inf
-        self._seconds = 0.0
-        self._tokens = 0.0
-        self._busy_s = 0.0
-        self._computed_s = 0.0
+        self._computing = ComputeTimes()
         self._skipped_chunks = [0] * tiers
         self._skipped_tokens = [0] * tiers
         self.last: LoadChoice | None = None
@@ -301,20 +189,14 @@ class LoadWorth:
             seconds: What the step took.
             now: Seconds on the clock of :meth:`choose`.
         """
-        if tokens < _FEWEST_TOKENS or seconds <= 0.0:
-            return
-        self._busy_s = self._busy_s * _lasting(now - self._computed_s) + seconds
-        self._computed_s = max(now, self._computed_s)
-        keep = 0.5 ** (tokens / _HALF_LIFE_TOKENS)
-        self._seconds = self._seconds * keep + seconds
-        self._tokens = self._tokens * keep + tokens
+        self._computing.note(tokens, seconds, now)
 
     @property
     def recompute_s_per_token(self) -> float | None:
         """What computing a prompt token takes; None where nothing was measured."""
         if self._fixed_s_per_token is not None:
             return self._fixed_s_per_token
-        return self._seconds / self._tokens if self._tokens else None
+        return self._computing.s_per_token
 
     # -- deciding ---------------------------------------------------------------------------
 
@@ -338,7 +220,7 @@ class LoadWorth:
         prices = {tier: p for tier in slow if (p := self._times[tier].price()) is not None}
         if not prices:
             return None
-        chunk_s = self._chunk_tokens * s_per_token * self._waiting(now) / groups
+        chunk_s = self._chunk_tokens * s_per_token * self._computing.waiting(now) / groups
         whole = self._cut(sources, prices, chunk_s, divisible=groups == 1)
         kept = proven = self._probed(sources, whole)
         if kept < len(sources):
@@ -398,11 +280,6 @@ class LoadWorth:
         )
 
     # -- internals --------------------------------------------------------------------------
-
-    def _waiting(self, now: float) -> float:
-        """Return how many times as long computing takes because the engine is shared."""
-        busy_s = self._busy_s * _lasting(now - self._computed_s)
-        return 1.0 / (1.0 - min(busy_s * math.log(2.0) / _BUSY_HALF_LIFE_S, _BUSIEST))
 
     def _cut(
         self,
@@ -474,10 +351,7 @@ class LoadWorth:
         """Return ``kept``, or more for the sake of a new measurement."""
         if any(self._outstanding_nbytes[tier] for tier in prices):
             return kept
-        hoped = {
-            tier: price.scaled(fading(now - self._times[tier].measured_s))
-            for tier, price in prices.items()
-        }
+        hoped = {tier: p for tier in prices if (p := self._times[tier].hoped(now)) is not None}
         length = self._cut(sources, hoped, chunk_s, divisible=groups == 1)
         known = set(sources[:kept]) - {0}
         left = self._try_chunks
@@ -515,13 +389,3 @@ class LoadWorth:
             queued_nbytes=sum(queued.values()),
             in_time_s=self._in_time_s,
         )
-
-
-def _lasting(age_s: float) -> float:
-    """Return the share of past work that still counts after ``age_s``."""
-    return math.pow(0.5, max(age_s, 0.0) / _BUSY_HALF_LIFE_S)
-
-
-def fading(age_s: float) -> float:
-    """Return the share of an estimate, or of a weight, that is left after ``age_s``."""
-    return math.pow(0.5, max(age_s, 0.0) / _HALF_LIFE_S)

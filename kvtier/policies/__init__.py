@@ -1,7 +1,8 @@
-"""Policies: which copy leaves a full tier, and which tiers a chunk should be in."""
+"""Policies: who leaves a full tier, which tiers a chunk should be in, what may enter one."""
 
 from __future__ import annotations
 
+from kvtier.policies.admission import Admission
 from kvtier.policies.base import (
     NEVER,
     ChunkCopy,
@@ -12,12 +13,15 @@ from kvtier.policies.base import (
     PolicyContext,
     Promotion,
 )
+from kvtier.policies.conditional import ConditionalPlacement
 from kvtier.policies.placement import LadderPlacement
-from kvtier.policies.registry import build_eviction
+from kvtier.policies.registry import build_admission, build_eviction, build_placement
 
 __all__ = [
     "NEVER",
+    "Admission",
     "ChunkCopy",
+    "ConditionalPlacement",
     "CopyState",
     "Evictable",
     "Eviction",
@@ -25,5 +29,7 @@ __all__ = [
     "Placement",
     "PolicyContext",
     "Promotion",
+    "build_admission",
     "build_eviction",
+    "build_placement",
 ]

@@ -18,7 +18,7 @@ from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
 from kvtier.policies.eviction._frequency import SketchFrequency
 
-__all__ = ["Admission", "SecondTouch", "TinyLfu", "WriteBudget", "admits_all"]
+__all__ = ["Admission", "SecondTouch", "TinyLfu", "WriteBudget"]
 
 _DAY_S = 86_400.0
 _BURSTS_PER_DAY = 25
@@ -26,21 +26,43 @@ _SAMPLE_PER_SLOT = 2
 
 
 class Admission(ABC):
-    """One condition for entering a slower tier."""
+    """One condition for entering a slower tier.
+
+    One object serves all tiers of a cache, and judges each by itself: what it was asked for
+    one says nothing about another. It reads the copies, writes to none and keeps none.
+
+    Args:
+        capacity: Chunks of RAM and of the largest tier together, for what is remembered to be
+            in proportion to: at most one key for each, and that for each tier.
+
+    Attributes:
+        capacity: That number.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
 
     @abstractmethod
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``.
 
-        Asked when the copy is about to be written, after every other condition agreed.
+        Asked when the copy is about to be written, once the placement and the conditions
+        before this one agreed. It is asked again about a chunk that was refused, when that is
+        to be written again; and about one that was admitted and found no room, or was evicted
+        there since. Nobody says which of these it is: ``copy.generation`` differs for another
+        copy of the chunk in RAM, and is 0 for one in a slower tier.
+
+        Args:
+            copy: The copy it is written from, in RAM or in a slower tier.
+            tier: Index of the tier that it would enter, 1 or more.
+            ctx: What else may be known.
         """
 
-
-def admits_all(
-    conditions: Sequence[Admission], copy: ChunkCopy, tier: int, ctx: PolicyContext
-) -> bool:
-    """Return whether all ``conditions`` admit ``copy``; later ones are not asked in vain."""
-    return all(condition.admits(copy, tier, ctx) for condition in conditions)
+    def admits_many(
+        self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
+    ) -> Sequence[bool]:
+        """Do :meth:`admits` for ``copies``, in this order."""
+        return [self.admits(copy, tier, ctx) for copy in copies]
 
 
 class SecondTouch(Admission):
@@ -51,11 +73,11 @@ class SecondTouch(Admission):
     admitted there before, so it is not asked again.
 
     Args:
-        remembered: Most keys to remember for each tier, the latest ones.
+        capacity: Most keys to remember for each tier, the latest ones.
     """
 
-    def __init__(self, remembered: int) -> None:
-        self._remembered = remembered
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
         self._asked: dict[int, OrderedDict[ChunkKey, tuple[int, bool]]] = {}
 
     @override
@@ -67,7 +89,7 @@ class SecondTouch(Admission):
         # One copy is asked for several times if the tier has no room: that is not another use.
         again = last is not None and (last[0] != copy.generation or last[1])
         asked[copy.key] = (copy.generation, again)
-        if len(asked) > self._remembered:
+        if len(asked) > self.capacity:
             asked.popitem(last=False)
         return again or copy.hits > 0
 
@@ -84,14 +106,14 @@ class TinyLfu(Admission):
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        super().__init__(capacity)
         self._sketches: dict[int, SketchFrequency] = {}
 
     @override
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         sketch = self._sketches.get(tier)
         if sketch is None:
-            sketch = SketchFrequency(self._capacity, sample_per_slot=_SAMPLE_PER_SLOT)
+            sketch = SketchFrequency(self.capacity, sample_per_slot=_SAMPLE_PER_SLOT)
             self._sketches[tier] = sketch
         sketch.count(copy.key)
         return sketch.of(copy.key) + copy.hits >= 2
@@ -113,6 +135,7 @@ class WriteBudget(Admission):
     """
 
     def __init__(self, *, bytes_per_day: int, chunk_nbytes: int) -> None:
+        super().__init__(capacity=0)  # of chunks it remembers nothing
         per_day = bytes_per_day / chunk_nbytes
         self._most = max(per_day / _BURSTS_PER_DAY, 1.0)
         refill = per_day - self._most

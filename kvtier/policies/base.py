@@ -252,7 +252,13 @@ class Eviction(ABC):
         return victims
 
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Do :meth:`on_insert` for ``copies``, root to leaf."""
+        """Do :meth:`on_insert` for ``copies``, which became members together.
+
+        Those of one prompt come root to leaf, or in the order in which another tier gave them
+        up. As none was used before another, a policy may let a prompt in from either end,
+        whichever way it came: leaf first, say, so that of those the root stays longest. Copies
+        that name no parent enter in the order given.
+        """
         for copy in copies:
             self.on_insert(copy, ctx)
 
@@ -276,11 +282,34 @@ class Promotion:
 
 
 class Placement(ABC):
-    """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM."""
+    """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
+
+    One object serves a cache for as long as it runs, and is asked by one thread, with the
+    chunks of one moment in each call. An answer is final: what it says is done unless there is
+    no room or a transfer fails, and the placement does not hear of either. Copies are the
+    manager's; a placement reads them, writes to none and keeps none. What it remembers it
+    bounds itself.
+
+    Not its affair, whatever it answers: who leaves a full tier (:class:`Eviction`), what a
+    request may not be in (``copy.terms``), and the conditions of a file's ``admit`` and
+    ``write_budget_per_day``, which are asked after :meth:`admit`.
+
+    Args:
+        tiers: Number of tiers, RAM included.
+
+    Attributes:
+        tiers: That number.
+    """
+
+    def __init__(self, tiers: int) -> None:
+        self.tiers = tiers
 
     @property
     def places_used(self) -> bool:
-        """Whether :meth:`place` is also asked about chunks that were loaded from RAM."""
+        """Whether :meth:`place` is also asked about chunks that were loaded from RAM.
+
+        The same for the life of the object, as is :attr:`min_chunks`.
+        """
         return False
 
     @property
@@ -295,13 +324,30 @@ class Placement(ABC):
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         """Return the slower tiers that a chunk in RAM must reach as soon as possible.
 
-        Asked about every chunk that is new there and in no slower tier, and with
-        :attr:`places_used` again at each use.
+        Asked about every chunk that is new there and in no slower tier, when its store is
+        complete, and with :attr:`places_used` again at each use.
+
+        Args:
+            copy: The chunk's copy in RAM, whole.
+            ctx: What else may be known.
+
+        Returns:
+            Slower tiers, each once; none where RAM will do.
         """
 
-    @abstractmethod
-    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
-        """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried."""
+    def admit(
+        self,
+        copy: ChunkCopy,  # noqa: ARG002 - a default that works
+        tier: int,  # noqa: ARG002
+        why: Why,  # noqa: ARG002
+        ctx: PolicyContext,  # noqa: ARG002
+    ) -> bool:
+        """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried.
+
+        Asked about what :meth:`place` or :meth:`demote` sends to ``tier``, right before it
+        goes. All may, unless a placement knows better.
+        """
+        return True
 
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
@@ -317,19 +363,22 @@ class Placement(ABC):
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        """Return how to bring up ``copy``, found in tier ``source`` for a waiting request."""
+        """Return how to bring up ``copy``, found in tier ``source`` for a waiting request.
+
+        Asked when the promotion is planned, once for each; ``copy.hits`` does not count it yet.
+        """
 
     def promote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[Promotion]:
-        """Do :meth:`promote` for ``copies``."""
+        """Do :meth:`promote` for ``copies``, of which there is at least one."""
         return [self.promote(copy, source, ctx) for copy in copies]
 
     def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
         """Return the tiers that :meth:`demote` may name for victims of ``source``.
 
-        A tier whose victims go nowhere needs no reserve of free slots; one with several targets
-        sends nothing down while any of them is full.
+        Always the same ones. A tier whose victims go nowhere needs no reserve of free slots;
+        one with several targets sends nothing down while any of them is full.
 
         Args:
             source: Index of the tier.
@@ -339,9 +388,14 @@ class Placement(ABC):
 
     @abstractmethod
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
-        """Return the tier that a victim of ``source`` must reach before it goes, or None.
+        """Return the tier that ``copy`` must reach before it leaves ``source``, or None.
 
-        The manager asks only for victims without a copy in a slower tier.
+        Asked only about chunks that no slower tier has, and about one chunk perhaps several
+        times: when it is new in ``source``, so that it is known to be owed, when it is picked
+        to leave, and at a shutdown.
+
+        Returns:
+            One of :meth:`demotion_targets`; None to let it go.
         """
 
     def demote_many(

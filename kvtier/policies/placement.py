@@ -7,7 +7,6 @@ from typing import Final, Literal
 
 from typing_extensions import override
 
-from kvtier.policies.admission import Admission, admits_all
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.types import Why
 
@@ -37,20 +36,19 @@ class LadderPlacement(Placement):
             it leaves again once the request it was fetched for has loaded it. Not with
             ``move``, which leaves no copy to count on.
         min_chunks: Chunks of the shortest prefix that is copied down.
-        admissions: What a chunk must fulfil to be written to a slower tier, in this order.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each thing that can be composed
+    def __init__(
         self,
-        *,
         tiers: int,
-        write: Literal["through", "evict"],
+        *,
+        write: Literal["through", "evict"] = "through",
         write_after: int = 1,
         promote: Literal["copy", "move"] = "copy",
         promote_after: int = 1,
         min_chunks: int = 1,
-        admissions: Sequence[Admission] = (),
     ) -> None:
+        super().__init__(tiers)
         through = write == "through"
         self._slower = tuple(range(1, tiers)) if through else ()
         self._last = 0 if through else tiers - 1
@@ -58,10 +56,9 @@ class LadderPlacement(Placement):
         self._moves = promote == "move"
         self._promote_after = promote_after
         self._min_chunks = min_chunks
-        self._admissions = tuple(admissions)
         # A derived class may decide any of these chunk by chunk.
         self._places_alike = write_after == 1 and self._has_own("place")
-        self._admits_all = not admissions and self._has_own("admit")
+        self._admits_all = self._has_own("admit")
         self._promotes_alike = promote_after == 1 and self._has_own("promote")
         self._demotes_alike = self._has_own("demote")
 
@@ -78,10 +75,6 @@ class LadderPlacement(Placement):
     @override
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         return self._slower if copy.hits + 1 >= self._write_after else ()
-
-    @override
-    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
-        return not self._admissions or admits_all(self._admissions, copy, tier, ctx)
 
     @override
     def place_many(

@@ -1,18 +1,35 @@
-"""Policies by name."""
+"""Policies by name: kvtier's own, those of installed packages, and any other class.
+
+All are made the same way: the class is called with one number that says how large the cache
+is. There are no options; a variant is a class of its own.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import Any, Final, Generic, TypeVar, cast
 
 from kvtier.errors import ConfigError
 from kvtier.policies import eviction
-from kvtier.policies.base import Eviction
+from kvtier.policies.admission import Admission, SecondTouch, TinyLfu
+from kvtier.policies.base import Eviction, Placement
+from kvtier.policies.placement import LadderPlacement
 
-__all__ = ["BUILT_IN_EVICTIONS", "EVICTION_GROUP", "build_eviction"]
+__all__ = [
+    "ADMISSIONS",
+    "BUILT_IN_EVICTIONS",
+    "EVICTIONS",
+    "PLACEMENTS",
+    "PolicyRole",
+    "build_admission",
+    "build_eviction",
+    "build_placement",
+]
 
-EVICTION_GROUP: Final = "kvtier.eviction"
-"""Entry points: a policy's name -> its class."""
+PolicyT = TypeVar("PolicyT")
 
 BUILT_IN_EVICTIONS: Final[dict[str, type[Eviction]]] = {
     "arc": eviction.Arc,
@@ -34,6 +51,82 @@ BUILT_IN_EVICTIONS: Final[dict[str, type[Eviction]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyRole(Generic[PolicyT]):
+    """One of the things that a policy can be for.
+
+    Attributes:
+        what: What messages call such a policy.
+        group: Entry points: a policy's name -> its class.
+        base: What the class must be derived from.
+        built_in: kvtier's own, by name.
+    """
+
+    what: str
+    group: str
+    base: type[Any]
+    built_in: Mapping[str, type[PolicyT]]
+
+    def named(self, name: str) -> type[PolicyT]:
+        """Return the class called ``name``.
+
+        Args:
+            name: A built-in policy, the entry point of an installed package, or
+                ``module:Class``.
+
+        Raises:
+            ConfigError: There is no such policy, or it cannot be made.
+        """
+        return self.built_in.get(name) or self._loaded(self._point(name))
+
+    def _point(self, name: str) -> EntryPoint:
+        if ":" in name:
+            return EntryPoint(name=name, value=name, group=self.group)
+        installed = entry_points(group=self.group)
+        if name not in installed.names:
+            known = ", ".join(sorted({*self.built_in, *installed.names}))
+            remedy = "or name a class as module:Class"
+            raise ConfigError(f"unknown {self.what} {name!r}; installed: {known}; {remedy}")
+        return installed[name]
+
+    def _loaded(self, point: EntryPoint) -> type[PolicyT]:
+        policy = f"{self.what} {point.name!r}"
+        try:
+            loaded = point.load()
+        except (ImportError, AttributeError) as error:
+            problem = f"{policy} ({point.value}) does not load: {error}"
+            remedy = "repair or remove the package that provides it"
+            raise ConfigError(f"{problem}; {remedy}") from error
+        base = self.base.__name__
+        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            problem = f"{policy}: {point.value} is no {base}"
+            raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
+        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+        if missing:
+            problem = f"{policy}: {point.value} leaves out {missing}"
+            raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")
+        try:
+            inspect.signature(loaded).bind(1)
+        except TypeError as error:
+            problem = f"{policy}: {point.value} cannot be made from one number: {error}"
+            raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
+        return cast("type[PolicyT]", loaded)
+
+
+EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
+    "eviction policy", "kvtier.eviction", Eviction, BUILT_IN_EVICTIONS
+)
+PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
+    "placement policy", "kvtier.placement", Placement, {"ladder": LadderPlacement}
+)
+ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
+    "admission policy",
+    "kvtier.admission",
+    Admission,
+    {"second-touch": SecondTouch, "tinylfu": TinyLfu},
+)
+
+
 def build_eviction(name: str, *, capacity: int, future: bool = False) -> Eviction:
     """Build the eviction policy called ``name`` for a tier of ``capacity`` slots.
 
@@ -43,33 +136,37 @@ def build_eviction(name: str, *, capacity: int, future: bool = False) -> Evictio
         future: Whether the caller sets ``ctx.next_use``, as a simulator can.
 
     Raises:
-        ConfigError: There is no such policy, it does not load, or it needs a future that nobody
-            knows.
+        ConfigError: There is no such policy, it cannot be made, or it needs a future that
+            nobody knows.
     """
-    factory = BUILT_IN_EVICTIONS.get(name) or _load(name)
+    factory = EVICTIONS.named(name)
     if factory.needs_future and not future:
         problem = f"eviction policy {name!r} must know the future"
         raise ConfigError(f"{problem}; use it in kvtier sim, and another one in a live tier")
     return factory(capacity)
 
 
-def _load(name: str) -> type[Eviction]:
-    if ":" in name:
-        point = EntryPoint(name=name, value=name, group=EVICTION_GROUP)
-    else:
-        installed = entry_points(group=EVICTION_GROUP)
-        if name not in installed.names:
-            known = ", ".join(sorted({*BUILT_IN_EVICTIONS, *installed.names}))
-            remedy = "or name a class as module:Class"
-            raise ConfigError(f"unknown eviction policy {name!r}; installed: {known}; {remedy}")
-        point = installed[name]
-    try:
-        loaded = point.load()
-    except (ImportError, AttributeError) as error:
-        problem = f"eviction policy {name!r} ({point.value}) does not load: {error}"
-        remedy = "repair or remove the package that provides it"
-        raise ConfigError(f"{problem}; {remedy}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Eviction)):
-        problem = f"eviction policy {name!r}: {point.value} is no Eviction"
-        raise ConfigError(f"{problem}; derive it from kvtier.policies.Eviction")
-    return loaded
+def build_placement(name: str, *, tiers: int) -> Placement:
+    """Build the placement policy called ``name`` for a cache of ``tiers`` tiers.
+
+    Args:
+        name: As for :func:`build_eviction`; ``ladder`` is made with its defaults.
+        tiers: Number of tiers, RAM included.
+
+    Raises:
+        ConfigError: There is no such policy, or it cannot be made.
+    """
+    return PLACEMENTS.named(name)(tiers)
+
+
+def build_admission(name: str, *, capacity: int) -> Admission:
+    """Build the admission policy called ``name``.
+
+    Args:
+        name: As for :func:`build_eviction`.
+        capacity: Chunks of RAM and of the largest tier together.
+
+    Raises:
+        ConfigError: There is no such policy, or it cannot be made.
+    """
+    return ADMISSIONS.named(name)(capacity)

@@ -177,13 +177,27 @@ class EvictionContract(ABC):
 
     def test_a_prompt_that_comes_as_a_batch_is_inserted_once_each(self) -> None:
         eviction, ctx = self.make_eviction(capacity=8), PolicyContext()
-        copies = _make_copies(8)
-        for parent, copy in pairwise(copies):
-            copy.parent, copy.depth = parent.key, parent.depth + 1
+        copies = _make_prompt(8)
         eviction.on_insert_many(copies, ctx)
         picked = _pick_all(eviction, ctx)
         assert set(picked) == set(copies)
         assert len(picked) == len(copies)
+
+    def test_a_prompt_that_comes_as_a_batch_enters_from_either_end(self) -> None:
+        for is_downwards in (True, False):
+            orders: list[list[ChunkKey]] = []
+            for in_bulk, is_turned in ((True, False), (False, False), (False, True)):
+                eviction, ctx = self.make_eviction(capacity=8), PolicyContext()
+                prompt = _make_prompt(8)
+                if is_downwards == is_turned:
+                    prompt.reverse()
+                if in_bulk:
+                    eviction.on_insert_many(prompt, ctx)
+                else:
+                    for copy in prompt:
+                        eviction.on_insert(copy, ctx)
+                orders.append([copy.key for copy in _pick_all(eviction, ctx)])
+            assert orders[0] in orders[1:]
 
     def test_rejected_candidates_are_not_asked_again_at_every_pick(self) -> None:
         members = 512
@@ -306,6 +320,14 @@ def _make_copies(count: int, *, start: int = 0) -> list[ChunkCopy]:
         copy = ChunkCopy(_key(number), number)
         copy.state = CopyState.RESIDENT
         copies.append(copy)
+    return copies
+
+
+def _make_prompt(count: int) -> list[ChunkCopy]:
+    """Return the copies of one prompt, root to leaf."""
+    copies = _make_copies(count)
+    for parent, copy in pairwise(copies):
+        copy.parent, copy.depth = parent.key, parent.depth + 1
     return copies
 
 

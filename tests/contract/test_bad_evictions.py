@@ -13,6 +13,7 @@ from kvtier.testing.eviction_contract import EvictionContract
 
 VICTIMS_LEAVE = "test_a_batch_of_victims_leaves_and_is_of_those_that_may_go"
 LIKE_SINGLE_CALLS = "test_batches_among_pins_do_what_calls_for_one_chunk_do"
+ENTERS_FROM_AN_END = "test_a_prompt_that_comes_as_a_batch_enters_from_either_end"
 NO_GROWTH = "test_the_work_per_operation_does_not_grow_with_the_tier"
 
 
@@ -93,6 +94,13 @@ class InsertsBackwards(Plain):
 
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         super().on_insert_many(copies[::-1], ctx)
+
+
+class TearsPrompts(Plain):
+    """Lets every other chunk of a prompt in before the rest."""
+
+    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        super().on_insert_many(sorted(copies, key=lambda copy: copy.depth % 2), ctx)
 
 
 class ByStamp(Eviction):
@@ -199,6 +207,7 @@ def run_contract(policy: type[Eviction], name: str) -> None:
         (TakesNewest, LIKE_SINGLE_CALLS),
         (UsesBackwards, LIKE_SINGLE_CALLS),
         (InsertsBackwards, LIKE_SINGLE_CALLS),
+        (TearsPrompts, ENTERS_FROM_AN_END),
     ],
 )
 def test_a_bad_policy_fails(policy: type[Eviction], test: str) -> None:
@@ -213,6 +222,8 @@ def test_work_in_c_is_work(policy: type[Eviction]) -> None:
         run_contract(policy, NO_GROWTH)
 
 
-@pytest.mark.parametrize("test", [VICTIMS_LEAVE, LIKE_SINGLE_CALLS, NO_GROWTH])
+@pytest.mark.parametrize(
+    "test", [VICTIMS_LEAVE, LIKE_SINGLE_CALLS, ENTERS_FROM_AN_END, NO_GROWTH]
+)
 def test_a_plain_one_passes(test: str) -> None:
     run_contract(Plain, test)

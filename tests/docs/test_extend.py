@@ -1,32 +1,90 @@
-"""The policy and the tier of the page for extenders keep their contracts."""
+"""The policies and the tier of the page for extenders keep their contracts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.config import parse_config
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
+from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.traces import generate
+from kvtier.testing.admission_contract import AdmissionContract
 from kvtier.testing.eviction_contract import EvictionContract
+from kvtier.testing.placement_contract import PlacementContract
 from kvtier.testing.tier_contract import StorageTierContract
 from tests.docs.pages import DOCS, blocks_of, run_page
 
 PAGE = DOCS / "howto/extend.md"
 NAMES: dict[str, Any] = run_page(PAGE)
-POLICY_TESTS = [name for name in vars(EvictionContract) if name.startswith("test_")]
+CONTRACTS: dict[str, type] = {
+    "SecondChance": EvictionContract,
+    "HeadsFirst": PlacementContract,
+    "ThirdTime": AdmissionContract,
+}
+POLICY_TESTS = [
+    (policy, name)
+    for policy, contract in CONTRACTS.items()
+    for name in vars(contract)
+    if name.startswith("test_")
+]
 TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]
 
 
-@pytest.mark.parametrize("name", POLICY_TESTS)
-def test_the_policy_on_the_page_keeps_the_contract(name: str) -> None:
-    test: Callable[[], None] = getattr(NAMES["TestSecondChance"](), name)
+@pytest.mark.parametrize(("policy", "name"), POLICY_TESTS)
+def test_the_policies_on_the_page_keep_their_contracts(policy: str, name: str) -> None:
+    test: Callable[[], None] = getattr(NAMES[f"Test{policy}"](), name)
     test()
 
 
-def test_the_policy_on_the_page_has_twenty_lines() -> None:
-    (text,) = (block.text for block in blocks_of(PAGE) if "class SecondChance(" in block.text)
+@pytest.mark.parametrize("policy", CONTRACTS)
+def test_the_policies_on_the_page_have_twenty_lines(policy: str) -> None:
+    (text,) = (block.text for block in blocks_of(PAGE) if f"class {policy}(" in block.text)
     assert len([line for line in text.splitlines() if line.strip()]) <= 20
+
+
+def test_the_placement_on_the_page_writes_heads_first_and_the_rest_if_it_was_used() -> None:
+    placement, ctx = NAMES["HeadsFirst"](3), PolicyContext()
+    head, tail = (ChunkCopy(b"key", 0, None, depth) for depth in (63, 64))
+    assert [*placement.place(head, ctx)] == [1, 2]
+    assert [*placement.place(tail, ctx)] == []
+    assert placement.demote(tail, 0, ctx) is None
+    assert not placement.promote(tail, 1, ctx).stay
+    tail.hits = 1
+    assert [placement.demote(tail, source, ctx) for source in range(3)] == [1, 2, None]
+    assert placement.promote(tail, 1, ctx).stay
+
+
+def test_the_admission_on_the_page_lets_a_chunk_in_the_third_time() -> None:
+    admission, ctx = NAMES["ThirdTime"](2), PolicyContext()
+    copy = ChunkCopy(b"key", 0)
+    assert [admission.admits(copy, 1, ctx) for _ in range(4)] == [False, False, True, False]
+    assert not admission.admits(copy, 2, ctx), "another tier"
+
+
+@pytest.mark.parametrize("key", ["policy: HeadsFirst", "admit: ThirdTime"])
+def test_the_page_s_policies_work_in_a_file_and_in_the_simulator(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "\n".join(
+        block.text
+        for block in blocks_of(PAGE)
+        if block.language == "python" and "kvtier.testing" not in block.text
+    )
+    (tmp_path / "kvtier_page.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = ["tiers:", "- {kind: ram, capacity: 256KiB}"]
+    lines += ["- {kind: nvme, path: /nowhere, capacity: 8MiB}", "placement:"]
+    trace = generate("chat", sessions=6, per_s=0.1, chunk_tokens=64, seed=1)
+    written = []
+    for line in ("policy: ladder", key.replace(": ", ": kvtier_page:")):
+        config = parse_config("\n".join([*lines, f"  {line}"]), source="a.yaml")
+        simulated = simulate_ladder(trace, config, chunk_bytes=4096)
+        written.append(simulated.tiers[1].chunks_written)
+    assert 0 < written[1] < written[0]
 
 
 def test_the_policy_on_the_page_spares_what_was_used() -> None:

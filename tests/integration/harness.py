@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from kvtier.vllm.demo.model import (
     BLOCK_TOKENS,
     KV_NBYTES_PER_BLOCK,
     VOCABULARY,
+    architecture,
     write_model,
 )
 from kvtier.vllm.demo.runner import run_engine
@@ -23,6 +26,12 @@ SYSTEM_PROMPTS = 8
 LONG_ANSWERS = 12
 ANSWER_TOKENS = 8
 LONG_ANSWER_TOKENS = 64
+
+WINDOWED = {
+    "sliding_window": 2 * BLOCK_TOKENS,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""Every other layer sees a window of two blocks: two KV cache groups."""
 
 
 def words(draw: random.Random, low: int, high: int) -> tuple[int, ...]:
@@ -130,9 +139,17 @@ class Site:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def run_reference(directory: Path) -> Reference:
-    """Ask plain vLLM, with a GPU cache large enough for everything."""
+def run_reference(
+    directory: Path, changed: Mapping[str, object] = MappingProxyType({})
+) -> Reference:
+    """Ask plain vLLM, with a GPU cache large enough for everything.
+
+    Args:
+        directory: Where the model and the log are written.
+        changed: What of the model's ``config.json`` is otherwise.
+    """
     write_model(directory / "model")
+    (directory / "model" / "config.json").write_text(json.dumps(architecture() | {**changed}))
     draw = random.Random(7)
     talk = conversations(draw)
     long_answers = Wave(

@@ -1,14 +1,13 @@
 """Both doors into vLLM and both load paths: the same tokens, whatever the tiers' sizes.
 
 The scenarios of the other modules run with the connector and its default load path; here the
-other combinations run, the long ones by night, and models with several KV cache groups.
+other doors run, the long ones by night, models with several KV cache groups, and loads that
+fail. ``test_every_way`` has the combinations.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ from kvtier.vllm.demo.model import (
     architecture,
     write_model,
 )
-from kvtier.vllm.demo.runner import EngineFailedError, EngineProcess, run_engine
+from kvtier.vllm.demo.runner import EngineFailedError, run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario, Wave
-from tests.integration.harness import Reference, Site
+from tests.integration.harness import WINDOWED, Reference, Site
 from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
 
 DOORS = {
@@ -31,7 +30,6 @@ DOORS = {
     "staged": (Door.CONNECTOR, "staged"),
     "direct": (Door.CONNECTOR, "direct"),
 }
-WINDOW_TOKENS = 64
 GPU_BLOCKS = 72
 CONTEXT_TOKENS = 1024
 
@@ -92,68 +90,11 @@ def test_two_hundred_requests_spill_to_nvme_and_every_token_is_equal(
     site.assert_nothing_held()
 
 
-@pytest.mark.slow
-@other_doors
-def test_preemption_aborts_and_a_reset_keep_every_token_equal(
-    door: str, reference: Reference, site: Site
-) -> None:
-    preempting = reference.long_answers
-    aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
-    few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
-    waves = (preempting, aborting, preempting.model_copy(update=few))
-    scenario = site.scenario(waves, ram_blocks=40, nvme_blocks=400).model_copy(
-        update={"gpu_blocks": 40, "context_tokens": 512}
-    )
-    report = run_engine(through(door, scenario), site.directory, door)
-    reference.assert_equal(report, waves=waves)
-    assert report.count("vllm:num_preemptions") > 0
-    assert [answer.cached_tokens for answer in report.waves[2].answers] == [0, 0, 0]
-    assert_nothing_pinned(report)
-    site.assert_nothing_held()
-
-
-@pytest.mark.slow
-@other_doors
-def test_what_a_killed_engine_stored_is_loaded_by_the_next(
-    door: str, reference: Reference, site: Site
-) -> None:
-    waves = reference.conversations[:2]
-    blocks = reference.footprint_blocks
-    scenario = through(door, site.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks))
-    with EngineProcess(scenario, site.directory, "killed") as engine:
-        for _ in waves:
-            engine.wait_for("wave")
-        os.kill(engine.pid, signal.SIGKILL)
-    report = run_engine(scenario, site.directory, "after")
-    reference.assert_equal(report, waves=waves)
-    assert report.waves[0].counters["kvtier_hit_tokens{tier=nvme}"] > 0
-    site.assert_nothing_held()
-
-
-@pytest.mark.slow
-@other_doors
-def test_two_ranks_spill_and_restart(door: str, reference: Reference, site: Site) -> None:
-    wave = Wave(prompts=reference.conversations[0].prompts[:16], max_tokens=4)
-    again = wave.model_copy(update={"prompts": wave.prompts[::-1]})
-    scenario = site.scenario((wave, again), ram_blocks=48, nvme_blocks=512)
-    scenario = through(door, scenario.model_copy(update={"ranks": 2}))
-    for name in ("ranks", "again"):
-        report = run_engine(scenario, site.directory, name)
-        reference.assert_equal(report, waves=(wave, again))
-        assert hit_tokens(report, "nvme") > 0
-        site.assert_nothing_held()
-
-
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model every other layer of which sees a window of two blocks: two KV cache groups."""
     model = tmp_path_factory.mktemp("windowed") / "model"
     write_model(model)
-    values = architecture() | {
-        "sliding_window": WINDOW_TOKENS,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    (model / "config.json").write_text(json.dumps(values))
+    (model / "config.json").write_text(json.dumps(architecture() | WINDOWED))
     return model
 
 

@@ -91,6 +91,18 @@ def test_every_command_has_help_that_fits_a_terminal(
     assert f"  {command}  " in shell("--help").out
 
 
+def test_a_policy_that_cannot_be_made_is_a_problem(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "tiers: [{kind: ram, capacity: 1MiB}]\n"
+        "placement: {policy: 'kvtier.policies:Eviction'}\n"
+    )
+    ran = shell("check", file)
+    assert ran.code == 2
+    assert "own.yaml:2: placement.policy = kvtier.policies:Eviction: " in ran.err
+    assert "is no Placement; derive it from kvtier.policies.Placement" in ran.err
+
+
 def test_a_file_that_works_here_is_ok(shell: Shell, config: Path) -> None:
     ran = shell("check", config)
     assert (ran.code, ran.err) == (0, "")

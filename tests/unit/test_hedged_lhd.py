@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -193,6 +194,24 @@ def test_chunks_of_unknown_prompts_enter_in_bulk_as_one_by_one() -> None:
     ]
     assert orders[0] == orders[1]
     assert len(orders[0]) == 505
+
+
+@pytest.mark.parametrize("downwards", [True, False])
+def test_recovered_chunks_cost_no_more_however_they_stand(downwards: bool) -> None:
+    single, batch, ctx = HedgedLhd(8192), HedgedLhd(8192), PolicyContext()
+    orders, lines = [], 0
+    for policy in (single, batch):
+        survivors = [ChunkCopy(copy.key, copy.slot) for copy in chain(512)]
+        policy.on_insert_many(survivors, ctx)
+        used = _way(survivors, downwards)
+        if policy is batch:
+            lines = count_lines(partial(policy.on_hit_many, used, ctx))
+        else:
+            for copy in used:
+                policy.on_hit(copy, ctx)
+        orders.append([copy.slot for copy in policy.pick_many(512, lambda _: True, ctx)])
+    assert lines < 8 * 512
+    assert orders[0] == orders[1] == [copy.slot for copy in _way(chain(512), downwards)]
 
 
 def test_a_victim_that_stays_is_neither_lost_nor_a_departure() -> None:

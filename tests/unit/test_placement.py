@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from math import floor
 from typing import Literal
 
@@ -12,7 +13,14 @@ from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
+from kvtier.policies import (
+    ChunkCopy,
+    ConditionalPlacement,
+    LadderPlacement,
+    Placement,
+    PolicyContext,
+    Promotion,
+)
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
@@ -106,6 +114,7 @@ def test_a_small_budget_is_a_chunk_now_and_then() -> None:
 
 class Counting(Admission):
     def __init__(self, *, verdict: bool) -> None:
+        super().__init__(capacity=0)
         self.verdict = verdict
         self.asked = 0
 
@@ -119,12 +128,49 @@ def test_a_refusal_spares_the_conditions_behind_it() -> None:
     bench = Workbench(
         2,
         4,
-        placement=LadderPlacement(tiers=2, write="through", admissions=[first, refusing, last]),
+        placement=ConditionalPlacement(LadderPlacement(2), [first, refusing, last]),
     )
     bench.store(prefix(2))
     bench.settle()
     assert (first.asked, refusing.asked, last.asked) == (2, 2, 0)
     assert bench.resident(1) == set()
+
+
+class Everywhere(Placement):
+    """Wants every chunk in every tier."""
+
+    def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
+        return range(1, self.tiers)
+
+    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
+        return Promotion()
+
+    def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
+        return source + 1 if source + 1 < self.tiers else None
+
+
+def test_a_budget_holds_in_each_tier_whoever_places() -> None:
+    budget = WriteBudget(bytes_per_day=50, chunk_nbytes=1)
+    placement = ConditionalPlacement(Everywhere(3), [budget])
+    bench = Workbench(4, 200, 200, placement=placement)
+    for number in range(100):
+        bench.manager.end_step(now=number * 600.0)
+        for job in bench.manager.take_jobs():
+            bench.finish(job)
+        bench.store(prefix(2, of=number))
+    written = [tier.counters.stored for tier in bench.tiers[1:]]
+    assert all(20 < chunks <= 50 for chunks in written), written
+
+
+def test_conditions_change_nothing_else() -> None:
+    ladder = LadderPlacement(3, write="through", write_after=2, min_chunks=4)
+    placement = ConditionalPlacement(ladder, [Counting(verdict=False)])
+    copies = [copy_of(number, hits=number) for number in range(3)]
+    assert (placement.tiers, placement.places_used, placement.min_chunks) == (3, True, 4)
+    assert placement.place_many(copies, CTX) == ladder.place_many(copies, CTX)
+    assert placement.promote_many(copies, 1, CTX) == ladder.promote_many(copies, 1, CTX)
+    assert placement.demote_many(copies, 0, CTX) == ladder.demote_many(copies, 0, CTX)
+    assert placement.demotion_targets(0, 3) == ladder.demotion_targets(0, 3)
 
 
 # -- the ladder ------------------------------------------------------------------------------

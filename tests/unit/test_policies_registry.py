@@ -3,23 +3,57 @@
 from __future__ import annotations
 
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.config import parse_config, schema
+from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT, PolicyNames
 from kvtier.errors import ConfigError
-from kvtier.policies import Eviction, build_eviction
+from kvtier.manager.building import build_manager, build_tiers, check_policies
+from kvtier.policies import (
+    ConditionalPlacement,
+    Eviction,
+    Placement,
+    build_admission,
+    build_eviction,
+    build_placement,
+)
+from kvtier.policies.admission import WriteBudget
 from kvtier.policies.eviction import Belady, Lru
-from kvtier.policies.registry import BUILT_IN_EVICTIONS, EVICTION_GROUP
+from kvtier.policies.registry import ADMISSIONS, BUILT_IN_EVICTIONS, EVICTIONS, PLACEMENTS
+from kvtier.testing.fakes import RecordingTruth
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = """
+from kvtier.policies import Admission, LadderPlacement, Placement
 from kvtier.policies.eviction import Belady, Lru
 
 
 class Mine(Lru):
     pass
+
+
+class Down(LadderPlacement):
+    def __init__(self, tiers):
+        super().__init__(tiers, write="evict")
+
+
+class Half(Placement):
+    def place(self, copy, ctx):
+        return ()
+
+
+class Greedy(LadderPlacement):
+    def __init__(self, tiers, appetite):
+        super().__init__(tiers)
+
+
+class Deep(Admission):
+    def admits(self, copy, tier, ctx):
+        return copy.depth > 3
 
 
 class Seer(Belady):
@@ -35,6 +69,16 @@ ENTRY_POINTS = """
 mine = kvtier_mine:Mine
 wrong = kvtier_mine:Wrong
 gone = kvtier_mine_that_is_gone:Mine
+
+[kvtier.placement]
+down = kvtier_mine:Down
+half = kvtier_mine:Half
+wrong = kvtier_mine:Mine
+gone = kvtier_mine_that_is_gone:Down
+
+[kvtier.admission]
+deep = kvtier_mine:Deep
+wrong = kvtier_mine:Down
 """
 
 
@@ -53,16 +97,60 @@ def with_eviction(name: str) -> str:
     return f"tiers:\n  - kind: ram\n    capacity: 1GiB\n    eviction: {name}\n"
 
 
-def test_what_is_built_in_is_what_the_package_provides_and_a_file_may_name() -> None:
+def with_placement(*lines: str) -> str:
+    """Return a file whose placement section has ``lines``, from line 8 on."""
+    section = "".join(f"  {line}\n" for line in lines)
+    return (
+        "tiers:\n  - kind: ram\n    capacity: 1GiB\n"
+        f"  - kind: nvme\n    path: /nowhere\n    capacity: 4GiB\nplacement:\n{section}"
+    )
+
+
+def placed_by(*lines: str) -> Placement:
+    """Return the placement of a manager of a file with ``lines``."""
+    config = parse_config(with_placement(*lines), source="a.yaml")
+    manager = build_manager(
+        config,
+        build_tiers(config, [4, 16]),
+        slot_nbytes=1 << 20,
+        chunk_tokens=16,
+        truth=RecordingTruth(),
+        record_events=False,
+    )
+    return manager._ladder.placement
+
+
+@pytest.mark.parametrize(
+    ("role", "names", "unnamed"),
+    [
+        (EVICTIONS, EVICTION, set[str]()),
+        (PLACEMENTS, PLACEMENT, set[str]()),
+        (ADMISSIONS, ADMISSION, {"all"}),
+    ],
+)
+def test_what_is_built_in_is_what_the_package_provides_and_a_file_may_name(
+    role: Any, names: PolicyNames, unnamed: set[str]
+) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
-        provided = tomllib.load(file)["project"]["entry-points"][EVICTION_GROUP]
-    assert provided == {
-        name: f"kvtier.policies.eviction:{policy.__name__}"
-        for name, policy in BUILT_IN_EVICTIONS.items()
+        provided = tomllib.load(file)["project"]["entry-points"][role.group]
+    loaded = {
+        name: EntryPoint(name, value, role.group).load() for name, value in provided.items()
     }
-    names, pattern = schema()["$defs"]["tier-ram"]["properties"]["eviction"]["anyOf"]
-    assert set(names["enum"]) == BUILT_IN_EVICTIONS.keys() - {"belady"}
-    assert set(pattern) == {"pattern"}
+    assert loaded == role.built_in
+    assert names.group == role.group
+    assert set(names.installed()) == (role.built_in.keys() - names.offline) | unnamed
+
+
+def test_the_schema_has_the_names_and_takes_any_class() -> None:
+    definitions = schema()["$defs"]
+    for field, names in (
+        (definitions["tier-ram"]["properties"]["eviction"], EVICTION),
+        (definitions["PlacementConfig"]["properties"]["policy"], PLACEMENT),
+        (definitions["PlacementConfig"]["properties"]["admit"], ADMISSION),
+    ):
+        known, pattern = field["anyOf"]
+        assert set(known["enum"]) == set(names.installed())
+        assert set(pattern) == {"pattern"}
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS.keys() - {"belady"}))
@@ -121,3 +209,135 @@ def test_a_file_that_names_a_class_which_does_not_load_is_refused_with_its_line(
         match=r"^a\.yaml:4: tiers\[0\]\.eviction = nowhere:Lru: does not load: No mod",
     ):
         parse_config(with_eviction("nowhere:Lru"), source="a.yaml")
+
+
+# -- placement and admission -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("name", ["down", "kvtier_mine:Down"])
+def test_a_policy_of_another_package_may_place(name: str) -> None:
+    placement = placed_by(f"policy: {name}")
+    assert (type(placement).__name__, placement.tiers) == ("Down", 2)
+    assert placement.demotion_targets(0, 2) == (1,)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("name", ["deep", "kvtier_mine:Deep"])
+@pytest.mark.parametrize("policy", ["ladder", "down"])
+def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy: str) -> None:
+    placement = placed_by(f"policy: {policy}", f"admit: {name}", "write_budget_per_day: 50MiB")
+    assert isinstance(placement, ConditionalPlacement)
+    deep, budget = placement._conditions
+    assert (type(deep).__name__, deep.capacity) == ("Deep", 4 + 16)
+    assert isinstance(budget, WriteBudget), "the budget is asked last: a refusal costs nothing"
+
+
+def test_without_conditions_nothing_stands_before_the_ladder() -> None:
+    assert type(placed_by("admit: all")) is PLACEMENTS.built_in["ladder"]
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            ["policy: laddr"],
+            (
+                "a.yaml:8: placement.policy = laddr: no such placement policy is installed; "
+                "installed: down, gone, half, ladder, wrong; did you mean ladder?"
+            ),
+        ),
+        (["policy: gone"], "a.yaml:8: placement.policy = gone: does not load: No module"),
+        (["policy: no:Where"], "a.yaml:8: placement.policy = no:Where: does not load: No mod"),
+        (["policy: 3"], "a.yaml:8: placement.policy = 3: not text; put it in quotes"),
+        (
+            ["policy: wrong"],
+            (
+                "a.yaml:8: placement.policy = wrong: placement policy 'wrong': "
+                "kvtier_mine:Mine is no Placement; derive it from kvtier.policies.Placement"
+            ),
+        ),
+        (
+            ["policy: half"],
+            (
+                "a.yaml:8: placement.policy = half: placement policy 'half': kvtier_mine:Half "
+                "leaves out demote, promote; kvtier.policies.Placement says"
+            ),
+        ),
+        (
+            ["policy: kvtier_mine:Greedy"],
+            "cannot be made from one number: missing a required argument: 'appetite'; take",
+        ),
+        (
+            ["admit: secnd-touch"],
+            (
+                "a.yaml:8: placement.admit = secnd-touch: no such admission policy is "
+                "installed; installed: all, deep, second-touch, tinylfu, wrong; "
+                "did you mean second-touch?"
+            ),
+        ),
+        (
+            ["write: evict", "admit: wrong"],
+            (
+                "a.yaml:9: placement.admit = wrong: admission policy 'wrong': kvtier_mine:Down "
+                "is no Admission; derive it from kvtier.policies.Admission"
+            ),
+        ),
+        (
+            ["policy: down", "write: through"],
+            "a.yaml:9: placement.write = through: a key of policy: ladder only; leave it out",
+        ),
+        (
+            ["policy: down", "promote_after: 1"],
+            "a.yaml:9: placement.promote_after = 1: a key of policy: ladder only; leave it out",
+        ),
+    ],
+)
+def test_a_placement_that_cannot_be_built_says_where_and_why(
+    lines: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placed_by(*lines)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("mine")
+def test_policies_are_built_by_name_without_a_file_too() -> None:
+    assert build_placement("ladder", tiers=3).tiers == 3
+    assert build_admission("tinylfu", capacity=8).capacity == 8
+    with pytest.raises(ConfigError, match=r"unknown placement policy 'up'; installed: .*lad"):
+        build_placement("up", tiers=2)
+    with pytest.raises(ConfigError, match=r"unknown admission policy 'none'; installed: .*ti"):
+        build_admission("none", capacity=2)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            with_placement("policy: half"),
+            r"^a\.yaml:8: placement\.policy = half: .* leaves out",
+        ),
+        (with_placement("admit: wrong"), r"^a\.yaml:8: placement\.admit = wrong: .* is no Adm"),
+        (
+            with_eviction("wrong"),
+            r"^a\.yaml:4: tiers\[0\]\.eviction = wrong: .* is no Eviction",
+        ),
+        (
+            with_eviction("mine") + "shadow: [lru, wrong]\n",
+            r"^a\.yaml:5: shadow\[1\] = wrong: .* is no Eviction",
+        ),
+    ],
+)
+def test_a_check_makes_every_policy_once(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_policies(parse_config(text, source="a.yaml"))
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_check_is_content_with_policies_that_can_be_made() -> None:
+    text = with_placement("policy: down", "admit: deep") + "shadow: [mine, arc]\n"
+    check_policies(parse_config(text, source="a.yaml"))

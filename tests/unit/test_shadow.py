@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.config._kinds import installed_evictions
+from kvtier.config._policies import EVICTION
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies.shadow import GhostFigures, ShadowTier
@@ -22,7 +22,7 @@ CHAINS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 7)), min_size=1, m
 )
 
 
-@pytest.mark.parametrize("policy", installed_evictions())
+@pytest.mark.parametrize("policy", EVICTION.installed())
 @settings(max_examples=30)
 @given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_a_ghost_that_sees_everything_hits_what_the_simulator_hits(

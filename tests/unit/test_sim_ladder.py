@@ -19,7 +19,12 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.policies import LadderPlacement, Placement, build_eviction
+from kvtier.policies import (
+    ConditionalPlacement,
+    LadderPlacement,
+    Placement,
+    build_eviction,
+)
 from kvtier.policies.admission import SecondTouch
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
@@ -187,8 +192,8 @@ SCHEMES: dict[str, Callable[[], Placement]] = {
     "exclusive": exclusive,
     "write_through": lambda: LadderPlacement(tiers=2, write="through"),
     "demote_keep": lambda: LadderPlacement(tiers=2, write="evict"),
-    "demote_keep_admit2": lambda: LadderPlacement(
-        tiers=2, write="evict", admissions=[SecondTouch(remembered=1 << 20)]
+    "demote_keep_admit2": lambda: ConditionalPlacement(
+        LadderPlacement(tiers=2, write="evict"), [SecondTouch(1 << 20)]
     ),
     "demote_keep_promote2": lambda: LadderPlacement(tiers=2, write="evict", promote_after=2),
 }

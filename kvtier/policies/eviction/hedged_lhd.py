@@ -13,8 +13,7 @@ tells (:mod:`._runs`).
 All of it would cost too much chunk by chunk, but chunks come and go by prompts. Copies stand in
 *runs* and move in *stretches* (:mod:`._stretch`); victims leave in grants; and the books
 (:mod:`._books`) are kept by the stretch and by the grant, for as long as nobody asks. What is
-done for a single chunk is a few attribute writes. Copies that stand in their run as they are
-used, and victims of one run, move as a block.
+done for a single chunk is a few attribute writes, whatever run it comes from.
 
 A copy that may not go is put where one goes that was just used. Were all of a class pinned,
 each pick would go round all of it, so for as many picks as copies were refused victims are
@@ -24,9 +23,7 @@ chosen by age alone, and each of those picks moves on. Where nobody may go nobod
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat, takewhile
-from operator import gt, is_not, lt
-from typing import Final
+from operator import gt, lt
 
 from typing_extensions import override
 
@@ -39,8 +36,6 @@ from kvtier.policies.eviction._stretch import Stretch
 from kvtier.policies.eviction._victims import Victims
 
 __all__ = ["HedgedLhd"]
-
-_ENDED: Final[list[ChunkCopy | None]] = [None]
 
 
 class HedgedLhd(Eviction):
@@ -78,14 +73,16 @@ class HedgedLhd(Eviction):
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         keys = [copy.key for copy in copies]
         parents = [copy.parent for copy in copies]
-        if keys[:-1] == parents[1:]:
+        is_downwards = keys[:-1] == parents[1:]
+        if is_downwards:
             copies = copies[::-1]
             keys.reverse()
             parents.reverse()
-        is_chain = keys[1:] == parents[:-1]
-        if not is_chain:
+        is_chain = is_downwards or keys[1:] == parents[:-1]
+        is_known = is_chain or any(parents)
+        if is_known and not is_chain:
             copies = _leaf_to_root(copies)
-        if self._books.remembers_any(keys) or (not is_chain and any(parents)):
+        if self._books.remembers_any(keys) or (is_known and not is_chain):
             for copy in copies:
                 self.on_insert(copy, ctx)
         elif is_chain:
@@ -112,22 +109,20 @@ class HedgedLhd(Eviction):
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
-        used, stretch = list(copies), self._stretch
-        at = 0
-        while at < len(used):
-            copy = used[at]
-            source: Run = copy.policy
-            if source is not stretch.source or len(stretch.order) >= self._span:
+        stretch, books, span = self._stretch, self._books, self._span
+        source, order, newest = stretch.source, stretch.order, books.newest
+        place = len(order)
+        for copy in copies:
+            if copy.policy is not source or place >= span:
+                source = copy.policy
                 self._begin(copy, source, AFTER[source.kind])
-            # Those that stand in the source as they are used move as one.
-            place = copy.queued
-            part = used[at : at + self._span - len(stretch.order)]
-            there = source.copies[place : place + len(part)]
-            if there != part:
-                part = part[: list(map(is_not, there + _ENDED, part)).index(True)]
-            source.copies[place : place + len(part)] = repeat(None, len(part))
-            self._append(part)
-            at += len(part)
+                order, newest = stretch.order, books.newest
+                place = len(order)
+            source.copies[copy.queued] = None
+            copy.policy = newest
+            copy.queued = place
+            order.append(copy)
+            place += 1
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
@@ -155,15 +150,14 @@ class HedgedLhd(Eviction):
         while (left := count - len(picked)) > 0:
             if not victims.granted and not self._grant():
                 break
-            granted = victims.granted
-            part = granted[: -1 - left : -1]
-            good = list(takewhile(evictable, part))
-            del granted[len(granted) - len(good) :]
-            left_keys = [copy.key for copy in good]
-            self._books.ghosts.update(zip(left_keys, repeat(victims.run)))
-            picked += good
-            if len(good) < len(part):
-                victim = self._search(granted.pop(), evictable)
+            granted, run, ghosts = victims.granted, victims.run, self._books.ghosts
+            going = min(left, len(granted))
+            while going and evictable(copy := granted.pop()):
+                ghosts[copy.key] = run
+                picked.append(copy)
+                going -= 1
+            if going:
+                victim = self._search(copy, evictable)
                 if victim is None:
                     break
                 picked.append(victim)

@@ -64,7 +64,7 @@ def _run_rounds(lab: Lab, workload: Workload, fio: Fio) -> _Figures:
         # Written once, like fio's file: slots that were never written are another disk.
         lab.transfer(TransferSpec("kvtier", store, workload))
         for number in range(1, rounds + 1):
-            for peer in _rotated(("fio", *MANAGED), number - 1):
+            for peer in _order(("fio", *MANAGED), number - 1):
                 lab.say(f"{size}, round {number} of {rounds}: {peer}")
                 if peer == "fio":
                     _measure_fio(lab, fio, workload, figures)
@@ -133,9 +133,11 @@ def _missed(chunk_nbytes: int, figures: _Figures) -> str:
     return f"{approximate_size(chunk_nbytes)}: chunks missed: {words}." if words else ""
 
 
-def _rotated(peers: Sequence[str], by: int) -> Sequence[str]:
-    by %= len(peers)
-    return (*peers[by:], *peers[:by])
+def _order(peers: Sequence[str], number: int) -> Sequence[str]:
+    """Return the order of a round; over the rounds each peer follows each other one."""
+    by = number // 2 % len(peers)
+    rotated = (*peers[by:], *peers[:by])
+    return rotated[::-1] if number % 2 else rotated
 
 
 def _empty(directory: Path) -> None:

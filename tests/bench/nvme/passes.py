@@ -48,6 +48,8 @@ def transfer(spec: TransferSpec) -> Passes:
     from tests.bench.nvme.sides import opened  # noqa: PLC0415 - imports vLLM
 
     requests = spec.workload.generation(spec.generation)
+    # As before fio's writes: what another peer wrote, or removed, is not to be waited for here.
+    drop_page_cache()
     with opened(spec) as loop, _busy_thread(spec.busy):
         store = loop.store(requests)
     return Passes(store, promote(spec))

@@ -1,0 +1,193 @@
+"""What every admission policy promises, as suites to inherit.
+
+::
+
+    class TestSecondTouch(AdmissionContract):
+        def make_admission(self, *, capacity: int) -> SecondTouch:
+            return SecondTouch(capacity)
+"""
+
+# ruff: noqa: D102 - the name of a test says what it shows
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from kvtier.policies import (
+    Admission,
+    ConditionalPlacement,
+    LadderPlacement,
+    PolicyContext,
+)
+from kvtier.testing.counting import count_entries, count_steps, packages_of
+from kvtier.testing.purity import contents_of, held_by, impure_calls
+from kvtier.testing.questions import Question, make_copies, make_questions, serve_traffic
+from kvtier.testing.workbench import Workbench
+
+__all__ = ["AdmissionContract", "BudgetContract"]
+
+_TIERS: Final = 3
+_CAPACITY: Final = 48
+_ENTRIES_PER_SLOT, _ENTRIES_OF_EMPTY = 8, 256
+_SMALL, _LARGE, _GROWTH = 40, 640, 1.5
+"""Chunks of two caches, and how much more work per chunk there may be in the larger one."""
+_DAY_S, _ASK_EVERY_S, _ASKED_AT_ONCE = 86_400.0, 1000.0, 40
+
+
+class AdmissionContract(ABC):
+    """Inherit as ``TestX`` and say how to make the policy.
+
+    Attributes:
+        keys_per_slot: Most keys the policy remembers for each tier, in capacities.
+    """
+
+    keys_per_slot: ClassVar[int] = 1
+
+    @abstractmethod
+    def make_admission(self, *, capacity: int) -> Admission:
+        """Return a new policy; RAM and the largest tier together have ``capacity`` slots."""
+
+    def test_an_answer_is_yes_or_no(self) -> None:
+        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
+        for question in _questions(100):
+            assert all(
+                isinstance(answer, bool) for answer in _answers(admission, question, ctx)
+            )
+
+    def test_batches_are_answered_like_single_chunks(self) -> None:
+        single, batch = (self.make_admission(capacity=_CAPACITY) for _ in range(2))
+        one_ctx, many_ctx = PolicyContext(), PolicyContext()
+        for question in _questions(400):
+            one_by_one = _answers_one_by_one(single, question, one_ctx)
+            assert _answers(batch, question, many_ctx) == one_by_one
+
+    def test_the_same_questions_get_the_same_answers(self) -> None:
+        state = random.getstate()
+        given: list[list[list[bool]]] = []
+        for seed in (1, 2):
+            random.seed(seed)
+            admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
+            given.append([_answers(admission, question, ctx) for question in _questions(400)])
+        random.setstate(state)
+        assert given[0] == given[1]
+
+    def test_each_tier_is_judged_by_itself(self) -> None:
+        alone, both = (self.make_admission(capacity=_CAPACITY) for _ in range(2))
+        ctx, same_ctx, other_ctx = PolicyContext(), PolicyContext(), PolicyContext()
+        for question in _questions(400):
+            if question.tier == 1:
+                there = Question(question.now, 2, question.copies)
+                _answers(both, there, other_ctx)
+                assert _answers(both, question, same_ctx) == _answers(alone, question, ctx)
+
+    def test_it_decides_and_does_nothing_else(self) -> None:
+        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
+        questions = _questions(100)
+        with impure_calls(ctx.rng) as found:
+            for question in questions:
+                _answers(admission, question, ctx)
+                _answers_one_by_one(admission, question, ctx)
+        assert not found, f"it called {sorted(set(found))}"
+
+    def test_copies_and_context_are_read_only(self) -> None:
+        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
+        for question in _questions(100):
+            before = [contents_of(copy) for copy in question.copies]
+            _answers(admission, question, ctx)
+            assert [contents_of(copy) for copy in question.copies] == before
+            assert (ctx.now, ctx.session) == (question.now, question.copies[0].session)
+
+    def test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy(self) -> None:
+        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
+        for question in make_questions(2000, tiers=_TIERS, chunks=8000, seed=3):
+            _answers(admission, question, ctx)
+        slots = (_TIERS - 1) * _CAPACITY
+        copies, keys = held_by(admission)
+        assert not copies, "it keeps copies"
+        assert keys <= self.keys_per_slot * slots
+        most = _ENTRIES_PER_SLOT * max(self.keys_per_slot, 1) * slots + _ENTRIES_OF_EMPTY
+        assert count_entries(admission) <= most
+
+    def test_the_work_per_chunk_does_not_grow_with_the_cache(self) -> None:
+        small, large = self._work_per_chunk(_SMALL), self._work_per_chunk(_LARGE)
+        assert large <= _GROWTH * small, f"{small} grew to {large}"
+
+    def test_a_manager_keeps_its_books_with_it(self) -> None:
+        for placement in (LadderPlacement(3), LadderPlacement(3, write="evict")):
+            conditions = [self.make_admission(capacity=30)]
+            bench = Workbench(6, 8, 24, placement=ConditionalPlacement(placement, conditions))
+            serve_traffic(bench, requests=60, seed=7)
+
+    def _work_per_chunk(self, capacity: int) -> float:
+        """Count the policy's steps per chunk once it has seen many more than fit."""
+        admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
+        chunks = 20 * _LARGE
+        for question in make_questions(2 * capacity, tiers=_TIERS, chunks=chunks, seed=4):
+            _answers(admission, question, ctx)
+        asked = make_questions(300, tiers=_TIERS, chunks=chunks, seed=5)
+        steps = count_steps(
+            lambda: [_answers(admission, question, ctx) for question in asked],
+            packages=packages_of(admission),
+        )
+        return steps / sum(len(question.copies) for question in asked)
+
+
+class BudgetContract(AdmissionContract):
+    """For a policy that bounds what is written in a day.
+
+    Attributes:
+        chunks_per_day: Most chunks that the policy of :meth:`make_admission` admits to one
+            tier within 24 hours; at least 1.
+    """
+
+    chunks_per_day: ClassVar[int]
+
+    def test_no_day_sees_more_than_the_budget_whenever_it_begins(self) -> None:
+        for quiet_s in (0.0, 0.8 * _DAY_S, 10 * _DAY_S):
+            for tier, admitted in self._admitted(quiet_s).items():
+                days = [
+                    bisect_left(admitted, begin + _DAY_S) - at
+                    for at, begin in enumerate(admitted)
+                ]
+                assert admitted, f"nothing ever enters tier {tier}"
+                assert max(days) <= self.chunks_per_day
+
+    def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
+        """Return when chunks entered each tier, by a policy that is asked for more and more.
+
+        Args:
+            quiet_s: How long nothing is asked for after half of the time.
+        """
+        admission, ctx, rng = (
+            self.make_admission(capacity=64),
+            PolicyContext(),
+            random.Random(9),
+        )
+        admitted: dict[int, list[float]] = {tier: [] for tier in range(1, _TIERS)}
+        copies = make_copies(range(_ASKED_AT_ONCE), rng, generation=1)
+        rounds = round(3 * _DAY_S / _ASK_EVERY_S)
+        for number in range(rounds):
+            ctx.now = number * _ASK_EVERY_S + (quiet_s if number > rounds // 2 else 0.0)
+            for tier, times in admitted.items():
+                answers = admission.admits_many(copies, tier, ctx)
+                times.extend(ctx.now for answer in answers if answer)
+        return admitted
+
+
+def _questions(count: int) -> Sequence[Question]:
+    return make_questions(count, tiers=_TIERS, chunks=96, seed=8)
+
+
+def _answers(admission: Admission, question: Question, ctx: PolicyContext) -> list[bool]:
+    question.set_scene(ctx)
+    return list(admission.admits_many(question.copies, question.tier, ctx))
+
+
+def _answers_one_by_one(
+    admission: Admission, question: Question, ctx: PolicyContext
+) -> list[bool]:
+    question.set_scene(ctx)
+    return [admission.admits(copy, question.tier, ctx) for copy in question.copies]

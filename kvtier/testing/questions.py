@@ -1,0 +1,125 @@
+"""What a manager asks a placement and its conditions, made up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.keys import ChunkKey, make_key
+from kvtier.manager import Lookup
+from kvtier.policies import ChunkCopy, CopyState, PolicyContext
+from kvtier.policies.terms import terms_of_session
+from kvtier.testing.workbench import Workbench, prefix
+
+__all__ = ["Question", "make_copies", "make_questions", "serve_traffic"]
+
+_PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Some chunks of one moment.
+
+    Attributes:
+        now: When they are asked about, in seconds.
+        tier: The slower tier in question.
+        copies: Copies of the chunks, at least one.
+    """
+
+    now: float
+    tier: int
+    copies: Sequence[ChunkCopy]
+
+    def set_scene(self, ctx: PolicyContext) -> None:
+        """Put the moment into ``ctx``."""
+        ctx.now = self.now
+        ctx.request = f"request {self.now}"
+        ctx.session = self.copies[0].session
+
+
+def make_copies(
+    numbers: Sequence[int], rng: random.Random, *, generation: int
+) -> list[ChunkCopy]:
+    """Return whole copies of the chunks ``numbers``, eight of which in a row are one prompt.
+
+    Args:
+        numbers: Which chunks.
+        rng: Decides on hits.
+        generation: Of the writes that made them; 0 for copies in a slower tier.
+    """
+    copies = []
+    for number in numbers:
+        parent = make_key((number - 1).to_bytes(8, "big"), 0) if number % 8 else None
+        copy = ChunkCopy(
+            make_key(number.to_bytes(8, "big"), 0), number, parent, number % 8, generation
+        )
+        copy.state = CopyState.RESIDENT
+        copy.hits = max(rng.randrange(-3, 4), 0)
+        copy.terms = terms_of_session(f"session {number // 64}")
+        copies.append(copy)
+    return copies
+
+
+def make_questions(count: int, *, tiers: int, chunks: int, seed: int) -> list[Question]:
+    """Return ``count`` questions, of which some are about the same chunks.
+
+    Args:
+        count: How many.
+        tiers: Number of tiers, at least two.
+        chunks: Number of different chunks.
+        seed: Of the random numbers.
+    """
+    return list(_questions(count, tiers, chunks, random.Random(seed)))
+
+
+def _questions(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterator[Question]:
+    now = 0.0
+    for number in range(count):
+        now += rng.choice((0.0, 0.5, 60.0, 7200.0))
+        first = rng.randrange(chunks)
+        numbers = [(first + at) % chunks for at in range(rng.randrange(1, 12))]
+        tier = rng.randrange(1, tiers)
+        # What leaves RAM bears the stamp of its write; what leaves a slower tier bears none.
+        generation = number + 1 if tier == 1 or rng.random() < 0.5 else 0
+        yield Question(now, tier, make_copies(numbers, rng, generation=generation))
+
+
+def serve_traffic(bench: Workbench, *, requests: int, seed: int) -> None:
+    """Serve prompts of a few chunks, some of them again and again, and shut down in order.
+
+    The books are checked after every call.
+
+    Args:
+        bench: The manager; its RAM has room for four chunks at least.
+        requests: Number of requests.
+        seed: Of the choice of prompts.
+
+    Raises:
+        AssertionError: Something is owed to a slower tier after everything was sent down.
+        TimeoutError: A request or a job never comes to an end.
+    """
+    rng = random.Random(seed)
+    for number in range(requests):
+        req_id = str(number)
+        keys = prefix(rng.randrange(1, 5), of=int(12 * rng.random() ** 2))
+        hits = _hits(bench, keys, req_id)
+        if hits:
+            bench.load(keys[:hits], req_id)
+        bench.store(keys[hits:], req_id)
+        bench.manager.end_request(req_id)
+        bench.settle(started=[req_id])
+    bench.manager.flush()
+    bench.settle()
+    if bench.ram.dirty:
+        raise AssertionError(f"{bench.ram.dirty} chunks are owed for ever")
+
+
+def _hits(bench: Workbench, keys: Sequence[ChunkKey], req_id: str) -> int:
+    """Ask for ``keys`` until that is answered, and return how many are there."""
+    for _ in range(_PATIENCE):
+        answers = bench.look(keys, req_id)
+        if Lookup.RETRY not in answers:
+            return answers.count(Lookup.HIT)
+        bench.settle()
+    raise TimeoutError(f"request {req_id} is still not answered")

@@ -1,0 +1,134 @@
+"""The scenarios of the other modules by every way there is: door, load path, ranks, groups.
+
+By day they run with the connector, its default load path, one rank and full attention; the
+other combinations run by night.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvtier.vllm.demo.runner import EngineProcess, run_engine
+from kvtier.vllm.demo.scenario import Scenario
+from tests.integration.harness import WINDOWED, Reference, Site, run_reference
+from tests.integration.test_connector import through
+from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way through kvtier: which door and load path, how many ranks, which model."""
+
+    door: str
+    ranks: int
+    windowed: bool
+
+    def __str__(self) -> str:
+        return f"{self.door}-{self.ranks}-{'windowed' if self.windowed else 'full'}"
+
+
+FULL, HYBRID = False, True
+WAYS = [
+    Way("spec", 1, FULL),
+    Way("staged", 1, FULL),
+    Way("spec", 2, FULL),
+    Way("staged", 2, FULL),
+    Way("direct", 2, FULL),
+    Way("spec", 1, HYBRID),
+    Way("staged", 1, HYBRID),
+    Way("direct", 1, HYBRID),
+    Way("direct", 2, HYBRID),
+]
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Reference:
+    answers = run_reference(tmp_path_factory.mktemp("windowed"), WINDOWED)
+    both = reference.answers.keys() & answers.answers.keys()
+    assert any(reference.answers[prompt] != answers.answers[prompt] for prompt in both), (
+        "the window is not felt"
+    )
+    return answers
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest) -> Way:
+    chosen: Way = request.param
+    return chosen
+
+
+@pytest.fixture
+def asked(way: Way, request: pytest.FixtureRequest) -> Reference:
+    """The requests, and what this way's model answers without kvtier."""
+    answers: Reference = request.getfixturevalue("windowed" if way.windowed else "reference")
+    return answers
+
+
+@pytest.fixture
+def place(asked: Reference, tmp_path: Path) -> Site:
+    return Site(tmp_path, asked)
+
+
+def by(way: Way, scenario: Scenario) -> Scenario:
+    # Two groups have half the blocks for a request that one has.
+    context = min(scenario.context_tokens, 2048) if way.windowed else scenario.context_tokens
+    changed = {"ranks": way.ranks, "context_tokens": context}
+    return through(way.door, scenario.model_copy(update=changed))
+
+
+def test_preemption_aborts_and_a_reset_keep_every_token_equal(
+    way: Way, asked: Reference, place: Site
+) -> None:
+    preempting = asked.long_answers
+    aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
+    few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
+    waves = (preempting, aborting, preempting.model_copy(update=few))
+    scenario = place.scenario(waves, ram_blocks=40, nvme_blocks=400).model_copy(
+        update={"gpu_blocks": 40, "context_tokens": 512}
+    )
+    report = run_engine(by(way, scenario), place.directory, "preempted")
+    asked.assert_equal(report, waves=waves)
+    assert report.count("vllm:num_preemptions") > 0
+    assert [answer.cached_tokens for answer in report.waves[2].answers] == [0, 0, 0]
+    assert report.count("kvtier_internal_errors") == 0
+    assert_nothing_pinned(report)
+    place.assert_nothing_held()
+
+
+def test_tiers_too_small_for_the_work_and_chunks_of_four_blocks_keep_every_token_equal(
+    way: Way, asked: Reference, place: Site
+) -> None:
+    blocks, waves = asked.footprint_blocks, asked.conversations[:3]
+    scenario = place.scenario(
+        waves, ram_blocks=blocks // 10, nvme_blocks=blocks // 5, blocks_per_chunk=4
+    )
+    report = run_engine(by(way, scenario), place.directory, "small")
+    asked.assert_equal(report, waves=waves)
+    assert hit_tokens(report, "nvme") > 0
+    assert report.count("kvtier_evicted_chunks", tier="nvme") > 0
+    assert report.count("kvtier_internal_errors") == 0
+    assert_nothing_pinned(report)
+    place.assert_nothing_held()
+
+
+def test_what_a_killed_engine_stored_is_loaded_by_the_next(
+    way: Way, asked: Reference, place: Site
+) -> None:
+    blocks, waves = asked.footprint_blocks, asked.conversations[:2]
+    scenario = by(way, place.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks))
+    with EngineProcess(scenario, place.directory, "killed") as engine:
+        for _ in waves:
+            engine.wait_for("wave")
+        os.kill(engine.pid, signal.SIGKILL)
+    report = run_engine(scenario, place.directory, "after")
+    asked.assert_equal(report, waves=waves)
+    assert report.waves[0].counters["kvtier_hit_tokens{tier=nvme}"] > 0
+    assert report.count("kvtier_internal_errors") == 0
+    place.assert_nothing_held()
