@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
+from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._render import make_table
 from kvtier.errors import ConfigError
 from kvtier.sim.describe import describe
@@ -97,6 +99,7 @@ def convert(
     The formats keys and oracle lose which references belong to one request.
     """
     choice("--to", to, WRITERS)
+    check_outputs({"--output": output}, [trace])
     _write(read(trace, format_name), output, to)
 
 
@@ -126,6 +129,7 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)
+    check_outputs({"--output": output}, [])
     trace = generate(
         workload, sessions=sessions, per_s=per_s, chunk_tokens=chunk_tokens, seed=seed
     )
@@ -133,11 +137,7 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
 
 
 def _write(trace: Trace, output: Path, to: str) -> None:
-    try:
-        write_trace(trace, output, format_name=to)
-    except OSError as error:
-        problem = f"--output {output}: cannot be written: {error.strerror}"
-        raise ConfigError(f"{problem}; name a file in a directory you may write to") from error
+    write_output("--output", output, partial(write_trace, trace, format_name=to))
     typer.echo(f"{output}: {trace.requests:,} requests, {trace.refs:,} references")
 
 

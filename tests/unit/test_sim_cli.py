@@ -324,6 +324,43 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
     assert not (tmp_path / "x.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (("--csv", "chat.jsonl"), "--csv {}/chat.jsonl: is the trace itself; name another"),
+        (("--csv", "link"), "--csv {}/link: is the trace itself; name another file"),
+        (("--csv", "hard"), "--csv {}/hard: is the trace itself; name another file"),
+        (
+            ("--csv", "x", "--html", "y/../x"),
+            "--html {}/y/../x: is the file of --csv as well; name another file",
+        ),
+    ],
+)
+def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
+    trace: Path, tmp_path: Path, files: tuple[str, ...], why: str
+) -> None:
+    before = trace.read_bytes()
+    (tmp_path / "y").mkdir()
+    (tmp_path / "link").symlink_to(trace)
+    (tmp_path / "hard").hardlink_to(trace)
+    named = [name if name.startswith("--") else f"{tmp_path}/{name}" for name in files]
+    grid = ("--policies", "lru", "--capacities", "5%")
+    assert refusal("sim", "sweep", trace, *grid, *named).startswith(why.format(tmp_path))
+    assert trace.read_bytes() == before
+
+
+def test_a_trace_is_not_converted_into_itself(trace: Path) -> None:
+    before = trace.read_bytes()
+    text = refusal("trace", "convert", trace, "-o", trace, "--to", "keys")
+    assert text == f"--output {trace}: is the trace itself; name another file"
+    assert trace.read_bytes() == before
+
+
+def test_outputs_that_keep_nothing_may_be_one(trace: Path) -> None:
+    grid = ("--policies", "lru", "--capacities", "5%")
+    kvtier("sim", "sweep", trace, *grid, "--csv", "/dev/null", "--html", "/dev/null")
+
+
 def test_without_matplotlib_no_cell_of_a_sweep_with_a_picture_is_run(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
