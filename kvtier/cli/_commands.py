@@ -20,7 +20,6 @@ from kvtier.cli._trace import trace_app
 from kvtier.config import (
     Door,
     KvtierConfig,
-    check_environment,
     load_config,
     resolve_load_path,
     schema,
@@ -81,11 +80,10 @@ def check(file: File, *, as_json: AsJson = False) -> None:
     Run it as the user that runs the engine.
     """
     # The manager and the policies are loaded for those who ask for them only.
-    from kvtier.manager.building import check_policies  # noqa: PLC0415
+    from kvtier.cli._check import check_start  # noqa: PLC0415
 
     config = load_config(file)
-    check_policies(config)
-    warnings = check_environment(config)
+    warnings = check_start(config)
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)
         _echo_json({"file": str(file), "warnings": warnings, "config": document})

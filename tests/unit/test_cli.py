@@ -14,6 +14,8 @@ import pytest
 import kvtier
 from kvtier.cli import main
 from kvtier.config import schema
+from kvtier.doctor import _memory
+from kvtier.doctor._memory import HugePagePool
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = str(CONFIGS / "demo.yaml")
@@ -130,6 +132,24 @@ def test_a_check_can_be_read_by_a_program(shell: Shell, config: Path) -> None:
     report = json.loads(shell("check", config, "--json").out)
     assert report["warnings"] == []
     assert report["config"]["tiers"][0]["capacity"] == "32MiB"
+
+
+@pytest.mark.parametrize(("free", "code"), [(16, 2), (17, 0)])
+def test_a_file_that_requires_huge_pages_is_ok_only_where_there_are_enough(
+    shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch, free: int, code: int
+) -> None:
+    pool = HugePagePool(2 << 20, total=20, free=free)
+    monkeypatch.setattr(_memory, "huge_page_pool", lambda _: pool)
+    text = config.read_text()
+    assert shell("check", config).code == 0
+    config.write_text(text.replace("32MiB", "32MiB, huge_pages: require"))
+    ran = shell("check", config)
+    assert ran.code == code
+    if code:
+        place = f"error: {config}:2: tiers[0].huge_pages = require: "
+        assert ran.err.startswith(f"{place}16 huge pages reserved and free; the RAM tier takes")
+        assert ran.err.endswith("sysctl -w vm.nr_hugepages=21\n")
+        assert ran.err.count("\n") == 1
 
 
 def test_wrong_usage_has_the_same_exit_code(shell: Shell) -> None:
