@@ -118,7 +118,8 @@ def _summary(result: LadderResult) -> list[str]:
         for name, speed in model.speeds.items()
     )
     assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"
-    size = approximate_size(result.chunk_bytes)
+    tokens = f"({result.chunk_tokens:,} tokens, of the trace)"
+    size = f"{approximate_size(result.chunk_bytes)} {tokens}"
     compute_s = result.chunk_tokens / model.prefill_tokens_per_s
     lines += [
         f"note: {name} reads a chunk in {read_s * 1e3:.2f} ms and computing it takes "
@@ -126,6 +127,12 @@ def _summary(result: LadderResult) -> list[str]:
         for name, speed in model.speeds.items()
         if (read_s := result.chunk_bytes / speed.read_bytes_per_s) > compute_s
     ]
+    if result.peak_load_no_cache > 1:
+        lines.append(
+            "note: without a cache the engine is asked for "
+            f"{result.peak_load_no_cache:.1f} times what it computes in the busiest tenth of "
+            "the trace, so its times are those of a queue; compare hits, or say --prefill-rate"
+        )
     path = f"transfer.load_path: {result.load_path}"
     return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}; {path}"]
 

@@ -234,6 +234,9 @@ def _reasons(
         yield f"  {_figures(one)}{'   <- chosen' if one is best else ''}"
     without = best.result.ttft_no_cache_s
     yield f"  no cache at all: p50 {without['p50']:.2f} s, p90 {without['p90']:.2f} s"
+    if best.result.peak_load_no_cache > 1:
+        load = f"{best.result.peak_load_no_cache:.1f} times what it computes"
+        yield f"  (in its busiest tenth it is asked for {load}: a queue that grows)"
     yield "The shortest p90 wins; of those within 2 % of it the first, for write: through keeps"
     yield "everything when a process is killed, unless another writes a fifth less."
     yield ""

@@ -137,7 +137,25 @@ def test_a_tier_slower_than_computing_is_noted(trace: Path, config: Path) -> Non
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     slow = kvtier(*run, "--prefill-rate", 1_000_000, "--tier-speed", "nvme=1GB/s,1GB/s,1ms")
     assert "note: nvme reads a chunk in 1.05 ms and computing it takes 0.51 ms" in slow
-    assert "note:" not in kvtier(*run, "--prefill-rate", 1000)
+    assert "note: nvme" not in kvtier(*run, "--prefill-rate", 1000)
+
+
+def test_times_of_an_engine_that_is_asked_for_too_much_are_noted(
+    trace: Path, config: Path
+) -> None:
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--prefill-rate")
+    note = "note: without a cache the engine is asked for "
+    assert note in kvtier(*run, 1000)
+    assert note not in kvtier(*run, 100_000)
+    sizes = ("--ram", "64MiB", "--nvme", "1GiB", "--chunk-bytes", "1MiB", "--prefill-rate")
+    remark = "# (in its busiest tenth"
+    assert remark in kvtier("sim", "recommend", trace, *sizes, 1000).replace("#   ", "# ")
+
+
+def test_chunks_of_a_ladder_are_the_trace_s(trace: Path, config: Path) -> None:
+    config.write_text(config.read_text() + "engine: {blocks_per_chunk: 4}\n")
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
+    assert "assumed: chunks of 1.00 MiB (512 tokens, of the trace); " in kvtier(*run)
 
 
 @needs_traces
