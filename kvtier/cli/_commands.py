@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import kvtier
 from kvtier.cli._cache import cache
 from kvtier.cli._plan import PlanRequest, make_plan
-from kvtier.cli._render import show_plan, show_tiers
+from kvtier.cli._render import make_console, show_plan, show_tiers
 from kvtier.cli._replay import replay
 from kvtier.cli._sim import sim_app
 from kvtier.cli._trace import trace_app
@@ -88,8 +87,7 @@ def check(file: File, *, as_json: AsJson = False) -> None:
         document = config.model_dump(mode="json", by_alias=True)
         _echo_json({"file": str(file), "warnings": warnings, "config": document})
         return
-    console = Console(highlight=False)
-    show_tiers(console, config)
+    show_tiers(make_console(), config)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{file}: ok")
@@ -122,7 +120,7 @@ def doctor(
     if as_json:
         _echo_json(examination_document(file, examination))
     else:
-        show_examination(Console(highlight=False), examination)
+        show_examination(make_console(), examination)
     if examination.verdict is Verdict.PROBLEM:
         raise typer.Exit(1)
 
@@ -154,7 +152,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     if as_json:
         _echo_json(result.as_dict())
         return
-    show_plan(Console(highlight=False), result)
+    show_plan(make_console(), result)
 
 
 @app.command()

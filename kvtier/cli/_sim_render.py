@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import typer
-from rich.console import Console
 
-from kvtier.cli._render import make_table, show_table
+from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
@@ -27,16 +26,16 @@ def show_single(result: SingleResult, *, as_json: bool) -> None:
     table = make_table("", numbers=("",))
     for name, value in result.as_dict().items():
         table.add_row(name.replace("_", " "), _text(value))
-    show_table(Console(highlight=False), table)
+    show_table(make_console(), table)
 
 
 def show_sweep(results: Sequence[SweepResult]) -> None:
     """Print the prefix hit ratios of a sweep, one table per trace."""
-    console = Console(highlight=False)
+    console = make_console()
     for trace in dict.fromkeys(result.of for result in results):
         rows = [result for result in results if result.of == trace]
         sizes = list(dict.fromkeys(row.capacity for row in rows))
-        console.print(f"{trace[0]}: prefix hit ratio, %")
+        console.print(f"{trace[0]}: prefix hit ratio, %", soft_wrap=True)
         table = make_table("policy", numbers=tuple(sizes))
         for policy in dict.fromkeys(row.policy for row in rows):
             cells = {row.capacity: row for row in rows if row.policy == policy}
@@ -51,7 +50,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
-    console = Console(highlight=False)
+    console = make_console()
     columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
     table = make_table("tier", "eviction", numbers=columns)
     for tier in result.tiers:
@@ -77,7 +76,7 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
-    console = Console(highlight=False)
+    console = make_console()
     numbers = ("chunks", "hits", "written", "promoted", "evicted")
     table = make_table("tier", "policy", numbers=numbers)
     for tier in result.tiers:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
 from kvtier.cli._outputs import check_outputs, write_output
-from kvtier.cli._render import make_table
+from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.errors import ConfigError
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
@@ -145,7 +144,7 @@ def _show(facts: dict[str, Any]) -> None:
     table = make_table("", numbers=("",))
     for name, value in {**facts, "sha256": facts["sha256"][:16]}.items():
         table.add_row(name.replace("_", " "), _text(value))
-    Console(highlight=False).print(table)
+    show_table(make_console(), table)
 
 
 def _text(value: object) -> str:

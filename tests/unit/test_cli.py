@@ -208,6 +208,35 @@ def test_a_plan_counts_whole_slots_however_small_the_chunk(shell: Shell, model: 
     assert plan["tiers"][0]["tokens"] == (512 << 20) // 4096 * 16
 
 
+@pytest.mark.parametrize("columns", ["60", None])
+def test_no_command_shreds_words_or_ends_lines_with_blanks(
+    shell: Shell,
+    config: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None,
+) -> None:
+    if columns is None:
+        monkeypatch.delenv("COLUMNS")
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    printed = {
+        "check": shell("check", config).out,
+        "doctor": shell("doctor", "--no-measure", config).out,
+        "plan": shell("plan", config, "--model", model).out,
+    }
+    for command, text in printed.items():
+        lines = text.splitlines()
+        assert lines == [line.rstrip() for line in lines], command
+        assert lines[0], command
+    assert any(f"{config.parent}/store" in line for line in printed["check"].splitlines())
+    if columns is None:
+        assert "the chunk size it uses.\n" in printed["plan"].split("- Not known here")[1]
+        assert printed["plan"].split("- Not known here")[1].count("\n") == 1
+        for line in printed["doctor"].splitlines():
+            assert line[:1] != " " or line.strip().startswith("remedy: ")
+
+
 def test_a_plan_refuses_a_tier_that_holds_no_chunk(shell: Shell, model: Path) -> None:
     ran = shell("plan", DEMO, "--model", model, "--block-tokens", 1 << 20)
     assert ran.code == 2
