@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.cli._choice import choice
 from kvtier.cli._progress import show_progress
 from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
-from kvtier.cli._trace import FormatOption, TraceFile, choice, read
+from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed

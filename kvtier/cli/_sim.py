@@ -10,10 +10,11 @@ from typing import Annotated, cast
 
 import typer
 
+from kvtier.cli._choice import choice
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
-from kvtier.cli._trace import FormatOption, TraceFile, choice, read
+from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.sim._recording import is_recording

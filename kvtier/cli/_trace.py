@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
+from kvtier.cli._choice import choice
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._render import make_console, make_table, show_table
-from kvtier.errors import ConfigError
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
     FORMATS,
@@ -25,7 +24,7 @@ from kvtier.sim.traces import (
     write_trace,
 )
 
-__all__ = ["FormatOption", "TraceFile", "choice", "read", "trace_app"]
+__all__ = ["FormatOption", "TraceFile", "read", "trace_app"]
 
 trace_app = typer.Typer(
     help="Describe, convert and generate traces.",
@@ -56,18 +55,6 @@ def read(path: Path, format_name: str) -> Trace:
     """
     name = choice("--format", format_name, FORMATS)
     return read_trace(path, format_name=cast("TraceFormat", name))
-
-
-def choice(option: str, value: str, known: Iterable[str]) -> str:
-    """Return ``value``, which must be one of ``known``.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    names = list(known)
-    if value not in names:
-        raise ConfigError(f"{option} {value}: not a choice; write one of {', '.join(names)}")
-    return value
 
 
 @trace_app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import kvtier
 from kvtier.cli import main
+from kvtier.cli._example import EXAMPLES
 from kvtier.config import schema
 from kvtier.doctor import _memory
 from kvtier.doctor._memory import HugePagePool
@@ -156,7 +158,94 @@ def test_wrong_usage_has_the_same_exit_code(shell: Shell) -> None:
     for arguments in (("chek", DEMO), ("check",), ("plan", DEMO), ("plan", DEMO, "--tp", "0")):
         ran = shell(*arguments)
         assert (ran.code, ran.out) == (2, "")
-        assert "Error: " in ran.err
+        assert ran.err.startswith("error: ")
+        assert ran.err.endswith(" --help\n")
+        assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("vllm-args", DEMO, "--door", "foo"), "--door foo: not a choice; write one of connec"),
+        (("plan", DEMO, "--model", "/x", "--kv-dtype", "int3"), "--kv-dtype int3: not a choi"),
+        (("cache", "ls", "--sort", "age", "/tmp"), "--sort age: not a choice; write one of la"),
+        (("example", "mine"), "NAME mine: not a choice; write one of demo, ram, ram_nvme"),
+    ],
+)
+def test_a_word_that_is_no_choice_is_refused_with_those_there_are(
+    shell: Shell, arguments: tuple[str, ...], names: str
+) -> None:
+    ran = shell(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"error: {names}")
+    assert ran.err.count("\n") == 1
+
+
+def test_no_command_at_all_is_answered_with_the_help(shell: Shell) -> None:
+    for group in ((), ("sim",)):
+        ran = shell(*group)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith("Usage: kvtier ")
+        assert "Commands:" in ran.err
+
+
+def test_an_example_is_the_file_of_that_name_and_is_what_the_help_begins_with(
+    shell: Shell,
+) -> None:
+    files = {path.stem: path.read_text() for path in CONFIGS.glob("*.yaml")}
+    assert files.keys() == EXAMPLES.keys()
+    for name, text in files.items():
+        assert shell("example", name) == Ran(0, text, "")
+    assert shell("example") == Ran(0, files["demo"], "")
+    assert "Start with: kvtier example > kvtier.yaml" in shell("--help").out
+    assert "kvtier example > kvtier.yaml" in shell("check", "/no/such/file").err
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "code", "said"),
+    [
+        ("schema", "closed", 141, ""),
+        ("example", "closed", 141, ""),
+        ("schema", "/dev/full", 2, "error: the output cannot be written: No space left on "),
+        ("example", "/dev/full", 2, "error: the output cannot be written: No space left on "),
+    ],
+)
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
+    command: str, output: str, code: int, said: str
+) -> None:
+    if output == "closed":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output, os.O_WRONLY)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli", command],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+    finally:
+        os.close(writer)
+    assert ran.returncode == code
+    assert ran.stderr.startswith(said)
+    assert ran.stderr.count("\n") == (1 if said else 0)
+
+
+def test_an_interrupt_while_commands_are_loaded_is_130_without_a_traceback(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupter:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "kvtier.cli._run":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvtier.cli._run", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupter, *sys.meta_path])
+    assert shell("schema") == Ran(130, "", "")
 
 
 def test_the_schema_is_printed_as_json(shell: Shell) -> None:
@@ -280,7 +369,7 @@ def test_arguments_that_the_engine_would_refuse_are_not_printed(
 
 
 def test_the_command_line_starts_without_torch_and_vllm() -> None:
-    program = "import sys, kvtier.cli; print(*sys.modules)"
+    program = "import sys, kvtier.cli._run; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import _sim, app
+from kvtier.cli import _sim
+from kvtier.cli._commands import app
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.recording import CALLS_MARK
