@@ -308,7 +308,7 @@ def _disk_nbytes(directory: Path) -> int:
 
 def _age_s(text: str) -> int:
     try:
-        return int(parse_duration(text))
+        return int(parse_duration(text, likely_unit="d"))
     except UnitError as error:
         raise ConfigError(f"--older-than {text}: {error}") from error
 

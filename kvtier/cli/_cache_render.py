@@ -18,7 +18,7 @@ from kvtier.keys import group_of, short
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
 from kvtier.tiers.slab.maintain import CompactedIndex
 from kvtier.tiers.slab.verify import Verification
-from kvtier.units import approximate_duration, approximate_size
+from kvtier.units import approximate_duration, approximate_rate, approximate_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -301,7 +301,7 @@ def _report_lines(report: Report) -> dict[str, str]:
 
 
 def _verification_lines(found: Verification) -> dict[str, str]:
-    rate = f"{_rate(found) / 1e9:.2f} GB/s"
+    rate = approximate_rate(_rate(found))
     lines = {
         "read": f"{approximate_size(found.nbytes)} in {approximate_duration(found.seconds)}, "
         f"{rate}",

@@ -17,6 +17,7 @@ from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_s
 from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
+from kvtier.policies.registry import BUILT_IN_EVICTIONS
 from kvtier.sim._recording import is_recording
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.ladder import default_time_model, simulate_ladder
@@ -86,7 +87,12 @@ def run(  # noqa: PLR0913 - each is an option of the command
     *,
     format_name: FormatOption = "auto",
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Eviction policy of a single tier.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Eviction policy of a single tier: {', '.join(sorted(BUILT_IN_EVICTIONS))}, "
+            "an installed one, or module:Class.",
+        ),
     ] = None,
     capacity: Annotated[
         str | None,
@@ -147,11 +153,15 @@ def run(  # noqa: PLR0913 - each is an option of the command
 @sim_app.command("sweep")
 def run_sweep(  # noqa: PLR0913 - each is an option of the command
     traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="Trace files; may be gzip or zstd.")
+        list[Path], typer.Argument(metavar="TRACE", help="Trace files; may be gzip or zstd.")
     ],
     *,
     policies: Annotated[
-        str, typer.Option(metavar="NAMES", help="Eviction policies, with commas between.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Eviction policies, with commas between; kvtier sim run --help lists them.",
+        ),
     ],
     capacities: Annotated[
         str, typer.Option(metavar="SIZES", help="Sizes, with commas between, as in 1%,9140.")
@@ -189,6 +199,8 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
         if path is not None:
             write_output(option, path, partial(write, results))
     show_sweep(results)
+    for path in filter(None, outputs.values()):
+        typer.echo(f"wrote {path}")
 
 
 @sim_app.command("recommend")

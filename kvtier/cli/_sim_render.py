@@ -13,7 +13,7 @@ from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
 from kvtier.sim.sweep import SweepResult
-from kvtier.units import approximate_size
+from kvtier.units import approximate_rate, approximate_size
 
 __all__ = ["show_ladder", "show_replay", "show_single", "show_sweep"]
 
@@ -112,8 +112,8 @@ def _summary(result: LadderResult) -> list[str]:
     ]
     model = result.time_model
     speeds = ", ".join(
-        f"{name} reads {approximate_size(speed.read_bytes_per_s)}/s, "
-        f"writes {approximate_size(speed.write_bytes_per_s)}/s"
+        f"{name} reads {approximate_rate(speed.read_bytes_per_s)}, "
+        f"writes {approximate_rate(speed.write_bytes_per_s)}"
         for name, speed in model.speeds.items()
     )
     assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"

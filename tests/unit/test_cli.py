@@ -340,6 +340,8 @@ def test_a_plan_refuses_a_rate_without_a_unit(shell: Shell, model: Path) -> None
         "",
         "error: --fill-rate 2: 2 is not a rate; write a size per second, such as 2GiB/s\n",
     )
+    ran = shell("plan", DEMO, "--model", model, "--fill-rate=-2GiB/s")
+    assert ran.err.endswith("-2GiB is negative; write a size per second, such as 2GiB/s\n")
 
 
 def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> None:

@@ -282,6 +282,14 @@ def test_a_sweep_writes_what_single_runs_say_and_how_to_repeat_them(
         assert row["seed"] == "0"
         assert len(row["trace_sha256"]) == 64
     assert "prefix hit ratio" in printed
+    assert printed.endswith(f"\nwrote {trace.with_suffix('.csv')}\n")
+
+
+def test_a_picture_names_sizes_as_they_were_asked_for(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.svg"
+    sweep(trace, "--plot", picture)
+    assert "<!-- 5 -->" in picture.read_text()
 
 
 def test_a_sweep_draws_a_picture(trace: Path, tmp_path: Path) -> None:
@@ -323,6 +331,7 @@ def test_without_matplotlib_a_picture_says_what_to_install(
         ("--plot", "no/such/x.png", "cannot be written: there is no directory"),
         ("--plot", "x.docx", "no such picture format"),
         ("--plot", "x", "no such picture format"),
+        ("--plot", "x.gif", "no such picture format; name it .png, .svg or .pdf"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
@@ -434,6 +443,8 @@ def test_a_browser_draws_every_curve(trace: Path, tmp_path: Path) -> None:
     for policy in ("lru", "arc"):
         assert f'data-policy="{policy}"' in shown
     assert shown.count('class="curve"') == 2
+    assert shown.count('stroke-dasharray="none"') == 2
+    assert ">5 %</text>" in shown.partition('class="size"')[2]
     assert shown.count("<circle") == 4
     assert shown.count("<button") == 2
     assert "NaN" not in shown.split("<script>")[0]
@@ -475,6 +486,8 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
     assert config.engine.blocks_per_chunk == 512 // 16
     assert "# Assumes chunks of 512 tokens: set engine.blocks_per_chunk" in text
     assert text.count("<- chosen") == 1
+    assert "stays unless another hits 0.3 points more" in text
+    assert "ram that reads 25.00 GB/s and writes 25.00 GB/s." in text
     assert "no cache at all" in text
     assert f"write: {config.placement.write}" in next(
         line for line in text.splitlines() if "<- chosen" in line
