@@ -49,6 +49,10 @@ is_of_first_group: Final[Callable[[ChunkKey], bool]] = operator.methodcaller(
 def of_one_group(keys: Sequence[ChunkKey]) -> bool:
     """Return whether all ``keys``, which stand group by group, are of one KV cache group.
 
+    Only the first and the last are looked at, for this is asked at every load and store of any
+    length. Both scheduler halves hand over keys group by group. Were they mixed, figures and
+    the order of eviction would be wrong; what a key stands for is in the key, so no bytes.
+
     >>> of_one_group([make_key(b"a", 3), make_key(b"b", 3)])
     True
     >>> of_one_group([make_key(b"a", 3), make_key(b"b", 2)])

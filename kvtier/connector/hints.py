@@ -13,6 +13,7 @@ that cannot be read is left out, a list of nothing else allows any tier, an empt
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
@@ -216,7 +217,7 @@ class HintReader:
         if place in self._warned:
             return
         self._warned.add(place)
-        shown = repr(value)
+        shown = reprlib.repr(value)  # of a value that is nested too deep for repr, too
         if len(shown) > _SHOWN:
             shown = f"{shown[:_SHOWN]}..."
         logger.warning(

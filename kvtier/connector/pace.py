@@ -53,7 +53,3 @@ class StepClock:
         seconds = now - max(scheduled_s, self._ended_s)
         self._ended_s = now
         return tokens, seconds
-
-    def clear(self) -> None:
-        """Forget what was scheduled, as after a reset."""
-        self._ahead.clear()

@@ -345,5 +345,6 @@ class ConnectorScheduler:
 
     def _forget_if_over(self, tracked: TrackedRequest) -> None:
         if tracked.ended and not tracked.jobs:
-            self._requests.pop(tracked.req_id, None)
+            if self._requests.get(tracked.req_id) is tracked:  # not of a later one of its id
+                del self._requests[tracked.req_id]
             tracked.clear()

@@ -38,6 +38,7 @@ Service = TypeVar("Service", bound="CacheService")
 
 _MISS = Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
+_LOGS_EVERY_S = 0.25
 _MOST_STEPS_AHEAD = 8
 
 
@@ -125,6 +126,7 @@ class CacheService:
         self._ways: dict[JobId, tuple[str, str]] = {}
         self._pressure = PressureLog(names, storage.region.geometry.slot_nbytes)
         self._worth = WorthLog(names)
+        self._logs_due_s = float("-inf")
         self._clock = StepClock()
         self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
         self._out_of_service: frozenset[int] = frozenset()
@@ -137,7 +139,10 @@ class CacheService:
 
     @answered_with(_nothing)
     def begin_request(self, request: RequestContext) -> None:
-        """Start remembering a request."""
+        """Start remembering a request, and no other one that had its id."""
+        self._hints.pop(request.req_id, None)
+        self._ended.discard(request.req_id)
+        self._jobs.pop(request.req_id, None)
         hints = self._reader.read(request.kv_transfer_params)
         if hints != NO_HINTS:
             self._hints[request.req_id] = hints
@@ -253,8 +258,8 @@ class CacheService:
         now = time.monotonic()
         self._manager.end_step(started=started, preempted=preempted, now=now)
         self._hand_over()
-        self._pressure.note(self._manager.dropped, now)
-        self._worth.note(self._manager.worth, now)
+        if now >= self._logs_due_s:
+            self._note_logs(now)
         if self._observer is not None:
             self._observer.started(started, now)
 
@@ -271,7 +276,7 @@ class CacheService:
     def computed(self) -> None:
         """Note that the oldest step that was scheduled is over."""
         step = self._clock.ended(time.monotonic())
-        if step is not None:
+        if step is not None and step[0]:  # what only generates says nothing of prompts
             self._manager.computed(*step)
 
     @answered_with(lambda: False)
@@ -383,6 +388,12 @@ class CacheService:
         """Hand over the jobs of a load whose workers are about to wait for them."""
         self._hand_over()
 
+    def _note_logs(self, now: float) -> None:
+        """Tell the operator what the manager could not do, if anything is new."""
+        self._logs_due_s = now + _LOGS_EVERY_S
+        self._pressure.note(self._manager.dropped, now)
+        self._worth.note(self._manager.worth, now)
+
     def _no_load(self, chunks: int, req_id: str) -> LoadPlan:
         """Return a load that fails, and see that its request asks for no other."""
         self._manager.give_up(req_id)
@@ -465,6 +476,7 @@ class CacheService:
     def _bring_down(self, deadline: float) -> None:
         """Run demotions until nothing is dirty, or until ``deadline``."""
         try:
+            self._note_logs(time.monotonic())
             while (left_s := deadline - time.monotonic()) > 0:
                 self._manager.flush()
                 if not self._hand_over() and self._engine.idle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.manager.counters import TierCounters, TierSnapshot
 from kvtier.manager.estimates import LoadPrice
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
@@ -12,7 +13,7 @@ from kvtier.manager.plans import (
     SlotTruth,
     StorePlan,
 )
-from kvtier.manager.tier import TierCounters, TierSnapshot, TierState
+from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.worth import LoadChoice, LoadWorth, SkipCause, WorthFigures
 from kvtier.policies.terms import NO_TERMS, RequestTerms

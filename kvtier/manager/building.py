@@ -61,6 +61,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     chunk_tokens: int,
     truth: SlotTruth,
     record_events: bool,
+    follow_reuse: bool = True,
     make: Callable[..., TieredOffloadingManager] = TieredOffloadingManager,
 ) -> TieredOffloadingManager:
     """Build the manager that ``config`` describes.
@@ -72,6 +73,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         chunk_tokens: Tokens of a chunk of the first KV cache group.
         truth: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
+        follow_reuse: Whether somebody wants to know how soon chunks are asked for again.
         make: What makes the manager: the class, or one derived from it.
 
     Raises:
@@ -95,6 +97,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         ),
         truth=truth,
         record_events=record_events,
+        follow_reuse=follow_reuse,
         worth=LoadWorth(
             tiers=len(tiers),
             chunk_nbytes=slot_nbytes,

@@ -11,6 +11,7 @@ from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
+from kvtier.manager.run import Run
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
@@ -48,12 +49,14 @@ class Ladder:
         epoch: Counts resets.
         out_of_service: Slower tiers that nothing is to be read from for now, by index.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
-        gaps: Per tier, how soon what it evicted was asked for again.
+        gaps: Per tier, how soon what it evicted was asked for again, ...
+        follows_reuse: ... if anybody is to know.
+        restricts_stores: Whether a request ever said which tiers its chunks may be in.
         worth: Says which loads are worth their time.
         events: What became resident where, until somebody takes it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         tiers: Sequence[TierState],
         *,
@@ -61,6 +64,7 @@ class Ladder:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool,
+        follow_reuse: bool,
         worth: LoadWorth,
     ) -> None:
         self.tiers = tuple(tiers)
@@ -77,6 +81,8 @@ class Ladder:
         self.epoch = 0
         self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
+        self.follows_reuse = follow_reuse
+        self.restricts_stores = False
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._passed = [
             (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
@@ -145,36 +151,63 @@ class Ladder:
             self._left(tier, taken[1])
         return taken
 
-    def evict(self, tier: TierState, victims: Sequence[ChunkCopy]) -> None:
+    def evict(self, tier: TierState, run: Run) -> None:
         """Let go of leaving copies that nothing keeps any more, and record it."""
-        if victims:
-            self._left(tier, tier.let_go(victims))
+        tier.let_go(run)
+        self._left(tier, run.keys)
 
-    def lead_below(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many leading ``keys`` are not in RAM but whole in a slower tier.
+    def lead_below(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Return the tiers of the leading ``keys`` that are not in RAM but whole below it.
 
         They are noted as wanted, like those of :meth:`asked`.
         """
-        found = 0
+        tiers = self._lead_of_slower(keys)
         in_ram = self.ram.copies
-        below = [tier.copies for tier in self.slower]
+        if not in_ram.keys().isdisjoint(keys[: len(tiers)]):
+            del tiers[next(at for at, key in enumerate(keys) if key in in_ram) :]
+        if self.follows_reuse:
+            for key in keys[: len(tiers)]:
+                if not key[SAMPLING_BYTE] & self._sampling:
+                    self.asked(key)
+        return tiers
+
+    def _lead_of_slower(self, keys: Iterable[ChunkKey]) -> list[int]:
+        """Return the first slower tier that has it whole for each of the leading ``keys``."""
+        if len(self.slower) == 1:
+            (slower,) = self.slower
+            return [slower.index] * len(slower.lead_of(keys))
+        tiers: list[int] = []
         for key in keys:
-            if key in in_ram:
+            found = first_whole(self.slower, key)
+            if found is None:
                 break
-            for copies in below:
-                copy = copies.get(key)
-                if copy is not None and copy.state == _RESIDENT:
-                    break
-            else:
-                break
-            found += 1
-        for key in keys[:found]:
-            if not key[SAMPLING_BYTE] & self._sampling:
-                self.asked(key)
-        return found
+            tiers.append(found[0].index)
+        return tiers
+
+    def find_below(
+        self, keys: Sequence[ChunkKey], within: Collection[int] | None
+    ) -> tuple[list[ChunkCopy], list[int]]:
+        """Find those of ``keys`` that a slower tier in service has whole.
+
+        Args:
+            keys: Chunks.
+            within: Tiers to look in; None for all.
+
+        Returns:
+            A copy of each that was found, and the tier it is in.
+        """
+        readable = self.readable(within)
+        if len(readable) == 1:
+            (tier,) = readable
+            copies = tier.whole(keys)
+            return copies, [tier.index] * len(copies)
+        found = [at for key in keys if (at := first_whole(readable, key)) is not None]
+        return [copy for _, copy in found], [tier.index for tier, _ in found]
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` is wanted, in every tier that is passed before it is found."""
+        if not self.follows_reuse:
+            return
         for copies, gaps in self._passed:
             if key in copies:
                 return
@@ -210,7 +243,8 @@ class Ladder:
 
     def _left(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
         """Record that ``keys`` left to make room."""
-        self.gaps[tier.index].evicted(keys)
+        if self.follows_reuse:
+            self.gaps[tier.index].evicted(keys)
         if self.events.listened_to:
             self.events.add(tier.index, keys, removed=True)
 

@@ -26,6 +26,8 @@ class JobRecord:
         source: Index of the tier read.
         destination: Index of the tier written.
         sources: The copies read, each pinned by this job.
+        keys: Of each.
+        source_slots: Of each.
         destinations: The copies written, each pinned by this job.
         epoch: The cache epoch the job belongs to; after a reset its results only free slots.
         late: Whether its deadline passed.
@@ -36,6 +38,8 @@ class JobRecord:
     source: int
     destination: int
     sources: Sequence[ChunkCopy]
+    keys: Sequence[ChunkKey]
+    source_slots: Sequence[int]
     destinations: Sequence[ChunkCopy]
     epoch: int
     late: bool = False
@@ -80,7 +84,6 @@ class JobLedger:
         self,
         record: JobRecord,
         *,
-        keys: Sequence[ChunkKey],
         slots: Sequence[int],
         names: Sequence[str],
         timeout_s: float,
@@ -90,7 +93,6 @@ class JobLedger:
 
         Args:
             record: The job.
-            keys: Of its chunks.
             slots: Of its destinations.
             names: The tiers' names.
             timeout_s: The job's deadline.
@@ -101,15 +103,15 @@ class JobLedger:
         self._records[job_id] = record
         self._unsent.append(
             Job(
-                job_id=job_id,
-                why=record.why,
-                source=names[record.source],
-                destination=names[record.destination],
-                keys=keys,
-                source_slots=[copy.slot for copy in record.sources],
-                destination_slots=slots,
-                timeout_s=timeout_s,
-                payload=generations,
+                job_id,
+                record.why,
+                names[record.source],
+                names[record.destination],
+                record.keys,
+                record.source_slots,
+                slots,
+                timeout_s,
+                generations,
             )
         )
         return job_id

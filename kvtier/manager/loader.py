@@ -28,17 +28,17 @@ Where the chunks are of several KV cache groups it computes everything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
 from kvtier.keys import ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
-from kvtier.manager.ladder import Ladder, first_whole
+from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
-from kvtier.manager.rising import Rise, plan_rise
+from kvtier.manager.rising import plan_rise
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 
@@ -54,6 +54,8 @@ class _Load:
     Attributes:
         keys: What was asked for.
         copies: What it pins: the copies of ``keys``, less those that have none.
+        slots: Where each is.
+        generations: Stamp of each.
         origins: Index of the tier each copy's bytes come from.
         lead: Keys before the first that has no copy.
         streamed: Slots it made others give up.
@@ -61,6 +63,8 @@ class _Load:
 
     keys: Sequence[ChunkKey]
     copies: Sequence[ChunkCopy]
+    slots: Sequence[int]
+    generations: Sequence[int]
     origins: Sequence[int]
     lead: int
     streamed: int = 0
@@ -105,6 +109,28 @@ class Loader:
         self._promises[request] += 1
         return True
 
+    def promise_all(self, request: RequestState, tiers: Sequence[int]) -> bool:
+        """Do :meth:`promise` for chunks that ``request`` did not ask for yet, or for none.
+
+        Args:
+            request: The request, which has just been asked for the first time in this step.
+            tiers: Index of the tier that each chunk is in, at least one.
+        """
+        if not self._ladder.limits.streams or request.wanting:
+            return False
+        self._turn_to(request)
+        chunks = len(tiers)
+        if chunks > min(self._left, self._fits - len(request.asked)):
+            return False
+        counts = Counter(tiers) if len(self._plain) > 1 else {tiers[0]: chunks}
+        if any(self._plain[tier] < some for tier, some in counts.items()):
+            return False
+        for tier, some in counts.items():
+            self._plain[tier] -= some
+        self._left -= chunks
+        self._promises[request] += chunks
+        return True
+
     def has_overpromised(self, request: RequestState) -> bool:
         """Say whether what ``request`` found in RAM is what was to make room for the rest."""
         return request in self._promises and len(request.asked) > self._fits
@@ -125,7 +151,8 @@ class Loader:
 
     def end_step(self) -> None:
         """Take back what was promised in this step and not used."""
-        self._promises.clear()
+        if self._promises:
+            self._promises.clear()
         self.promised_to = None
 
     # -- loads ------------------------------------------------------------------------------
@@ -134,20 +161,15 @@ class Loader:
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
     ) -> LoadPlan:
         """Do :meth:`TieredOffloadingManager.prepare_load`."""
-        members = self._ram.copies
-        copies = [
-            copy
-            for copy in map(members.get, keys)
-            if copy is not None and copy.state == _RESIDENT
-        ]
+        copies = self._ram.whole(keys)
         if len(copies) < len(keys):
-            return self._stream(keys, req_id, request)
-        self._use(copies)
-        origins = [copy.origin for copy in copies]
-        self._begin(_Load(keys, copies, origins, len(keys)), req_id, request)
-        slots = [copy.slot for copy in copies]
-        self._ladder.truth.issue(slots)
-        return LoadPlan(slots, [copy.generation for copy in copies], origins)
+            return self._stream(keys, copies, req_id, request)
+        handed_over = request is not None and self._promoter.hand_over(request, copies)
+        self._use(copies, pinned=handed_over)
+        load = _load_of(keys, copies)
+        self._begin(load, req_id, request)
+        self._ladder.truth.issue(load.slots)
+        return LoadPlan(load.slots, load.generations, load.origins)
 
     def complete(self, req_id: str, request: RequestState | None) -> None:
         """Do :meth:`TieredOffloadingManager.complete_load`."""
@@ -159,15 +181,14 @@ class Loader:
             del self._loads[req_id]
         copies = load.copies
         self._promoter.streaming -= load.streamed
-        loaded = self._ladder.truth.loaded(
-            [copy.slot for copy in copies], [copy.generation for copy in copies]
-        )
+        loaded = self._ladder.truth.loaded(load.slots, load.generations)
         if not all(loaded):
             self._condemn([copy for copy, ok in zip(copies, loaded, strict=True) if not ok])
             if request is not None:
                 self._promoter.give_up(request)
-        for copy in copies:
-            copy.origin = 0
+        if any(load.origins):
+            for copy in copies:
+                copy.origin = 0
         self._ram.unpin_many(copies)
         self._ladder.drop_passed(copies)
         self._count_hits(load, loaded)
@@ -186,9 +207,10 @@ class Loader:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _use(self, copies: Sequence[ChunkCopy]) -> None:
-        """Pin resident ``copies`` and count them as used."""
-        self._ram.pin_many(copies)
+    def _use(self, copies: Sequence[ChunkCopy], *, pinned: bool = False) -> None:
+        """Pin resident ``copies``, unless they are, and count them as used."""
+        if not pinned:
+            self._ram.pin_many(copies)
         for copy in copies:
             copy.hits += 1
         self._ram.touch(copies, self._ladder.ctx)
@@ -218,59 +240,53 @@ class Loader:
             request.remember(load.copies)
 
     def _stream(
-        self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
+        self,
+        keys: Sequence[ChunkKey],
+        resident: Sequence[ChunkCopy],
+        req_id: str,
+        request: RequestState | None,
     ) -> LoadPlan:
-        """Plan a load of chunks not all of which are whole in RAM.
+        """Plan a load of chunks of which only ``resident`` are whole in RAM.
 
         Raises:
             KeyError: Chunks are not streamed here.
         """
-        ladder, ram = self._ladder, self._ram
-        members = ram.copies
-        there = [copy for key in keys if (copy := members.get(key)) is not None]
-        resident = [copy for copy in there if copy.state == _RESIDENT]
+        ladder = self._ladder
         if not ladder.limits.streams:
             whole = {copy.key for copy in resident}
             raise KeyError(next(key for key in keys if key not in whole))
         self._use(resident)  # pinned, they cannot make room for the others
-        readable = ladder.readable(None if request is None else request.terms.load_tiers)
-        wanted = [
-            found
-            for key in keys
-            if key not in members and (found := first_whole(readable, key)) is not None
-        ]
-        rises: Sequence[Rise] | None = ()
-        if wanted:
-            sources = [copy for _, copy in wanted]
-            rises = plan_rise(ladder, sources, [tier.index for tier, _ in wanted])
-        chunks = [members.get(key) for key in keys]
-        # Not those that workers store: if that fails, nobody says so to who waits for them.
-        coming = [
-            copy for copy in chunks if copy and copy.state == CopyState.WRITING and copy.origin
-        ]
-        ram.pin_many(coming)
-        for copy in coming:
-            copy.hits += 1
-        usable = {*resident, *coming}
-        chosen = [copy if copy in usable else None for copy in chunks]
-        copies = [copy for copy in chosen if copy is not None]
-        load = _Load(
-            keys,
-            copies,
-            origins=[copy.origin for copy in copies],
-            lead=chosen.index(None) if None in chosen else len(keys),
-            streamed=len(wanted) if rises else 0,
-        )
+        streamed = self._bring_up(keys, None if request is None else request.terms.load_tiers)
+        chosen = list(map(self._await, map(self._ram.copies.get, keys)))
+        load = _load_of(keys, [copy for copy in chosen if copy is not None], streamed=streamed)
+        plan = LoadPlan(load.slots, load.generations, load.origins)
+        if None in chosen:
+            load.lead = chosen.index(None)
+            plan = _plan_with_gaps(chosen)
         self._begin(load, req_id, request)
-        ladder.truth.issue([copy.slot for copy in copies])
+        ladder.truth.issue(load.slots)
         if load.lead < len(keys) and request is not None:
             self._promoter.give_up(request)
-        return LoadPlan(
-            [copy.slot if copy else NO_SLOT for copy in chosen],
-            [copy.generation if copy else NO_GENERATION for copy in chosen],
-            [copy.origin if copy else 0 for copy in chosen],
-            wait_s=ladder.limits.load_timeout_s,
-        )
+        return plan._replace(wait_s=ladder.limits.load_timeout_s)
+
+    def _bring_up(self, keys: Sequence[ChunkKey], within: Collection[int] | None) -> int:
+        """Plan the jobs that bring up what of ``keys`` is not in RAM; return for how many."""
+        members = self._ram.copies
+        absent = [key for key in keys if key not in members]
+        sources, tiers = self._ladder.find_below(absent, within)
+        rises = plan_rise(self._ladder, sources, tiers) if sources else None
+        return len(sources) if rises else 0
+
+    def _await(self, copy: ChunkCopy | None) -> ChunkCopy | None:
+        """Pin ``copy`` if it is on its way up; return None if it is of no use to a load."""
+        if copy is None or copy.state == _RESIDENT:
+            return copy
+        # Not those that workers store: if that fails, nobody says so to who waits for them.
+        if copy.state != CopyState.WRITING or not copy.origin:
+            return None
+        copy.pins += 1
+        copy.hits += 1
+        return copy
 
     def _condemn(self, copies: Sequence[ChunkCopy]) -> None:
         """Drop copies that a worker could not load: who asks next must not get them.
@@ -283,3 +299,27 @@ class Loader:
                 self._promoter.take_from_all(copy)
                 self._ladder.retention.forget(copy)
                 self._ladder.drop(self._ram, copy)
+
+
+def _load_of(
+    keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], *, streamed: int = 0
+) -> _Load:
+    """Return the load of ``copies``, all that there are of ``keys``."""
+    return _Load(
+        keys,
+        copies,
+        [copy.slot for copy in copies],
+        [copy.generation for copy in copies],
+        [copy.origin for copy in copies],
+        lead=len(keys),
+        streamed=streamed,
+    )
+
+
+def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:
+    """Return the plan of a load that fails where there is no copy."""
+    return LoadPlan(
+        [copy.slot if copy else NO_SLOT for copy in chosen],
+        [copy.generation if copy else NO_GENERATION for copy in chosen],
+        [copy.origin if copy else 0 for copy in chosen],
+    )

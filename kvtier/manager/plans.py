@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.tier import TierSnapshot
+from kvtier.manager.counters import TierSnapshot
 from kvtier.manager.worth import WorthFigures
 
 __all__ = [

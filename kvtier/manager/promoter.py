@@ -27,10 +27,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, repeat
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
-from kvtier.manager.ladder import Ladder, first_whole
+from kvtier.manager.found import Found, survey
+from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
 from kvtier.manager.plans import Lookup
 from kvtier.manager.requests import Phase, RequestState
@@ -42,33 +43,8 @@ from kvtier.types import Outcome, TransferResult
 __all__ = ["Promoter"]
 
 _RESIDENT = CopyState.RESIDENT
+_DONE = Outcome.DONE
 _Waiters: TypeAlias = tuple[RequestState, ...]
-
-
-class _Found(NamedTuple):
-    """Chunks a request found: a copy of each, and where.
-
-    Attributes:
-        copies: In RAM, or else the one to bring up.
-        tiers: Index of the tier each is in.
-    """
-
-    copies: Sequence[ChunkCopy]
-    tiers: Sequence[int]
-
-    @property
-    def groups(self) -> int:
-        """KV cache groups they belong to."""
-        return len({copy.key[-GROUP_NBYTES:] for copy in self.copies})
-
-    def head(self, chunks: int) -> _Found:
-        """Return the first ``chunks`` of them."""
-        return _Found(self.copies[:chunks], self.tiers[:chunks])
-
-    def in_ram(self) -> _Found:
-        """Return those that need not be brought up."""
-        here = [copy for copy, tier in zip(*self, strict=True) if not tier]
-        return _Found(here, [0] * len(here))
 
 
 class Promoter:
@@ -82,6 +58,7 @@ class Promoter:
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
+        self._ram = ladder.ram
         self._asking: dict[RequestState, None] = {}
         self._queue: dict[RequestState, None] = {}
         self._waiting: dict[RequestState, None] = {}
@@ -191,6 +168,22 @@ class Promoter:
         if request.phase != Phase.FAILED:
             request.phase = Phase.ASKING
 
+    def hand_over(self, request: RequestState, copies: Sequence[ChunkCopy]) -> bool:
+        """Let the pins that keep ``copies`` for ``request`` be its load's from now on.
+
+        Returns:
+            Whether it was kept exactly these, all whole; if not, nothing changed.
+        """
+        granted = request.granted
+        if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):
+            return False
+        for copy in copies:
+            copy.grants = grants = copy.grants - 1
+            if not grants:
+                self.granted -= 1
+        granted.clear()
+        return True
+
     def give_up(self, request: RequestState) -> None:
         """Keep and promise nothing more for ``request``: a load of its did not work.
 
@@ -225,12 +218,19 @@ class Promoter:
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))
+        if waiting and waiting.count(waiting[0]) == len(waiting):
+            self._arrived_for(waiting[0], len(waiting))
+            return
         by_id = {id(waiters): waiters for waiters in waiting}
         for each, chunks in Counter(map(id, waiting)).items():
-            for request in by_id[each]:
-                request.pending -= chunks
-                if not request.pending and request.phase == Phase.WAITING:
-                    self._settle_request(request)
+            self._arrived_for(by_id[each], chunks)
+
+    def _arrived_for(self, waiters: _Waiters, chunks: int) -> None:
+        """Tell ``waiters`` that ``chunks`` of what they wait for are whole."""
+        for request in waiters:
+            request.pending -= chunks
+            if not request.pending and request.phase == Phase.WAITING:
+                self._settle_request(request)
 
     def apply(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
         """Take a promotion job's outcome into account.
@@ -245,14 +245,15 @@ class Promoter:
         source_tier = self._ladder.tiers[record.source]
         source_tier.unpin_many(record.sources)
         arrived = record.destinations
-        if result.outcomes.count(Outcome.DONE) < len(arrived):
+        if result.outcomes.count(_DONE) < len(arrived):
             arrived = self._arrived(record, result)
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
-        read = [source for source in record.sources if source.state == CopyState.RESIDENT]
+        read = [source for source in record.sources if source.state == _RESIDENT]
         source_tier.touch(read, self._ladder.ctx)
         self.settle_arrived(arrived)
-        source_tier.counters.promoted += sum(not copy.transient for copy in arrived)
+        passing = sum([copy.transient for copy in arrived]) if ram.passing else 0
+        source_tier.counters.promoted += len(arrived) - passing
         self._ladder.drop_passed(arrived)  # those whose request is gone
         return moved
 
@@ -262,7 +263,7 @@ class Promoter:
         for source, copy, outcome in zip(
             record.sources, record.destinations, result.outcomes, strict=True
         ):
-            if outcome is Outcome.DONE:
+            if outcome is _DONE:
                 arrived.append(copy)
                 continue
             self.settle(copy, arrived=False)
@@ -296,7 +297,7 @@ class Promoter:
         for source, copy, outcome in zip(
             record.sources, record.destinations, result.outcomes, strict=True
         ):
-            if source in record.moved and outcome is Outcome.DONE:
+            if source in record.moved and outcome is _DONE:
                 moved.append(copy)
                 self._ladder.drop(tier, source)
         return moved
@@ -322,20 +323,22 @@ class Promoter:
         budget = self._ladder.limits.pin_budget
         stuck = self._ladder.ledger.stuck
         held = self.granted + self.streaming + stuck
-        found, choice = self._worthwhile(self._survey(request))
-        cost = _cost(found)
+        below = self._ladder.readable(request.terms.load_tiers)
+        found, choice = self._worthwhile(survey(request.asked, self._ram, below))
+        cost = found.cost
         if cost > budget - stuck:  # nobody knows when those come back
             whole = False
         if cost > budget - held:
             if whole:
                 return False
-            found = _head(_divisible(found), grants=budget - held)
-        self._grant(request, found.in_ram().copies)
+            found = found.affordable(budget - held)
+        if 0 in found.tiers:
+            self._grant(request, found.in_ram().copies)
         brought = self._fetch(request, found, whole=whole)
         if brought is None:
             self._take_back(request)
             return False
-        self._give_back(request, _behind(found, brought))
+        self._give_back(request, found.stranded(brought))
         self._ladder.worth.skip(choice)
         request.phase = Phase.WAITING
         request.asked.clear()
@@ -346,7 +349,7 @@ class Promoter:
             self._settle_request(request)
         return True
 
-    def _worthwhile(self, found: _Found) -> tuple[_Found, LoadChoice | None]:
+    def _worthwhile(self, found: Found) -> tuple[Found, LoadChoice | None]:
         """Return the head of ``found`` that is worth its time, and why no more is."""
         if not any(found.tiers):
             return found, None
@@ -354,7 +357,7 @@ class Promoter:
         choice = self._ladder.worth.choose(found.tiers, groups=found.groups, now=now)
         return (found, None) if choice is None else (found.head(choice.kept), choice)
 
-    def _fetch(self, request: RequestState, found: _Found, *, whole: bool) -> int | None:
+    def _fetch(self, request: RequestState, found: Found, *, whole: bool) -> int | None:
         """Bring up what of ``found`` is not in RAM, or the head of it when not ``whole``.
 
         Returns:
@@ -380,7 +383,7 @@ class Promoter:
             return None if whole else 0
         for rise in rises:
             request.jobs.add(rise.job_id)
-            self._grant(request, rise.copies)
+            self._await(request, rise.copies)
         return len(sources)
 
     def _settle_request(self, request: RequestState) -> None:
@@ -410,26 +413,15 @@ class Promoter:
             if request.lookups >= self._ladder.limits.patience_arrivals:
                 self._settle_request(request)
 
-    def _survey(self, request: RequestState) -> _Found:
-        """Find again what ``request`` asked for; ends at the first chunk that is nowhere."""
-        copies: list[ChunkCopy] = []
-        tiers: list[int] = []
-        in_ram = self._ladder.ram.copies
-        below = self._ladder.readable(request.terms.load_tiers)
-        for key in request.asked:
-            copy = in_ram.get(key)
-            index = 0
-            if copy is None:
-                whole = first_whole(below, key)
-                if whole is None:
-                    break
-                tier, copy = whole
-                index = tier.index
-            elif copy.state == CopyState.LATE:
-                break
-            copies.append(copy)
-            tiers.append(index)
-        return _Found(copies, tiers)
+    def _await(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`_grant` for copies whose promotion was just planned, for this request."""
+        for copy in copies:
+            copy.grants = 1
+            copy.pins += 1
+        self.granted += len(copies)
+        request.granted.update(dict.fromkeys(copies))
+        request.pending += len(copies)
+        self._waiters.update(dict.fromkeys(copies, (request,)))
 
     def _grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
         """Keep ``copies``, whole in RAM or on their way there, for ``request``."""
@@ -486,36 +478,3 @@ class Promoter:
                 self._waiters[copy] = after
             else:
                 del self._waiters[copy]
-
-
-def _cost(found: _Found) -> int:
-    """Return how many RAM slots granting ``found`` would newly hold."""
-    return sum(bool(tier or not copy.grants) for copy, tier in zip(*found, strict=True))
-
-
-def _divisible(found: _Found) -> _Found:
-    """Return what of ``found`` is of use although not all of it is granted."""
-    return found if found.groups == 1 else found.in_ram()
-
-
-def _head(found: _Found, *, grants: int) -> _Found:
-    """Return the longest head of ``found`` that newly holds at most ``grants`` slots."""
-    for end, (copy, tier) in enumerate(zip(*found, strict=True)):
-        if tier or not copy.grants:
-            grants -= 1
-            if grants < 0:
-                return found.head(end)
-    return found
-
-
-def _behind(found: _Found, brought: int) -> list[ChunkCopy]:
-    """Return the copies in RAM behind the first chunk that was not brought up, if any."""
-    if brought == len(found.tiers) - found.tiers.count(0):
-        return []
-    behind: list[ChunkCopy] = []
-    for copy, tier in zip(*found, strict=True):
-        if tier:
-            brought -= 1
-        elif brought < 0:
-            behind.append(copy)
-    return behind

@@ -75,10 +75,12 @@ def _plan_job(
                 ladder.ram.passing += 1
     for source in sources:
         source.hits += 1
-    record = JobRecord(Why.PROMOTE, index, 0, sources, copies, ladder.epoch, moved=moved)
+    places = [source.slot for source in sources]
+    record = JobRecord(
+        Why.PROMOTE, index, 0, sources, keys, places, copies, ladder.epoch, moved=moved
+    )
     job_id = ladder.ledger.open(
         record,
-        keys=keys,
         slots=slots,
         names=ladder.names,
         timeout_s=ladder.limits.load_timeout_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, count
+from itertools import chain, compress, count
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_of_first_group, of_one_group
 from kvtier.manager.demoter import Demoter
@@ -19,6 +19,7 @@ from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import StorePlan
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import RequestState
+from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.terms import NO_TERMS
 
@@ -39,6 +40,7 @@ class Storer:
         self._ram = ladder.ram
         self._promoter = promoter
         self._demoter = demoter
+        self._writes: dict[int, Run] = {}  # in flight, by generation
 
     def prepare(
         self, keys: Sequence[ChunkKey], request: RequestState | None
@@ -119,25 +121,42 @@ class Storer:
 
     def complete(self, keys: Collection[ChunkKey]) -> None:
         """Do :meth:`TieredOffloadingManager.complete_store`."""
-        ram = self._ram
+        first = self._ram.copies.get(next(iter(keys), b""))
+        run = None if first is None else self._writes.pop(first.generation, None)
+        if first is None or run is None or not self._is_all_of(run, keys):
+            run = self._run_of(keys)
+            generations = [copy.generation for copy in run.copies]
+        else:
+            generations = [first.generation] * len(run.copies)
+        whole = self._ladder.truth.stored(run.slots, generations)
+        if not all(whole):
+            copies = run.copies
+            self._give_up([copy for copy, ok in zip(copies, whole, strict=True) if not ok])
+            run = self._ram.run_of(list(compress(copies, whole)))
+        self._demoter.publish(run)
+        self._promoter.settle_arrived(run.copies)
+
+    def clear(self) -> None:
+        """Forget what is being stored; for a reset of the cache, after which none completes."""
+        self._writes.clear()
+
+    def _is_all_of(self, run: Run, keys: Collection[ChunkKey]) -> bool:
+        """Return whether ``keys`` are all of a store, which is as it was planned."""
+        if run.dropped != self._ram.dropped or len(keys) != len(run.keys):
+            return False
+        if isinstance(keys, (set, frozenset)):  # an engine may hand them over as one
+            return keys.issuperset(run.keys)
+        return keys == run.keys
+
+    def _run_of(self, keys: Collection[ChunkKey]) -> Run:
+        """Return those of ``keys`` that are being stored, by slot."""
         written = [
             copy
-            for copy in map(ram.copies.get, keys)
+            for copy in map(self._ram.copies.get, keys)
             if copy is not None and copy.state == _WRITING and not copy.origin
         ]
-        slots = [copy.slot for copy in written]
-        if slots != (ascending := sorted(slots)):
-            # The engine hands the keys over as a set; slots ascend along the prefix.
-            written.sort(key=_slot_of)
-            slots = ascending
-        whole = self._ladder.truth.stored(slots, [copy.generation for copy in written])
-        arrived = written
-        if not all(whole):
-            arrived = [copy for copy, ok in zip(written, whole, strict=True) if ok]
-            self._give_up([copy for copy, ok in zip(written, whole, strict=True) if not ok])
-        self._ladder.publish(ram, arrived)
-        self._demoter.stored(arrived)
-        self._promoter.settle_arrived(arrived)
+        written.sort(key=_slot_of)  # ascending along the prefix, whatever order a set has
+        return self._ram.run_of(written)
 
     def _give_up(self, copies: Sequence[ChunkCopy]) -> None:
         """Take back what did not arrive whole."""
@@ -166,7 +185,8 @@ class Storer:
         generation = self._ladder.next_generation()
         parents, depths = _places(new, keys, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
-        ram.begin_writing(new, slots, parents, depths, generation, terms)
+        copies = ram.begin_writing(new, slots, parents, depths, generation, terms)
+        self._writes[generation] = Run(copies, new, slots, ram.dropped)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 

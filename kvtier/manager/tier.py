@@ -2,117 +2,25 @@
 
 from __future__ import annotations
 
-import operator
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.counters import TierCounters, TierSnapshot
+from kvtier.manager.run import Run
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies.base import is_idle, is_unpinned
 from kvtier.policies.leaves import is_unpinned_leaf
 from kvtier.policies.terms import NO_TERMS, RequestTerms
-from kvtier.types import Outcome
 
-__all__ = ["TierCounters", "TierSnapshot", "TierState"]
+__all__ = ["TierState"]
 
 _WRITING = CopyState.WRITING
 _RESIDENT = CopyState.RESIDENT
 _GONE = CopyState.GONE
 _MADE_AHEAD = 1 << 18
 """Most copies made before they are needed: 80 ms and 46 MB."""
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What happened in one tier since the manager was made; all in chunks."""
-
-    hits: int = 0
-    """Chunks whose bytes came from this tier and that an engine loaded rather than computed."""
-    prompt_hits: int = 0
-    """Those of the first KV cache group: each stands for prompt tokens of its own."""
-    misses: int = 0
-    """Chunks asked for and not here: those found in a slower tier, and one per request for
-    the first that was nowhere."""
-    stored: int = 0
-    """Chunks that became resident, from wherever."""
-    evicted: int = 0
-    """Chunks that left to make room."""
-    refused: int = 0
-    """Chunks not taken for lack of room or by the placement policy."""
-    failed: int = 0
-    """Chunks whose transfer into this tier failed."""
-    read_failed: int = 0
-    """Chunks whose transfer out of this tier failed."""
-    expired: int = 0
-    """Chunks whose transfer to or from this tier did not end before its deadline."""
-    shut_out: int = 0
-    """Chunks whose transfer to or from this tier was refused: out of service, or queue full."""
-    load_failed: int = 0
-    """Chunks that a worker could not load into the GPU."""
-    corrupt: int = 0
-    """Chunks dropped because their bytes were not the bytes stored."""
-    lost: int = 0
-    """Chunks that left, or stay, without reaching the slower tier they were meant for."""
-    dropped: int = 0
-    """Chunks meant for this tier that were not sent because it did not keep up; in RAM, those
-    refused that would have found room, had no other waited for a slower tier."""
-    promoted: int = 0
-    """Chunks of this tier that came up to RAM to stay there."""
-    demoted: int = 0
-    """Chunks of this tier that arrived in a slower one."""
-    stranded: int = 0
-    """Chunks that were here and had to be computed all the same, because one that comes before
-    them was in no tier."""
-    unretained: int = 0
-    """Chunks that somebody asked to keep and that were not kept, or not as long."""
-
-    def note_failure(self, outcome: Outcome, *, reading: bool) -> None:
-        """Count a chunk that did not arrive, by cause.
-
-        What was cancelled did not fail.
-        """
-        if outcome is Outcome.EXPIRED:
-            self.expired += 1
-        elif outcome is Outcome.REFUSED:
-            self.shut_out += 1
-        elif outcome is Outcome.CANCELLED:
-            return
-        elif reading:
-            self.read_failed += 1
-        else:
-            self.failed += 1
-
-    def snapshot(self) -> TierCounters:
-        """Return a copy; at half the price of :func:`dataclasses.replace`."""
-        return TierCounters(*_values_of(self))
-
-
-_values_of = operator.attrgetter(*(field.name for field in fields(TierCounters)))
-
-
-@dataclass(frozen=True, slots=True)
-class TierSnapshot:
-    """One tier at one moment.
-
-    Attributes:
-        name: The tier's name.
-        capacity: Slots.
-        used: Slots that are not free.
-        resident: Chunks that are hits.
-        held: Copies that could not be evicted now: being moved, kept for a request, or dirty.
-        dirty: Copies that must still reach a slower tier.
-        quarantined: Slots kept from reuse until a worker acknowledged its jobs.
-        counters: A copy of the counters.
-    """
-
-    name: str
-    capacity: int
-    used: int
-    resident: int
-    held: int
-    dirty: int
-    quarantined: int
-    counters: TierCounters
 
 
 class TierState:
@@ -123,7 +31,8 @@ class TierState:
     which lets a store that cannot succeed be refused without a scan. ``leaving`` holds victims
     that were picked but must first reach a slower tier; they are hits until then, but no longer
     in the eviction order. ``passing`` counts the transient copies, which leave by themselves.
-    ``wanted`` is the most slots somebody asked for in vain in this step.
+    ``wanted`` is the most slots somebody asked for in vain in this step. ``dropped`` counts the
+    copies that left without having been victims: while it stands still, who was pinned is here.
 
     A slot keeps its copy object when its chunk is evicted, and the next chunk takes it over:
     nothing refers to a copy that could be evicted, and making an object costs more than all
@@ -138,6 +47,7 @@ class TierState:
         "copies",
         "counters",
         "dirty",
+        "dropped",
         "eviction",
         "idle",
         "index",
@@ -167,6 +77,7 @@ class TierState:
         self.writing = 0
         self.leaving: set[ChunkCopy] = set()
         self.passing = 0
+        self.dropped = 0
         self.wanted = 0
         self.quarantined = 0
         self.counters = TierCounters()
@@ -233,11 +144,13 @@ class TierState:
             copy.parent = source.parent
             copy.depth = source.depth
             copy.terms = source.terms
-            copy.generation = generation
             copy.state = _WRITING
             copy.pins = 1
             copy.hits = 0
-            copy.origin = origin
+        if not self.index:  # slower tiers have neither
+            for copy in copies:
+                copy.generation = generation
+                copy.origin = origin
         self.copies.update(zip(keys, copies, strict=True))
         self.writing += len(copies)
         return copies
@@ -252,12 +165,17 @@ class TierState:
 
     def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Make written copies hits and drop their writer's pin."""
-        idle = 0
-        for copy in copies:
-            copy.state = _RESIDENT
-            copy.pins = pins = copy.pins - 1
-            if not pins and not copy.dirty:
-                idle += 1
+        idle = len(copies)
+        if self.index:
+            for copy in copies:  # in a slower tier nobody else holds what is not whole
+                copy.state = _RESIDENT
+                copy.pins = 0
+        else:
+            for copy in copies:
+                copy.state = _RESIDENT
+                copy.pins = pins = copy.pins - 1
+                if pins:
+                    idle -= 1
         self.idle += idle
         if self.eviction.leaf_only:
             for copy in copies:
@@ -292,17 +210,22 @@ class TierState:
             copy.pins += 1
         self.idle -= held
 
+    def pin_dirty(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`pin` for ``copies`` that are all dirty, and so never idle."""
+        for copy in copies:
+            copy.pins += 1
+
     def unpin_many(self, copies: Iterable[ChunkCopy]) -> None:
         """Do :meth:`unpin` for ``copies``."""
         freed = 0
         for copy in copies:
             copy.pins = pins = copy.pins - 1
-            if pins:
+            if pins or copy.dirty:
                 continue
-            if copy.state == _GONE:
-                self.slots.release((copy.slot,))
-            elif not copy.dirty and copy.state == _RESIDENT:
+            if copy.state == _RESIDENT:
                 freed += 1
+            elif copy.state == _GONE:
+                self.slots.release((copy.slot,))
         self.idle += freed
 
     def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
@@ -349,30 +272,32 @@ class TierState:
             if not copy.pins and copy.state == _RESIDENT:
                 self.idle += 1
 
+    def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
+        """Return the run of ``copies``."""
+        keys = [copy.key for copy in copies]
+        return Run(copies, keys, [copy.slot for copy in copies], self.dropped)
+
     def stop_passing(self, copy: ChunkCopy) -> None:
         """Let a copy stay that was to leave after its load; nothing for any other."""
         if copy.transient:
             copy.transient = False
             self.passing -= 1
 
-    def sent(self, copies: Iterable[ChunkCopy]) -> None:
+    def sent(self, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`unpin` and :meth:`mark_clean` for what a job was to bring down."""
-        cleaned = freed = 0
+        others = []
         for copy in copies:
-            copy.pins = pins = copy.pins - 1
-            dirty = copy.dirty
-            if dirty:
-                copy.dirty = dirty = dirty - 1
-                if not dirty:
-                    cleaned += 1
-            if pins:
-                continue
-            if copy.state == _GONE:
-                self.slots.release((copy.slot,))
-            elif not dirty:
-                freed += 1
+            if copy.pins == 1 and copy.dirty == 1:
+                copy.pins = copy.dirty = 0
+            else:
+                others.append(copy)
+        cleaned = len(copies) - len(others)
         self.dirty -= cleaned
-        self.idle += freed
+        self.idle += cleaned
+        for copy in others:
+            if copy.dirty:
+                self.mark_clean(copy)
+            self.unpin(copy)
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""
@@ -380,6 +305,7 @@ class TierState:
             return
         was_resident = copy.state == _RESIDENT
         copy.state = _GONE
+        self.dropped += 1
         self._copy_at[copy.slot] = None
         if was_resident:
             self._leave_order(copy)
@@ -415,16 +341,13 @@ class TierState:
         if self.eviction.leaf_only:
             victims = self._pick_leaves(count, is_unpinned_leaf, ctx)
         else:
-            victims = self.eviction.pick_many(count, _unpinned, ctx)
+            victims = self.eviction.pick_many(count, is_unpinned, ctx)
         self.leaving.update(victims)
         return victims
 
-    def let_go(self, victims: Sequence[ChunkCopy]) -> list[ChunkKey]:
-        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted.
-
-        Returns:
-            Their keys.
-        """
+    def let_go(self, run: Run) -> None:
+        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted."""
+        victims = run.copies
         dirty = 0
         for victim in victims:
             if victim.dirty:
@@ -433,9 +356,8 @@ class TierState:
         self.dirty -= dirty
         self.idle -= len(victims) - dirty
         self.leaving.difference_update(victims)
-        keys, slots = self._forget(victims)
-        self.slots.release(slots)
-        return keys
+        self._forget(victims, run.keys)
+        self.slots.release(run.slots)
 
     def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a leaving copy back into the order."""
@@ -445,13 +367,26 @@ class TierState:
 
     def lead(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> int:
         """Return how many leading ``keys`` are hits, and keep those that were leaving."""
+        found = self.lead_of(keys)
+        self._keep(found, ctx)
+        return len(found)
+
+    def lead_of(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
+        """Return the copies of the leading ``keys`` that are whole here."""
         found: list[ChunkCopy] = []
         for copy in map(self.copies.get, keys):
             if copy is None or copy.state != _RESIDENT:
                 break
             found.append(copy)
-        self._keep(found, ctx)
-        return len(found)
+        return found
+
+    def whole(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
+        """Return the copies of those of ``keys`` that are whole here."""
+        return [
+            copy
+            for copy in map(self.copies.get, keys)
+            if copy is not None and copy.state == _RESIDENT
+        ]
 
     def take_slots(
         self, count: int, ctx: PolicyContext
@@ -473,8 +408,9 @@ class TierState:
                 self._enter_order(victim, ctx)
             return None
         self.idle -= shortage
-        keys, slots = self._forget(victims)
-        return self.slots.exchange(slots, count), keys
+        keys = [victim.key for victim in victims]
+        self._forget(victims, keys)
+        return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of resident ``copies``, given root to leaf."""
@@ -520,27 +456,20 @@ class TierState:
                 at[copy.slot] = copy
         return copies
 
-    def _forget(self, victims: Sequence[ChunkCopy]) -> tuple[list[ChunkKey], list[int]]:
+    def _forget(self, victims: Sequence[ChunkCopy], keys: Sequence[ChunkKey]) -> None:
         """Make copies that left the order misses, and count them as evicted.
 
-        Returns:
-            Their keys and slots.
+        Nobody refers to them but their slots, so their state is left to the next write.
         """
-        members = self.copies
-        keys = [victim.key for victim in victims]
-        for victim in victims:
-            victim.state = _GONE
-        for key in keys:
-            del members[key]
+        deque(map(self.copies.__delitem__, keys), maxlen=0)
         if self.eviction.leaf_only:
             for victim in victims:
                 self._leave_kids(victim)
         self.counters.evicted += len(victims)
-        return keys, [victim.slot for victim in victims]
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
         if not self.eviction.leaf_only:
-            return self.eviction.pick_many(count, _idle, ctx)
+            return self.eviction.pick_many(count, is_idle, ctx)
         return self._pick_leaves(count, _idle_leaf, ctx)
 
     def _pick_leaves(
@@ -593,13 +522,5 @@ class TierState:
             self._kids_of_absent[key] = kids
 
 
-def _idle(copy: ChunkCopy) -> bool:
-    return not copy.pins and not copy.dirty
-
-
 def _idle_leaf(copy: ChunkCopy) -> bool:
     return is_unpinned_leaf(copy) and not copy.dirty
-
-
-def _unpinned(copy: ChunkCopy) -> bool:
-    return not copy.pins

@@ -51,6 +51,7 @@ _SETTLED = Phase.SETTLED
 _DEFERRED = (Phase.QUEUED, Phase.WAITING)
 _HIT = Lookup.HIT
 _MISS = Lookup.MISS
+_PROMOTE = Why.PROMOTE
 
 
 class TieredOffloadingManager:
@@ -62,10 +63,11 @@ class TieredOffloadingManager:
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each part
         self,
         tiers: Sequence[TierState],
         *,
@@ -73,6 +75,7 @@ class TieredOffloadingManager:
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        follow_reuse: bool = True,
         worth: LoadWorth | None = None,
     ) -> None:
         self._ladder = Ladder(
@@ -81,6 +84,7 @@ class TieredOffloadingManager:
             limits=limits,
             truth=truth,
             record_events=record_events,
+            follow_reuse=follow_reuse,
             worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
         )
         self._ram = self._ladder.ram
@@ -141,7 +145,7 @@ class TieredOffloadingManager:
         phase = request.phase
         if phase in _DEFERRED:
             return None if keys else 0
-        if request.terms.load_tiers is not None or not self._plain or phase == Phase.FAILED:
+        if phase == Phase.FAILED or not self._is_plain(request):
             return self._look_on(request, keys, 0)
         hits = self._ram.lead(keys, self._ladder.ctx)
         if phase == _ASKING:
@@ -266,9 +270,8 @@ class TieredOffloadingManager:
         self._promoter.end_step()
         self._loader.end_step()
         self._demoter.flush()
-        for gaps in ladder.gaps:
-            if gaps.busy:
-                gaps.end_step(now)
+        if ladder.follows_reuse:
+            self._note_reuse(now)
 
     def set_out_of_service(self, tiers: Collection[int]) -> None:
         """Name the slower tiers, by index, that nothing is to be read from for now.
@@ -331,14 +334,15 @@ class TieredOffloadingManager:
         that has arrived below leaves RAM here, though it was a hit until now.
         """
         ladder, ledger = self._ladder, self._ladder.ledger
-        timeout_s = ladder.limits.load_timeout_s
-        ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
         record = ledger.find(result.job_id)
         if record is None:
             return
-        if record.epoch != self._ladder.epoch:
+        if record.why is _PROMOTE:
+            timeout_s = ladder.limits.load_timeout_s
+            ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
+        if record.epoch != ladder.epoch:
             self._apply_stale(record, result)
-        elif record.why is Why.PROMOTE:
+        elif record.why is _PROMOTE:
             self._demoter.adopt(self._ram, self._promoter.apply(record, result))
         else:
             self._demoter.apply(record, result)
@@ -406,6 +410,7 @@ class TieredOffloadingManager:
         self._ladder.retention.clear()
         self._quarantine.evacuate(chain(self._loader.in_flight(), self._demoter.waiting()))
         self._loader.clear()
+        self._storer.clear()
         self._demoter.clear()
         for gaps in self._ladder.gaps:
             gaps.clear()
@@ -429,32 +434,41 @@ class TieredOffloadingManager:
     # -- internals --------------------------------------------------------------------------
 
     def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
+        if terms.store_tiers is not None:
+            self._ladder.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
 
-    @property
-    def _plain(self) -> bool:
-        """Whether all that a slower tier has is brought up before it is a hit."""
-        return not self._ladder.limits.streams and not self._ladder.out_of_service
+    def _is_plain(self, request: RequestState) -> bool:
+        """Return whether every tier counts for ``request``, and no slot is promised to it."""
+        ladder = self._ladder
+        if ladder.out_of_service or request.terms.load_tiers is not None:
+            return False
+        return not (ladder.limits.streams and request.asked)
 
     def _ask(self, request: RequestState, keys: Sequence[ChunkKey], hits: int) -> int | None:
         """Note what of ``keys``, of which ``hits`` lead, a request asks for the first time."""
-        below = self._ladder.lead_below(keys[hits:]) if hits < len(keys) else 0
-        if hits or below:
-            self._promoter.note_many(request, keys[: hits + below])
+        if hits:
+            self._promoter.note_many(request, keys[:hits])
         if hits == len(keys):
             return hits
+        below = self._ladder.lead_below(keys[hits:])
+        found = hits + len(below)
+        deferred = False
         if below:
-            request.wanting = True
-        found = hits + below
+            if not self._loader.promise_all(request, below):
+                if self._ladder.limits.streams:  # a part of them can be promised
+                    return self._look_on(request, keys, hits)
+                deferred = request.wanting = True
+            self._promoter.note_many(request, keys[hits:found])
         if self._ladder.holds_any(keys[found : found + 1]):
             # What is in RAM behind that, or on its way there, is found one by one.
             more = self._look_on(request, keys, found)
-            return None if below else more
+            return None if deferred else more
         if found < len(keys):
             self._ladder.asked(keys[found])
             self._count_miss(request)
-        return None if below else found
+        return None if deferred else found
 
     def _look_on(
         self, request: RequestState, keys: Sequence[ChunkKey], found: int
@@ -468,6 +482,11 @@ class TieredOffloadingManager:
             deferred = deferred or answer is Lookup.RETRY
             found += 1
         return None if deferred else found
+
+    def _note_reuse(self, now: float) -> None:
+        for gaps in self._ladder.gaps:
+            if gaps.busy:
+                gaps.end_step(now)
 
     def _preempt(self, req_id: str) -> None:
         request = self._requests.get(req_id)

@@ -295,15 +295,17 @@ class LoadWorth:
         gain_s = self._margin * chunk_s
         load_s = 0.0
         best, best_s = 0, 0.0
+        each_s = {tier: price.s_per_byte * self._chunk_nbytes for tier, price in prices.items()}
         taken_s: dict[int, float] = {}
         for length, tier in enumerate(sources, start=1):
-            price = prices.get(tier)
-            if price is not None:
-                more_s = price.s_per_byte * self._chunk_nbytes
-                if tier not in taken_s:
-                    more_s += price.seconds(self._outstanding_nbytes[tier])
-                taken_s[tier] = taken_s.get(tier, 0.0) + more_s
-                if taken_s[tier] > in_time_s:
+            more_s = each_s.get(tier)
+            if more_s is not None:
+                sofar_s = taken_s.get(tier)
+                if sofar_s is None:
+                    more_s += prices[tier].seconds(self._outstanding_nbytes[tier])
+                    sofar_s = 0.0
+                taken_s[tier] = sofar_s = sofar_s + more_s
+                if sofar_s > in_time_s:
                     break
                 load_s += more_s
             net_s = load_s - length * gain_s

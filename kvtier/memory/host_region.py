@@ -61,7 +61,7 @@ class RegionGeometry:
             :class:`~kvtier.memory.slot_layout.RankShare`.
         ranks: Workers of the engine.
         is_portable: Whether a slot's bytes mean the same to an engine with other ranks.
-        content: What the bytes are, where only a worker can tell; empty elsewhere.
+        content: What the bytes are, which only a worker can tell.
     """
 
     slots: int

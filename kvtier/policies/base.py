@@ -29,6 +29,8 @@ __all__ = [
     "Placement",
     "PolicyContext",
     "Promotion",
+    "is_idle",
+    "is_unpinned",
 ]
 
 NEVER: Final = sys.maxsize
@@ -151,6 +153,16 @@ class PolicyContext:
 
 
 Evictable = Callable[[ChunkCopy], bool]
+
+
+def is_idle(copy: ChunkCopy) -> bool:
+    """Return whether nothing needs a resident ``copy`` in its tier."""
+    return not copy.pins and not copy.dirty
+
+
+def is_unpinned(copy: ChunkCopy) -> bool:
+    """Return whether nobody touches ``copy``, though a slower tier may have yet to get it."""
+    return not copy.pins
 
 
 class Eviction(ABC):

@@ -76,6 +76,7 @@ class RecordingManager(TieredOffloadingManager):
         limits: Bounds to keep to.
         truth: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
+        follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
         note: Told each call; it must not raise and must not change what it is given.
     """
@@ -88,6 +89,7 @@ class RecordingManager(TieredOffloadingManager):
         limits: ManagerLimits,
         truth: SlotTruth,
         record_events: bool = False,
+        follow_reuse: bool = True,
         worth: LoadWorth | None = None,
         note: Note,
     ) -> None:
@@ -98,6 +100,7 @@ class RecordingManager(TieredOffloadingManager):
             limits=limits,
             truth=self._witness,
             record_events=record_events,
+            follow_reuse=follow_reuse,
             worth=worth,
         )
         self._note = note

@@ -8,8 +8,10 @@ that came before it, as long as there are not too many that wait.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final
 
 from kvtier.keys import ChunkKey
@@ -57,15 +59,18 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class _Open:
+    number: int
     arrival_s: float
     session: str
     prompt: Sequence[ChunkKey] = ()
-    record: RequestRecord | None = None
-    over: bool = False
 
 
 class RequestLog:
     """Turns what the engine says about requests into records, in order of arrival.
+
+    Where more than ``most_held`` are remembered, records go out before those of requests that
+    came earlier and are not over: each time the earliest there is, so that only lines which are
+    thousands of requests apart change places.
 
     Args:
         emit: Called with each record.
@@ -85,18 +90,27 @@ class RequestLog:
         self._chunk_tokens = chunk_tokens
         self._most_held = most_held
         self._begun_s: float | None = None
-        self._open: dict[str, _Open] = {}
+        self._arrivals = 0
+        # Its first item is asked for at every end: a dict would step over all that have left.
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._over: list[tuple[int, RequestRecord]] = []
+        """A heap: the earliest to have come is first."""
 
     def arrived(self, req_id: str, now: float, session: str = "") -> None:
-        """Note that a request of ``session`` came, ``now`` in seconds on a monotonic clock."""
+        """Note that a request of ``session`` came, ``now`` in seconds on a monotonic clock.
+
+        One that had its id, and of which nobody said that it is over, is forgotten.
+        """
         if self._begun_s is None:
             self._begun_s = now
-        self._open.setdefault(req_id, _Open(now - self._begun_s, session))
+        self._arrivals += 1
+        self._open.pop(req_id, None)
+        self._open[req_id] = _Open(self._arrivals, now - self._begun_s, session)
 
     def started(self, req_id: str, prompt: Sequence[ChunkKey]) -> None:
         """Note a request's chunks before it generates any."""
         request = self._open.get(req_id)
-        if request is not None and not request.over:
+        if request is not None:
             request.prompt = tuple(prompt)
 
     def ended(self, req_id: str, keys: Sequence[ChunkKey]) -> None:
@@ -106,37 +120,37 @@ class RequestLog:
             req_id: The request.
             keys: All its whole chunks, those of the answer included.
         """
-        request = self._open.get(req_id)
-        if request is None or request.over:
+        request = self._open.pop(req_id, None)
+        if request is None:
             return
-        request.over = True
         # One that ended before it was scheduled generated nothing.
         prompt = request.prompt or tuple(keys)
         if prompt:
-            request.record = RequestRecord(
+            record = RequestRecord(
                 request.arrival_s,
                 prompt,
                 len(keys) - len(prompt),
                 self._chunk_tokens,
                 request.session,
             )
+            heappush(self._over, (request.number, record))
         self._release()
 
     def close(self) -> None:
         """Emit the requests that are over, whoever came before them."""
-        for req_id in [name for name, request in self._open.items() if request.over]:
-            self._leave(req_id)
+        while self._over:
+            self._emit_earliest()
 
     def _release(self) -> None:
-        while self._open:
-            req_id, request = next(iter(self._open.items()))
-            if not request.over:
-                break
-            self._leave(req_id)
-        if len(self._open) > self._most_held:
-            self.close()
+        """Emit what nobody is before any more, and what there is no room to hold back."""
+        earliest_open = next(iter(self._open.values()), None)
+        while self._over and (
+            earliest_open is None
+            or self._over[0][0] < earliest_open.number
+            or len(self._open) + len(self._over) > self._most_held
+        ):
+            self._emit_earliest()
 
-    def _leave(self, req_id: str) -> None:
-        record = self._open.pop(req_id).record
-        if record is not None:
-            self._emit(record)
+    def _emit_earliest(self) -> None:
+        _, record = heappop(self._over)
+        self._emit(record)

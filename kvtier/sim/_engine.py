@@ -14,9 +14,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import count
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
@@ -29,9 +28,11 @@ __all__ = ["ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
+_PROMOTE: Final = Why.PROMOTE
 
 
-_Event: TypeAlias = Callable[[], None]
+_Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
+"""When, a number that keeps equal times in order, what happens, and to what."""
 
 
 class ModelRequest:
@@ -112,7 +113,7 @@ class ModelEngine:
         self._retain_s = retain_s
         self._now_s = 0.0
         self._order = count()
-        self._events: list[tuple[float, int, _Event]] = []
+        self._events: list[_Event] = []
         self._queue: deque[ModelRequest] = deque()
         self._deferred: dict[ModelRequest, None] = {}
         self._ready: list[tuple[int, ModelRequest]] = []
@@ -129,13 +130,16 @@ class ModelEngine:
 
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
         """Serve ``requests``, given in order of arrival; yield each when it is over."""
+        events = self._events
         for request in requests:
-            while self._events and self._events[0][0] <= request.arrival_s:
+            arrival_s = request.arrival_s
+            while events and events[0][0] <= arrival_s:
                 self._next()
-            self._now_s = max(self._now_s, request.arrival_s)
+            self._now_s = max(self._now_s, arrival_s)
             self._queue.append(request)
             self._step()
-            yield from self._take_over()
+            if self._over:
+                yield from self._take_over()
         while self._events or self._deferred or self._unstored:
             if not self._events:
                 # Nothing is on its way, but a live engine would go on stepping.
@@ -148,27 +152,27 @@ class ModelEngine:
 
     def _next(self) -> None:
         """Let the next event happen."""
-        self._now_s, _, event = heapq.heappop(self._events)
-        event()
+        self._now_s, _, happens, subject = heapq.heappop(self._events)
+        happens(subject)
         self._step()
 
     def _take_over(self) -> list[ModelRequest]:
         """Return the requests that are over since the last call."""
-        over = self._over
-        if over:
-            self._over = []
+        over, self._over = self._over, []
         return over
 
-    def _at(self, time_s: float, event: _Event) -> None:
-        heapq.heappush(self._events, (time_s, next(self._order), event))
+    def _at(self, time_s: float, happens: Callable[..., None], subject: object) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), happens, subject))
 
     # -- a scheduling step ------------------------------------------------------------------
 
     def _step(self) -> None:
         """Do what the scheduler does in one step, and again while that lets requests start."""
+        manager = self._manager
         self._steps += 1
         if not self._steps % _ASK_AFTER_STEPS:
             self._may_answer = True
+            manager.take_cancels()  # what runs in model time is not worth dropping
         if self._queue and self._open < self._model.concurrency:
             self._admit()
         while True:
@@ -176,18 +180,12 @@ class ModelEngine:
                 self._store()
             if self._ready and not self._computing:
                 self._compute()
-            self._end_step()
-            if not self._may_answer or not self._ask_again():
+            manager.end_step(started=self._started, now=self._now_s)
+            self._started.clear()
+            for job in manager.take_jobs():
+                self._send(job)
+            if not (self._may_answer and self._deferred and self._ask_again()):
                 return
-
-    def _end_step(self) -> None:
-        started = self._started
-        if started:
-            self._started = []
-        self._manager.end_step(started=started, now=self._now_s)
-        for job in self._manager.take_jobs():
-            self._send(job)
-        self._manager.take_cancels()
 
     def _admit(self) -> None:
         """Look up the requests at the head of the queue."""
@@ -203,8 +201,6 @@ class ModelEngine:
     def _ask_again(self) -> bool:
         """Look up the requests that were put off; return whether one of them started."""
         self._may_answer = False
-        if not self._deferred:
-            return False
         answered = [request for request in self._deferred if self._look(request)]
         for request in answered:
             del self._deferred[request]
@@ -227,9 +223,9 @@ class ModelEngine:
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
-            self._at(done_s, partial(self._streamed, request, plan))
+            self._at(done_s, self._streamed, (request, plan))
         else:
-            self._at(done_s, partial(self._loaded, request))
+            self._at(done_s, self._loaded, request)
         return True
 
     def _compute(self) -> None:
@@ -240,7 +236,7 @@ class ModelEngine:
         left = max(request.tokens - request.hits * self._chunk_tokens, 1)
         seconds = left / self._model.prefill_tokens_per_s
         self._manager.computed(left, seconds)
-        self._at(self._now_s + seconds, partial(self._computed, request))
+        self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
         """Offer the new chunks of computed requests; one that finds no room comes again."""
@@ -265,17 +261,22 @@ class ModelEngine:
     def _send(self, job: Job) -> float:
         """Let ``job`` run; return when its outcome is known."""
         results = self._transfers.run(job, self._now_s)
+        promoting = job.why is _PROMOTE
         for time_s, result in results:
-            self._at(time_s, partial(self._moved, job, result))
+            if promoting:
+                self._at(time_s, self._promoted, (job, result))
+            else:
+                self._at(time_s, self._manager.apply, result)
         return results[0][0]
 
-    def _moved(self, job: Job, result: TransferResult) -> None:
+    def _promoted(self, outcome: tuple[Job, TransferResult]) -> None:
+        job, result = outcome
         self._manager.apply(result)
-        if job.why is Why.PROMOTE:
-            self._truth.note(job, result)
-            self._may_answer = True
+        self._truth.note(job, result)
+        self._may_answer = True
 
-    def _streamed(self, request: ModelRequest, plan: LoadPlan) -> None:
+    def _streamed(self, load: tuple[ModelRequest, LoadPlan]) -> None:
+        request, plan = load
         # What did not come up is computed, and all that follows it.
         request.hits = self._truth.lead(plan)
         self._loaded(request)

@@ -30,6 +30,8 @@ class HonestTruth:
 
     def lead(self, plan: LoadPlan) -> int:
         """Return how many chunks of ``plan`` were loaded before the first that was not."""
+        if not self._lost and NO_SLOT not in plan.slots:
+            return len(plan.slots)
         came = self.loaded(plan.slots, plan.generations)
         for at, (slot, ok) in enumerate(zip(plan.slots, came, strict=True)):
             if slot == NO_SLOT or not ok:

@@ -188,6 +188,7 @@ def simulate_ladder(
         chunk_tokens=trace.chunk_tokens,
         truth=truth,
         record_events=False,
+        follow_reuse=False,
     )
     engine = _engine(config, model, manager, truth, trace.chunk_tokens, slot)
     waits = np.zeros(trace.requests)

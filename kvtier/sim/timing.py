@@ -93,6 +93,9 @@ def parse_speed(text: str) -> tuple[str, TierSpeed]:
         raise ConfigError(f"--tier-speed {text}: {error}") from error
 
 
+_DONE: Final = Outcome.DONE
+
+
 class Device:
     """One direction of one device.
 
@@ -115,8 +118,9 @@ class Device:
         """Queue a job of ``nbytes`` that is ready at ``since_s``; return when it is done."""
         seconds = nbytes / self._bytes_per_s
         self.busy_s += seconds
-        self.free_at_s = max(self.free_at_s, since_s) + seconds
-        return self.free_at_s + self._latency_s
+        begins_s = max(self.free_at_s, since_s)
+        self.free_at_s = over_s = begins_s + seconds
+        return over_s + self._latency_s
 
 
 class TransferModel:
@@ -149,25 +153,21 @@ class TransferModel:
 
     def run(self, job: Job, now_s: float) -> list[tuple[float, TransferResult]]:
         """Queue ``job`` at ``now_s``; return its results and when each arrives."""
-        devices = self._devices(job)
+        devices = self._routes.get((job.source, job.destination)) or self._devices(job)
         deadline_s = now_s + job.timeout_s
-        queued_s = 0.0
+        begins_s = done_s = now_s
         for device in devices:
-            if device.free_at_s > deadline_s:
-                return [(deadline_s, _expired(job))]
-            queued_s = max(queued_s, device.free_at_s - now_s)
+            begins_s = max(begins_s, device.free_at_s)
+        if begins_s > deadline_s:
+            return [(deadline_s, _expired(job))]
         nbytes = len(job.keys) * self._slot_nbytes
-        done_s = now_s
         for device in devices:
             done_s = max(done_s, device.occupy(nbytes, since_s=now_s))
         if done_s <= deadline_s:
-            result = TransferResult(
-                job.job_id,
-                [Outcome.DONE] * len(job.keys),
-                nbytes=nbytes,
-                seconds=done_s - now_s - queued_s,
-                queued_s=queued_s,
-            )
+            outcomes = [_DONE] * len(job.keys)
+            queued_s = begins_s - now_s
+            seconds = done_s - now_s - queued_s
+            result = TransferResult(job.job_id, outcomes, True, nbytes, seconds, queued_s)  # noqa: FBT003 - settled
             return [(done_s, result)]
         return [
             (deadline_s, _expired(job, settled=False)),
@@ -176,11 +176,9 @@ class TransferModel:
 
     def _devices(self, job: Job) -> Sequence[Device]:
         """Return what ``job`` keeps busy."""
-        route = (job.source, job.destination)
-        devices = self._routes.get(route)
-        if devices is None:
-            both = (self._readers.get(job.source), self._writers.get(job.destination))
-            devices = self._routes[route] = [device for device in both if device is not None]
+        both = (self._readers.get(job.source), self._writers.get(job.destination))
+        devices = [device for device in both if device is not None]
+        self._routes[job.source, job.destination] = devices
         return devices
 
 

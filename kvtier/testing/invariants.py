@@ -54,7 +54,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     loading = Counter(manager._loader.in_flight())
     held[0].update(loading)
     moving.update(loading)
-    held[0].update(copy for queue in manager._demoter._queues for copy in queue)
+    held[0].update(manager._demoter.waiting())
     for tier in ladder.tiers:
         _check_copies(tier, moving)
         _check_slots(tier, held[tier.index])
@@ -72,13 +72,7 @@ def eviction_order(eviction: Eviction) -> list[ChunkCopy] | None:
     """
     if not isinstance(eviction, Lru):
         return None
-    entries = Counter(id(copy) for copy in eviction._queue)
-    order = []
-    for copy in eviction._queue:
-        entries[id(copy)] -= 1
-        if not entries[id(copy)] and copy.state != CopyState.GONE:
-            order.append(copy)
-    return order
+    return eviction.order()
 
 
 def _expect(invariant: str, what: str, *, counted: int, noted: int) -> None:

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -32,28 +31,26 @@ from kvtier.config import KvtierConfig, load_config
 from kvtier.connector.pace import prompt_tokens
 from kvtier.errors import UnsupportedError
 from kvtier.vllm import compat
+from kvtier.vllm.connector_contract import (
+    KVConnectorRole,
+    OffloadingConnector,
+    OffloadingConnectorMetadata,
+    TransferJob,
+    TransferResults,
+)
 from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
+from kvtier.vllm.shortcuts import BusyRequests
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, base
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-        TransferJob,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-except ImportError as error:
-    raise compat.refusal(error) from error
+from kvtier.vllm.worker_loads import WorkerLoads
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
         KVConnectorTransferResults,
@@ -68,25 +65,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 __all__ = ["KVTierConnector"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
-
-_TAKES_NAMES: Final = hasattr(base, "KVConnectorTransferResults")
-"""Whether this vLLM takes the names of requests whose load failed; before, only blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A load that a worker was told to do: whose, into what, and when."""
-
-    req_id: str
-    blocks: frozenset[int]
-    in_step: bool
 
 
 class KVTierConnector(OffloadingConnector):
@@ -115,7 +99,7 @@ class KVTierConnector(OffloadingConnector):
         else:
             compat.require_members(self.connector_worker, "worker")
         self._one_group = len(kv_cache_config.kv_cache_groups) == 1
-        if not (self._one_group or _TAKES_NAMES):
+        if not (self._one_group or TransferResults):
             raise UnsupportedError(
                 "before vLLM 0.30 a load that fails can be reported only for models with one "
                 "KV cache group: use what `kvtier vllm-args --door spec` prints"
@@ -125,10 +109,15 @@ class KVTierConnector(OffloadingConnector):
         self._wants_layers = settings.transfer.load_mode == "layerwise"
         self._timeout_s = settings.transfer.load_timeout_s
         self._recomputes = transfer.kv_load_failure_policy != "fail"
-        self._loading: dict[int, _Load] = {}
-        self._failed_requests: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._spoiled: set[str] = set()
+        self._loads = WorkerLoads(one_group=self._one_group, recomputes=self._recomputes)
+        self._skips = compat.source_was_read()
+        events = vllm_config.kv_events_config
+        self._listens = events is not None and events.enable_kv_cache_events
+        self._has_deferred = False
+        self._planned: set[str] = set()
+        """Requests with a load in the step that is being scheduled."""
+        self._kvtier: KVTierManager | None = None
+        self._busy: BusyRequests | None = None
         self._in_step: InStepLoads | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, kv_cache_config)
@@ -139,10 +128,21 @@ class KVTierConnector(OffloadingConnector):
                 "kv_load_failure_policy is fail, vLLM's default: a request whose chunks cannot "
                 "be loaded ends with an error; with recompute it is computed instead"
             )
-        manager = self.connector_scheduler.manager
-        if not (self._wants_layers and isinstance(manager, KVTierManager)):
-            return
         half = self.connector_scheduler
+        manager = half.manager
+        if not isinstance(manager, KVTierManager):
+            return
+        self._kvtier = manager
+        if self._skips:
+            self._busy = BusyRequests(half)
+            logger.info("vLLM's offloading half is asked only where it has something to do")
+        else:
+            logger.info(
+                "vLLM's offloading half is asked everything at every step, for its source is "
+                "not one that kvtier knows; that costs some time and nothing else"
+            )
+        if not self._wants_layers:
+            return
         reason = why_not_in_step(vllm_config, kv_cache_config, half)
         if reason:
             logger.warning(
@@ -175,6 +175,10 @@ class KVTierConnector(OffloadingConnector):
         """Plan the load into the blocks that a request got."""
         loads = self._in_step
         unhashed = loads.take(request, blocks) if loads and num_external_tokens else None
+        if self._busy is not None:
+            self._busy.forget(request.request_id)
+        if num_external_tokens:
+            self._planned.add(request.request_id)
         super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
         if loads is not None and unhashed is not None:
             loads.planned(request, blocks)
@@ -182,24 +186,68 @@ class KVTierConnector(OffloadingConnector):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what the workers are to do, and note how much is computed meanwhile."""
-        manager = self.connector_scheduler.manager
-        if isinstance(manager, KVTierManager):
-            manager.computing(prompt_tokens(scheduler_output.num_scheduled_tokens.values()))
-        if self._in_step is None:
-            return super().build_connector_meta(scheduler_output)
-        self._in_step.hide()
-        metadata = super().build_connector_meta(scheduler_output)
-        self._in_step.show()
+        if self._kvtier is not None:
+            tokens = scheduler_output.num_scheduled_tokens
+            generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
+            self._kvtier.computing(0 if generates else prompt_tokens(tokens.values()))
+        busy, in_step = self._busy, self._in_step
+        if in_step is not None:
+            in_step.end_offers()
+        output = self._without_what_came_back(scheduler_output)
+        shown = output if busy is None else busy.of(output)
+        if busy is not None and shown is None:
+            return busy.pass_over()
+        if in_step is not None:
+            in_step.hide()
+        metadata = super().build_connector_meta(shown)
+        if in_step is not None:
+            in_step.show()
+        if busy is not None:
+            busy.looked_at(shown)
         return metadata
+
+    def _without_what_came_back(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Hide preemptions of requests that load in the same step from vLLM's half.
+
+        vLLM preempts all that run when its prefix cache is reset by force, and lets them in
+        again at once. Such a request has no stores in flight, or it would not load yet, and
+        these are all that the half looks for; it asserts that it finds no load.
+        """
+        if not self._planned:
+            return output
+        loading, self._planned = self._planned, set()
+        preempted = output.preempted_req_ids or set()
+        if loading.isdisjoint(preempted):
+            return output
+        shown = copy.copy(output)
+        shown.preempted_req_ids = preempted - loading
+        return shown
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers did into account."""
         if self._in_step is not None and connector_output.invalid_block_ids:
             self._in_step.unhash(connector_output.invalid_block_ids, self._kv_cache_manager)
-        super().update_connector_output(connector_output)
+        if not (self._skips and connector_output.kv_connector_worker_meta is None):
+            super().update_connector_output(connector_output)
         if self._in_step is not None:
             self._in_step.forget_ended()
+
+    @override
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return what became resident or ceased to be."""
+        if not self._listens:
+            return ()
+        events: Iterable[KVCacheEvent] = super().take_events()
+        return events
+
+    @override
+    def reset_cache(self) -> bool | None:
+        """Make everything in every tier a miss."""
+        if self._busy is not None:
+            self._busy.clear()
+        answer: bool | None = super().reset_cache()
+        return answer
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -223,18 +271,21 @@ class KVTierConnector(OffloadingConnector):
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the stores of the step before, and wait for those that must end now."""
-        self._spoil(kv_connector_metadata)
+        if self._stepping is not None:
+            self._loads.spoil_stores(kv_connector_metadata, self._stepping)
+        if self._skips and not (self._has_deferred or kv_connector_metadata.jobs_to_flush):
+            return
         super().handle_preemptions(kv_connector_metadata)
+        self._has_deferred = False
 
     @override
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start this step's loads, and remember whose they are."""
-        for job_id, job in self._connector_metadata.load_jobs.items():
-            blocks: GPULoadStoreSpec = job.dst_spec
-            self._loading[job_id] = _Load(
-                job.req_id, frozenset(map(int, blocks.block_ids)), job.src_spec.in_step
-            )
-        super().start_load_kv(forward_context, **kwargs)
+        metadata = self._connector_metadata
+        if not self._skips or self._has_deferred or metadata.load_jobs:
+            self._loads.begin(metadata)
+            super().start_load_kv(forward_context, **kwargs)
+            self._has_deferred = False
         if self._stepping is not None:
             self._stepping.start_step()
 
@@ -255,36 +306,39 @@ class KVTierConnector(OffloadingConnector):
     @override
     def wait_for_save(self) -> None:
         """End the loads within the step, and keep what it computed until the next one."""
+        metadata = self._connector_metadata
         if self._stepping is not None:
-            failed = self._stepping.end_step()
-            self._spoiled.update(self._loading[job_id].req_id for job_id in failed)
-        self._spoil(self._connector_metadata)
-        super().wait_for_save()
+            self._loads.spoil(self._stepping.end_step())
+            self._loads.spoil_stores(metadata, self._stepping)
+        if not self._skips or metadata.store_jobs:
+            super().wait_for_save()
+            self._has_deferred = True
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return requests whose transfers are over, well or not."""
+        worker = self._worker
+        self._loads.forget_spoiled(finished_req_ids)
         sent, received = super().get_finished(finished_req_ids)
-        if received and self._worker is not None:
-            # Nobody waits for a load within the step: its request is in the batch already.
-            received -= self._note_ended(self._worker)
-        # Computed again from the next step on; or else it ends, and is offered once more.
-        self._spoiled -= self._spoiled if self._recomputes else finished_req_ids
+        if received and worker is not None:
+            received -= self._loads.end(worker)
         return sent, received
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return requests whose transfers are over, and those of them whose load failed."""
+        worker = self._worker
+        if self._skips and worker is not None and worker.is_idle:
+            self._loads.forget_spoiled(finished_req_ids)
+            return TransferResults()
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self._failed_requests & results.finished_recving
-        self._failed_requests -= results.failed_recving
+        results.failed_recving = self._loads.take_failed(results.finished_recving)
         return results
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks whose content must not be used."""
-        blocks, self._failed_blocks = self._failed_blocks, set()
-        return blocks
+        return self._loads.take_lost_blocks()
 
     @property
     def _worker(self) -> KVTierWorker | None:
@@ -295,29 +349,6 @@ class KVTierConnector(OffloadingConnector):
     def _stepping(self) -> KVTierWorker | None:
         """The worker, if it is to load within the forward pass."""
         return self._worker if self._wants_layers else None
-
-    def _spoil(self, metadata: KVConnectorMetadata) -> None:
-        """Keep what was computed from KV that did not arrive from being stored."""
-        if self._spoiled and self._stepping is not None:
-            jobs = metadata.store_jobs.items()
-            self._stepping.spoil(job_id for job_id, job in jobs if job.req_id in self._spoiled)
-
-    def _note_ended(self, worker: KVTierWorker) -> set[str]:
-        """Note which loads failed; return the requests of those within the step."""
-        in_step: set[str] = set()
-        for job_id, ended in worker.take_ended_loads().items():
-            load = self._loading.pop(job_id)
-            if load.in_step:
-                in_step.add(load.req_id)
-            if ended.is_whole:
-                continue
-            logger.warning("the load of request %s failed: %s", load.req_id, ended.error)
-            if not self._one_group:
-                self._failed_requests.add(load.req_id)
-            else:
-                lost = load.blocks if ended.lost_blocks is None else ended.lost_blocks
-                self._failed_blocks |= lost
-        return in_step
 
     # -- front end -----------------------------------------------------------------------------
 

@@ -38,8 +38,11 @@ except ImportError as error:
 
 __all__ = [
     "CHUNK_LEVEL",
+    "CHUNK_POSITIONS",
     "DISK_HIT",
+    "EVENT_EXTRAS",
     "HOST_HIT",
+    "NAMES_TIERS",
     "RAM_MEDIUM",
     "STORAGE_MEDIUM",
     "CanonicalKVCaches",
@@ -67,3 +70,9 @@ CHUNK_LEVEL = compat.chunk_level(OffloadPolicy)
 """Policy of a request whose chunks are offered one by one."""
 RAM_MEDIUM, STORAGE_MEDIUM = compat.media()
 HOST_HIT, DISK_HIT = compat.hit_sources()
+CHUNK_POSITIONS = compat.chunk_positions(ReqContext)
+"""Tells the chunks of a request from its context; None in a vLLM that does not keep them."""
+NAMES_TIERS = compat.names_tiers(OffloadingEvent)
+"""Whether events have room for a tier's name."""
+EVENT_EXTRAS = compat.event_extras(OffloadingEvent)
+"""What every event says besides."""

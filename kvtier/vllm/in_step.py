@@ -24,18 +24,16 @@ is computed, not loaded: were it loaded, the copy and the model would write to i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from typing import TYPE_CHECKING, Any
 
 from kvtier.vllm import compat
+from kvtier.vllm.connector_contract import (
+    LOADS_BEFORE_THE_PASS,
+    FullAttentionSpec,
+    KVCacheBlocks,
+)
 from kvtier.vllm.manager import KVTierManager
 
 if TYPE_CHECKING:
@@ -45,21 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ["InStepLoads", "why_not_in_step"]
-
-_STEP_FIELDS: Final = {field.name for field in dataclasses.fields(SchedulerOutput)}
-_READ: Final = {
-    "RequestOffloadState": {
-        "group_states",
-        "num_locally_computed_tokens",
-        "partial_tail_boundary",
-        "req",
-        "transfer_jobs",
-    },
-    "RequestGroupState": {"next_stored_chunk_idx", "offload_keys"},
-    "SchedulerOffloadConfig": {"kv_group_configs", "tokens_per_hash"},
-    "GroupOffloadConfig": {"tokens_per_block", "tokens_per_chunk"},
-}
-"""What is read of the state of vLLM's half, which is nobody's interface."""
 
 
 def why_not_in_step(
@@ -76,14 +59,13 @@ def why_not_in_step(
     """
     groups = kv_cache_config.kv_cache_groups
     kind = groups[0].kv_cache_spec
-    layout = vllm_config.cache_config.kv_cache_layout or "unknown"
-    starts_loads_first = (
-        hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
-        and "has_sync_kv_loads" in _STEP_FIELDS
-    )
+    layout = compat.kv_cache_layout(vllm_config)
     obstacles = (
-        (not starts_loads_first, "it needs vLLM 0.30 or later"),
-        (not _is_known(half), "the scheduler half of this vLLM is not one that kvtier knows"),
+        (not LOADS_BEFORE_THE_PASS, "it needs vLLM 0.30 or later"),
+        (
+            not compat.half_is_known(half),
+            "the scheduler half of this vLLM is not one that kvtier knows",
+        ),
         (
             len(groups) > 1,
             (
@@ -109,13 +91,6 @@ def why_not_in_step(
         ),
     )
     return next((reason for stands, reason in obstacles if stands), "")
-
-
-def _is_known(half: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether all that is read of vLLM's half is there."""
-    read = [(half, {"_req_status", "_jobs"})]
-    read += [(getattr(scheduler, name, None), wanted) for name, wanted in _READ.items()]
-    return not any(compat.missing_members(thing, *names) for thing, names in read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +149,13 @@ class InStepLoads:
     def offer(self, request: Request, local_tokens: int, hit_tokens: int) -> int:
         """Return how many of ``hit_tokens`` to load within the step; 0 to load them ahead.
 
+        An offer holds until the step is scheduled.
+
         Args:
             request: Who asks.
             local_tokens: What vLLM's own prefix cache has of it.
             hit_tokens: What can be loaded behind that.
         """
-        self._offered.discard(request.request_id)
         status = self._half._req_status[request.request_id]  # noqa: SLF001
         tokens = hit_tokens
         if local_tokens + hit_tokens >= request.num_tokens:
@@ -212,6 +188,10 @@ class InStepLoads:
         (job_id,) = status.transfer_jobs
         own = [block.block_id for block in blocks.blocks[0]]
         self._loads[job_id] = _Load(status, own, first, self._hash_of(request, first))
+
+    def end_offers(self) -> None:
+        """Forget what was offered in this step and not taken: its request got no blocks."""
+        self._offered.clear()
 
     def hide(self) -> None:
         """Keep vLLM's half from seeing the loads while it looks for what to store."""

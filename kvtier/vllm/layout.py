@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import operator
+from itertools import chain
 from pathlib import Path
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
-from kvtier.connector.report.observer import Positions
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
-from kvtier.vllm.contract import ReqContext
 
 __all__ = [
     "block_hashes_are_stable",
-    "chunk_positions",
     "fingerprint",
     "require_supported_layout",
 ]
 
-_POSITIONS = "_offload_key_positions"
 _FORMAT = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
+
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_READ_NBYTES = 1 << 20
+"""Settings up to this size are read; a tokenizer's vocabulary may be larger."""
 
 
 def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
@@ -67,7 +66,8 @@ def fingerprint(
             "model_revision": config.identity.model_revision or "",
             "weights_epoch": config.identity.weights_epoch,
             "kv_dtype": engine.kv_dtype,
-            "kv_layout": geometry.content if engine.kv_layout is None else engine.kv_layout,
+            "kv_layout": engine.kv_layout or "",
+            "kv_content": geometry.content,
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
             "tokens_per_hash": engine.tokens_per_hash,
             "blocks_per_chunk": engine.blocks_per_chunk,
@@ -89,25 +89,31 @@ def block_hashes_are_stable() -> bool:
 
 
 def _model_files(model: Path) -> str:
-    """Return a digest of a local model: its configuration, its weight files' sizes and dates.
+    """Return a digest of a local model: what its settings say, its weights' sizes and dates.
 
-    A model that is not a local directory is identified by its name, ``identity.model_revision``
-    and ``identity.weights_epoch`` alone: vLLM does not tell an offloading spec more.
+    A model that is nothing local is identified by its name, ``identity.model_revision`` and
+    ``identity.weights_epoch`` alone: vLLM does not tell an offloading spec more.
+
+    Args:
+        model: A directory, or a file as GGUF's.
     """
-    if not model.is_dir():
+    if model.is_file():
+        named = {model.name: model}
+    elif model.is_dir():
+        weights = (path for path in model.rglob("*") if path.suffix in _WEIGHTS)
+        found = filter(Path.is_file, chain(model.glob("*.json"), weights))
+        named = {str(path.relative_to(model)): path for path in found}
+    else:
         return ""
     digest = hashlib.sha256()
-    for path in sorted(model.iterdir()):
-        if path.name == "config.json":
-            digest.update(path.read_bytes())
-        elif path.suffix in {".safetensors", ".bin", ".pt", ".gguf"}:
-            status = path.stat()
-            digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
+    for name, path in sorted(named.items()):
+        digest.update(f"{name}:{_state(path)}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def chunk_positions() -> Positions | None:
-    """Return what tells the chunks of a request; None in a vLLM that does not keep them."""
-    if _POSITIONS not in {field.name for field in dataclasses.fields(ReqContext)}:
-        return None
-    return operator.attrgetter(_POSITIONS)
+def _state(path: Path) -> str:
+    """Return what tells a file from another one of its name."""
+    status = path.stat()
+    if path.suffix == ".json" and status.st_size < _READ_NBYTES:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{status.st_size}:{status.st_mtime_ns}"

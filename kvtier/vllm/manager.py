@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
@@ -15,7 +14,9 @@ from kvtier.manager import Lookup
 from kvtier.vllm.contract import (
     CHUNK_LEVEL,
     DISK_HIT,
+    EVENT_EXTRAS,
     HOST_HIT,
+    NAMES_TIERS,
     RAM_MEDIUM,
     STORAGE_MEDIUM,
     LoadStoreSpec,
@@ -38,10 +39,6 @@ __all__ = ["KVTierManager"]
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-_EVENT_FIELDS = {field.name for field in dataclasses.fields(OffloadingEvent)}
-_NAMES_TIERS = "ownership" in _EVENT_FIELDS
-# A removal is announced for all that is stored; vLLM then keeps what describes the blocks.
-_DESCRIBED: Any = {"removal_expected": True} if "removal_expected" in _EVENT_FIELDS else {}
 _KVTIER_HIT, _KVTIER_MISS = Lookup.HIT, Lookup.MISS
 
 
@@ -177,7 +174,7 @@ class KVTierManager(OffloadingManager):
                 keys=[OffloadKey(key) for key in event.keys],
                 removed=event.removed,
                 **self._tiers[event.tier],
-                **_DESCRIBED,
+                **EVENT_EXTRAS,
             )
 
     @override
@@ -216,4 +213,4 @@ def _place(name: str, index: int) -> dict[str, Any]:
     """Return what an event says of where chunks are: the medium, and of several the tier."""
     if not index:
         return {"medium": RAM_MEDIUM}
-    return {"medium": STORAGE_MEDIUM} | ({"ownership": name} if _NAMES_TIERS else {})
+    return {"medium": STORAGE_MEDIUM} | ({"ownership": name} if NAMES_TIERS else {})

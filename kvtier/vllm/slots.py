@@ -10,7 +10,7 @@ from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.errors import UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, PageMapping, RankShare, shard_of, share_pages
-from kvtier.vllm.compat import EngineFacts, kv_content
+from kvtier.vllm.compat import EngineFacts, page_mapping
 
 if TYPE_CHECKING:
     from kvtier.vllm.contract import CanonicalKVCaches
@@ -21,7 +21,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 
 
 def lay_out_slots(
-    engine: EngineFacts, config: KvtierConfig, kv_caches: CanonicalKVCaches
+    engine: EngineFacts, config: KvtierConfig, kv_caches: CanonicalKVCaches, *, content: str
 ) -> tuple[RegionGeometry, RankShare]:
     """Return the shape of the RAM tier and this rank's part of each slot.
 
@@ -29,12 +29,17 @@ def lay_out_slots(
     wherever vLLM says of every layer how its pages are split over the ranks. All ranks come to
     the same answer: vLLM says it of all of them or of none.
 
+    Args:
+        engine: The engine.
+        config: kvtier's configuration.
+        kv_caches: This rank's KV memory.
+        content: What its bytes are (:func:`~kvtier.vllm.compat.kv_content`).
+
     Raises:
         ConfigError: A tier is smaller than one chunk.
     """
-    # vLLM before 0.28 has no mappings.
     groups: list[list[PageMapping | None]] = [
-        [getattr(ref, "mapping", None) for ref in refs] for refs in kv_caches.group_data_refs
+        list(map(page_mapping, refs)) for refs in kv_caches.group_data_refs
     ]
     try:
         share = share_pages([mapping for mappings in groups for mapping in mappings])
@@ -45,9 +50,13 @@ def lay_out_slots(
             error,
         )
         shard_nbytes = engine.worker_kv_bytes_per_block * engine.blocks_per_chunk
-        return _geometry(engine, config, engine.world_size, shard_nbytes), shard_of(engine.rank)
+        geometry = _geometry(engine, config, engine.world_size, shard_nbytes, content=content)
+        return geometry, shard_of(engine.rank)
     stripe_nbytes = max(map(_stripe_nbytes, groups)) * engine.blocks_per_chunk
-    return _geometry(engine, config, STRIPES, stripe_nbytes, is_portable=True), share
+    geometry = _geometry(
+        engine, config, STRIPES, stripe_nbytes, content=content, is_portable=True
+    )
+    return geometry, share
 
 
 def require_same_file(
@@ -73,6 +82,7 @@ def _geometry(
     stripes: int,
     stripe_nbytes: int,
     *,
+    content: str,
     is_portable: bool = False,
 ) -> RegionGeometry:
     check_chunk_fits(config, stripes * stripe_nbytes)
@@ -84,7 +94,7 @@ def _geometry(
         stripes=stripes,
         ranks=engine.world_size,
         is_portable=is_portable,
-        content=kv_content(engine),
+        content=content,
     )
 
 

@@ -17,19 +17,21 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
 from kvtier.memory import HostRegion
-from kvtier.vllm.compat import adopt_chunk_size, read_engine, require_supported_vllm
+from kvtier.vllm.compat import (
+    adopt_chunk_size,
+    kv_content,
+    read_engine,
+    require_supported_vllm,
+)
 from kvtier.vllm.contract import (
+    CHUNK_POSITIONS,
     CanonicalKVCaches,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
 )
-from kvtier.vllm.layout import (
-    chunk_positions,
-    fingerprint,
-    require_supported_layout,
-)
+from kvtier.vllm.layout import fingerprint, require_supported_layout
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.slots import lay_out_slots, require_same_file
@@ -98,7 +100,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     fingerprint(self._engine, settings, region.geometry),
                     tokens_per_chunk=chunk_tokens,
                     record_events=self._engine.records_events,
-                    positions=chunk_positions(),
+                    positions=CHUNK_POSITIONS,
                 )
             except BaseException:
                 region.close()
@@ -122,7 +124,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             rank = self._engine.rank
             name = self._engine.engine_id
-            geometry, share = lay_out_slots(self._engine, self._settings, kv_caches)
+            geometry, share = lay_out_slots(
+                self._engine, self._settings, kv_caches, content=kv_content(self._engine)
+            )
             region = (
                 HostRegion.create(
                     name,

@@ -91,12 +91,14 @@ class KVTierWorker(OffloadingWorker):
         self._ended_loads: dict[int, EndedLoad] = {}
         self._spoiled: set[int] = set()
         self._not_begun: list[int] = []
+        self._submitted = 0
 
     @override
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Start copying blocks to RAM slots."""
+        self._submitted += 1
         chunks = _slots(dst_spec)
         if job_id in self._spoiled:
             self._spoiled.discard(job_id)
@@ -119,6 +121,7 @@ class KVTierWorker(OffloadingWorker):
         expedited: bool = False,
     ) -> bool:
         """Start copying RAM slots to blocks."""
+        self._submitted += 1
         chunks = _slots(src_spec)
         try:
             plan = self._plan(dst_spec, chunks)
@@ -163,10 +166,17 @@ class KVTierWorker(OffloadingWorker):
 
     # -- results -------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether :meth:`get_finished` has returned every job that was submitted."""
+        return not self._submitted
+
     @override
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        return [self._acknowledgement(result) for result in self._device.poll()]
+        finished = [self._acknowledgement(result) for result in self._device.poll()]
+        self._submitted -= len(finished)
+        return finished
 
     def take_ended_loads(self) -> dict[int, EndedLoad]:
         """Return, by job, the loads that :meth:`get_finished` named since the last call."""

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 WRONG: Final = b"nothing right"
-SETTINGS: Final = parse_config(
-    "tiers:\n- {kind: ram, capacity: 1GiB}\ntransfer: {load_mode: layerwise}\n", source="test"
-)
+SETTINGS: Final = "tiers:\n- {{kind: ram, capacity: 1GiB}}\ntransfer: {{load_mode: {}}}\n"
 
 
 class Notes(KVTierWorker):
@@ -60,6 +58,11 @@ class Notes(KVTierWorker):
         self._bad_stores: set[int] = set()
         self.lost: set[int] = set()
         """Blocks that this step's failed loads left as they were."""
+
+    @property
+    @override
+    def is_idle(self) -> bool:
+        return not self._finished
 
     @override
     def open_steps(self, layers: Sequence[str], *, timeout_s: float) -> None:
@@ -353,7 +356,8 @@ class LayerwiseWorld:
             self._parents[hashes[at]] = hashes[at - 1] if at else None
 
 
-def arrange(monkeypatch: Any) -> None:
+def arrange(monkeypatch: Any, load_mode: str = "layerwise") -> None:
     """Let connectors be built over notes, from no file."""
+    settings = parse_config(SETTINGS.format(load_mode), source="test")
     monkeypatch.setattr(door, "_with_spec", with_notes)
-    monkeypatch.setattr(door, "_settings", lambda _: SETTINGS)
+    monkeypatch.setattr(door, "_settings", lambda _: settings)

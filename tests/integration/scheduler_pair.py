@@ -10,6 +10,7 @@ was not offered without a reason fails the test.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,12 @@ def brief(value: Any) -> Any:
     return value
 
 
+def assert_group_by_group(keys: Sequence[ChunkKey]) -> None:
+    """Check what :func:`kvtier.keys.of_one_group` relies on."""
+    runs = [group for group, _ in itertools.groupby(keys, group_of)]
+    assert len(runs) == len(set(runs)), brief(keys)
+
+
 class Reason(enum.StrEnum):
     """Why kvtier's half does something else; the page on the connector explains each."""
 
@@ -97,6 +104,7 @@ class SpiedService:
         return answer
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
+        assert_group_by_group(keys)
         plan = self._service.prepare_load(keys, req_id)
         self.calls.append(("load", req_id, list(keys), list(plan.slots)))
         self._keys.update(
@@ -109,6 +117,7 @@ class SpiedService:
         self._service.complete_load(req_id)
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+        assert_group_by_group(keys)
         plan = self._service.prepare_store(keys, req_id)
         accepted = None if plan is None else (list(plan.keys), list(plan.slots))
         if plan is not None:

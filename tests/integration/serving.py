@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,18 @@ class Server:
         log: Where its output goes.
         gpu_blocks: Blocks of the GPU's cache.
         requests: Most requests that run at once.
+        beside: Other connectors, as vLLM is told of them, that serve along with kvtier's.
     """
 
     def __init__(
-        self, model: Path, config: Path, log: Path, *, gpu_blocks: int, requests: int
+        self,
+        model: Path,
+        config: Path,
+        log: Path,
+        *,
+        gpu_blocks: int,
+        requests: int,
+        beside: Sequence[Mapping[str, object]] = (),
     ) -> None:
         self.log = log
         self.port = free_port()
@@ -100,7 +108,7 @@ class Server:
             *("--shutdown-timeout", "30"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
-            *("--kv-transfer-config", json.dumps(transfer_config(config))),
+            *("--kv-transfer-config", json.dumps(transfer_config(config, beside))),
         ]
         # vLLM's front end and its engine core are two processes, unlike in the other tests.
         settings = SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -162,9 +170,15 @@ class Server:
 
 @contextmanager
 def serving(
-    model: Path, config: Path, log: Path, *, gpu_blocks: int, requests: int
+    model: Path,
+    config: Path,
+    log: Path,
+    *,
+    gpu_blocks: int,
+    requests: int,
+    beside: Sequence[Mapping[str, object]] = (),
 ) -> Iterator[Server]:
-    server = Server(model, config, log, gpu_blocks=gpu_blocks, requests=requests)
+    server = Server(model, config, log, gpu_blocks=gpu_blocks, requests=requests, beside=beside)
     try:
         server.wait_until_up()
         yield server
@@ -172,8 +186,15 @@ def serving(
         server.kill()
 
 
-def transfer_config(config: Path) -> dict[str, object]:
-    return vllm_transfer_config(config, load_config(config))
+def transfer_config(config: Path, beside: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    ours = vllm_transfer_config(config, load_config(config))
+    if not beside:
+        return ours
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours, *beside]},
+    }
 
 
 def free_port() -> int:

@@ -6,9 +6,10 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -90,11 +91,30 @@ def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
     return OffloadingConfig(parallel=OffloadingParallelConfig(**parallel), **fields)
 
 
+def model(held: Sequence[str]) -> SimpleNamespace:
+    """Return vLLM's configuration of a model whose layers hold elements of these types."""
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    layers = {
+        f"layer.{number}": SimpleNamespace(
+            get_attn_backend=lambda: backend, kv_cache_dtype=element
+        )
+        for number, element in enumerate(held)
+    }
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        cache_config=SimpleNamespace(),
+    )
+
+
 class Door:
     """Both halves of one engine, and a KV memory whose blocks name themselves."""
 
     def __init__(
-        self, config: OffloadingConfig, kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec
+        self,
+        config: OffloadingConfig,
+        kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
+        held: Sequence[str] = ("auto",) * LAYERS,
     ) -> None:
         self.tensors = [
             torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
@@ -104,7 +124,10 @@ class Door:
             group_data_refs=[[CanonicalKVCacheRef(i, PAGE_NBYTES) for i in range(LAYERS)]],
         )
         spec = kind(config)
-        self.worker = spec.get_worker(caches)
+        with pytest.MonkeyPatch.context() as patch:
+            # As while vLLM's worker registers its KV memory.
+            patch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: model(held))
+            self.worker = spec.get_worker(caches)
         assert spec.get_worker(caches) is self.worker
         try:
             self.manager = spec.get_manager()
@@ -232,9 +255,12 @@ def open_door() -> Iterator[OpenDoor]:
     doors: list[Door] = []
 
     def open_one(
-        path: Path, kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec, **changes: Any
+        path: Path,
+        kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
+        held: Sequence[str] = ("auto",) * LAYERS,
+        **changes: Any,
     ) -> Door:
-        door = Door(offloading_config(path, **changes), kind)
+        door = Door(offloading_config(path, **changes), kind, held)
         doors.append(door)
         return door
 
@@ -517,6 +543,19 @@ def test_a_store_of_another_model_gets_its_own_namespace(
     assert other.load(keys, list(range(4))) == []
     other.close()
     assert len(list(tmp_path.glob("store/*/slots.bin"))) in {1, 2}
+
+
+def test_only_layers_of_the_same_element_types_find_what_was_stored(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(extra="  own_process: false\n")
+    door = open_door(path, held=("fp8", "auto"))
+    keys = fill_and_store(door, 50, 1)
+    door.close()
+    again = open_door(path, held=("fp8", "auto"))
+    assert again.load(keys, [0]) == [CacheHitSource.DISK]
+    again.close()
+    assert open_door(path, held=("auto", "fp8")).load(keys, [0]) == []
 
 
 def test_chunks_of_several_blocks_and_partial_ends(

@@ -275,6 +275,38 @@ def test_a_disk_that_fails_on_and_on_is_left_alone(door: str, sick_site: SickSit
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
+@every_door
+def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
+    door: str, sick_site: SickSite
+) -> None:
+    """Reads that are well wait for threads that stall, and the breaker opens."""
+    site = sick_site.site
+    talk = few(site.reference.conversations[0], PROMPTS)
+    plan = FaultPlan(name="half", fault=DiskFault.STALL, one_in=2)
+    waves = [talk, sick_site.sick(there_and_back(talk), plan), sick_site.well(talk)]
+    scenario = sick_site.scenario(waves, door=door)
+    assert scenario.config is not None
+    settings = yaml.safe_load(scenario.config.read_text())
+    for key in ("breaker_failures", "breaker_backoff", "io_threads"):
+        del settings["transfer"][key]
+    scenario.config.write_text(yaml.safe_dump(settings))
+    with EngineProcess(scenario, site.directory, door, timeout_s=LONG_S) as engine:
+        report = engine.result()
+    site.reference.assert_equal(report, waves=waves)
+    assert not any(answer.failed for answer in report.answers())
+    assert sick_site.injections("half"), "nothing was read"
+    late = {
+        cause: report.count("kvtier_failed_chunks", tier="nvme", cause=cause)
+        for cause in ("expired", "refused")
+    }
+    assert late["expired"] + late["refused"] > 0
+    assert report.count("kvtier_internal_errors") == 0
+    assert_only_late_reads_hold(report)
+    site.assert_nothing_held()
+
+
+@pytest.mark.slow
 def test_where_failed_loads_fail_requests_the_others_end_well(sick_site: SickSite) -> None:
     site, talk = sick_site.site, few(sick_site.site.reference.conversations[0], CONVERSATIONS)
     plan = FaultPlan(name="rot", fault=DiskFault.ROT, one_in=40)

@@ -11,11 +11,13 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
 from tests.integration.scheduler_setup import Setup
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 TALKS = 7
@@ -106,4 +108,94 @@ def test_what_a_failed_load_left_to_an_aborted_request_is_not_shared_or_stored(
     world.settle()
     assert_right(world, request)
     assert len(request.output_token_ids) == 8
+    world.cache.service.shutdown()
+
+
+def test_an_aborted_request_stores_nothing_more_after_its_load_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch)
+    world = LayerwiseWorld(Setup(engine_blocks=48, failing=1.0), tmp_path / "model", seed=0)
+    prompt = random_tokens(world.draw, 100, 100)
+    world.submit(prompt, 1)
+    world.settle()
+    world.scheduler.reset_prefix_cache()
+    stored = world.seen["stored"]
+    world.submit(prompt + random_tokens(world.draw, 60, 60), 8)
+    with monkeypatch.context() as patch:
+        # So what the pass computes from nothing is still to be offered when it is over.
+        patch.setattr(world.spied, "prepare_store", lambda keys, req_id: None)
+        world.step(abort=True)
+    assert world.seen["wrong passes"] == world.seen["aborts within a step"] == 1
+    world.settle()
+    assert world.seen["stored"] == stored
+    world.cache.service.shutdown()
+
+
+def test_an_offer_that_is_not_taken_is_forgotten_with_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch)
+    world = LayerwiseWorld(Setup(engine_blocks=24), tmp_path / "model", seed=0)
+    prompt = random_tokens(world.draw, 160, 160)
+    world.submit(prompt, 1)
+    world.settle()
+    world.scheduler.reset_prefix_cache()
+    world.submit(random_tokens(world.draw, 250, 250), 60)
+    while world.scheduler.running == [] or world.scheduler.running[0].is_prefill_chunk:
+        world.step()
+    unlucky = world.submit(prompt, 1)
+    offers = world.scheduler.connector._in_step
+    offered: list[int] = []
+    offer = offers.offer
+
+    def noted(request: Request, local_tokens: int, hit_tokens: int) -> int:
+        offered.append(offer(request, local_tokens, hit_tokens))
+        return offered[-1]
+
+    monkeypatch.setattr(offers, "offer", noted)
+    world.step()
+    assert unlucky.status is RequestStatus.WAITING, "it has no room"
+    assert [tokens > 0 for tokens in offered] == [True]
+    assert not offers._offered
+    world.abort(unlucky)
+    world.settle()
+    world.cache.service.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["ahead", "layerwise"])
+def test_a_request_that_is_preempted_by_a_reset_may_load_at_once(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch, mode)
+    world = LayerwiseWorld(Setup(engine_blocks=48), tmp_path / "model", seed=0)
+    request = world.submit(random_tokens(world.draw, 100, 100), 40)
+    while request.num_tokens < 120:
+        world.step()
+    world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    world.step()
+    assert world.seen["loads ahead"] + world.seen["loads in step"] == 1
+    world.settle()
+    assert_right(world, request)
+    world.cache.service.shutdown()
+
+
+def test_the_stores_of_a_step_are_handed_over_before_the_next_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch, "ahead")
+    world = LayerwiseWorld(Setup(engine_blocks=48), tmp_path / "model", seed=0)
+    stored: list[int] = []
+    forward = world._forward
+
+    def noted(output: SchedulerOutput) -> set[str]:
+        stored.append(world.seen["stored"])
+        return forward(output)
+
+    monkeypatch.setattr(world, "_forward", noted)
+    world.submit(random_tokens(world.draw, 100, 100), 4)
+    world.step()
+    world.step()
+    assert stored == [0, 6]
+    world.settle()
     world.cache.service.shutdown()

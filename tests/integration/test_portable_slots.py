@@ -117,11 +117,17 @@ def config(tmp_path: Path) -> KvtierConfig:
 
 
 def laid_out(
-    config: KvtierConfig, spec: KVCacheSpec, tensor: torch.Tensor, *, ranks: int, rank: int
+    config: KvtierConfig,
+    spec: KVCacheSpec,
+    tensor: torch.Tensor,
+    *,
+    ranks: int,
+    rank: int,
+    content: str = "layers",
 ) -> tuple[RankShare, LayoutFingerprint]:
     engine = facts(ranks, rank, spec.page_size_bytes)
     geometry, share = lay_out_slots(
-        engine, config, register(spec, tensor, ranks=ranks, rank=rank)
+        engine, config, register(spec, tensor, ranks=ranks, rank=rank), content=content
     )
     require_same_file(geometry, engine, config)
     return share, fingerprint(engine, config, geometry)
@@ -140,6 +146,17 @@ def test_heads_outermost_give_every_number_of_ranks_the_same_store(
         )
         assert share.stripes == tuple(range(rank * each, (rank + 1) * each))
         assert stored_as == one[1]
+
+
+def test_layers_of_another_content_are_another_store(config: KvtierConfig) -> None:
+    tensor = heads_outermost(HEADS)
+    stores = {
+        laid_out(config, attention(HEADS), tensor, ranks=1, rank=0, content=content)[
+            1
+        ].namespace()
+        for content in ("fp8 and bf16", "bf16 and fp8")
+    }
+    assert len(stores) == 2
 
 
 def test_our_own_description_of_such_pages_is_vllms() -> None:
@@ -178,7 +195,7 @@ def test_memory_made_from_another_file_is_refused(config: KvtierConfig, tmp_path
     spec = attention(HEADS)
     engine = facts(1, 0, spec.page_size_bytes)
     caches = register(spec, heads_outermost(HEADS), ranks=1, rank=0)
-    geometry, _ = lay_out_slots(engine, config, caches)
+    geometry, _ = lay_out_slots(engine, config, caches, content="layers")
     other = load_config(
         store_yaml(
             tmp_path / "other.yaml",

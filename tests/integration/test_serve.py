@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import itertools
 import logging
 import random
@@ -232,6 +233,34 @@ def test_thirty_two_streaming_clients_for_three_minutes(
     )
     assert len(answered) > CONVERSATIONS * TURNS, "every conversation was held more than once"
     logger.info("%s", figures(answered, scrapes))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "kvtier" not in importlib.metadata.entry_points(group="vllm.general_plugins").names,
+    reason="kvtier is not installed, so vLLM does not know its connector by name",
+)
+def test_beside_another_connector_the_server_lives_and_every_token_is_right(
+    reference: Reference, site: Site
+) -> None:
+    blocks = reference.footprint_blocks
+    scenario = site.scenario((), ram_blocks=blocks // 5, nvme_blocks=blocks)
+    assert scenario.config is not None
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(site.directory / "example")},
+    }
+    log = site.directory / "server.log"
+    with serving(
+        reference.model, scenario.config, log, gpu_blocks=72, requests=2, beside=[example]
+    ) as server:
+        few = itertools.islice(once_each(), 6)
+        answered, scrapes = asyncio.run(talk(server, reference, few, 2))
+        assert_equal(reference, answered)
+        assert scrapes[-1].value("vllm:external_prefix_cache_hits_total") > 0
+        assert server.stop() == 0, server.tail()
+    site.assert_nothing_held()
 
 
 def figures(answered: Answered, scrapes: Sequence[Scrape]) -> str:

@@ -48,6 +48,12 @@ def step(cache: SteppedCache) -> None:
     cache.service.end_step(started=(), preempted=())
 
 
+def later_step(cache: SteppedCache) -> None:
+    """End a step in which the operator is told what there is to tell."""
+    cache.service._logs_due_s = float("-inf")  # a quarter of a second has passed
+    step(cache)
+
+
 def retained(cache: SteppedCache) -> int:
     return cache.service.statistics().retained_chunks
 
@@ -60,6 +66,27 @@ def test_the_last_chunks_of_a_request_are_kept_as_it_asked(ends_first: bool) -> 
     assert not cache.service._hints
     assert not cache.service._jobs
     assert not cache.service._ended
+
+
+@pytest.mark.parametrize(("new", "kept_s"), [(None, 0.0), ({"kvtier": {"retain_s": 7}}, 7.0)])
+def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
+    new: Mapping[str, Any] | None, kept_s: float
+) -> None:
+    cache = make_cache()
+    service = cache.service
+    service.begin_request(Context("a", KEPT))
+    plan = service.prepare_store(prefix(2), "a")
+    assert plan is not None
+    service.end_request(Context("a", KEPT))
+    service.begin_request(Context("a", new))
+    assert service._retain_seconds("a") == kept_s
+    cache.finish(plan.slots, stored=plan.generation)
+    service.complete_store(plan.keys, "a")
+    assert service._retain_seconds("a") == kept_s
+    service.end_request(Context("a", new))
+    assert not service._hints
+    assert not service._jobs
+    assert not service._ended
 
 
 def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
@@ -146,6 +173,19 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     assert not service._ways
 
 
+def test_what_was_dropped_last_is_told_before_the_cache_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = make_cache()
+    step(cache)
+    cache.service._logs_due_s = float("inf")  # no quarter of a second passes
+    cache.bench.manager._ladder.tiers[1].counters.dropped = 3
+    step(cache)
+    assert "keep up" not in caplog.text
+    cache.service.shutdown()
+    assert "does not keep up: 3 new chunks" in caplog.text
+
+
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
@@ -162,12 +202,12 @@ def test_write_through_to_a_disk_that_hangs_drops_the_newest_counts_and_warns_on
     cache.engine.hangs = True
     store(cache, Context("a"), 6, ends_first=False)
     assert warnings_in(caplog) == []
-    step(cache)
+    later_step(cache)
     (warning,) = warnings_in(caplog)
     assert "tier nvme does not keep up: 2 new chunks" in warning
     assert "were not copied to it and will not outlive RAM" in warning
     store(cache, Context("b"), 8, ends_first=False)
-    step(cache)
+    later_step(cache)
     assert figures(cache, "dropped_chunks") == [0, 4]
     assert warnings_in(caplog) == [warning], "the others are told when the minute is over"
     cache.engine.hangs = False
@@ -192,7 +232,7 @@ def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns
     assert not plan.keys
     assert offers == 16
     assert warnings_in(caplog) == []
-    step(cache)
+    later_step(cache)
     (warning,) = warnings_in(caplog)
     assert "tier ram is full of chunks that wait for a slower tier" in warning
     assert "4 new chunks" in warning
@@ -200,7 +240,7 @@ def test_write_on_evict_to_a_disk_that_hangs_refuses_the_newest_counts_and_warns
     assert figures(cache, "refused_chunks") == [4, 0]
     assert figures(cache, "dropped_chunks") == [4, 0]
     service.prepare_store(later, "nobody, who is not asked to wait")
-    step(cache)
+    later_step(cache)
     assert figures(cache, "dropped_chunks") == [8, 0]
     assert warnings_in(caplog) == [warning], "the others are told when the minute is over"
     cache.engine.hangs = False
@@ -218,7 +258,7 @@ def test_a_store_larger_than_ram_is_refused_without_a_word_about_the_disk(
     plan = cache.service.prepare_store(prefix(12), "a")
     assert plan is not None
     assert len(plan.keys) == 8
-    step(cache)
+    later_step(cache)
     assert figures(cache, "refused_chunks") == [4, 0]
     assert figures(cache, "dropped_chunks") == [0, 0]
     assert warnings_in(caplog) == []

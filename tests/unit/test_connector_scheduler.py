@@ -277,6 +277,29 @@ def test_a_request_that_is_aborted_while_it_loads_is_remembered_until_the_load_e
     assert not any(copy.pins for copy in engine.cache.bench.ram.copies.values())
 
 
+def test_a_request_of_an_id_that_is_used_again_outlives_the_stores_of_the_first() -> None:
+    engine = ToyEngine()
+    first = engine.arrive("a", 4 * TOKENS)
+    engine.schedule(first)
+    engine.step()
+    engine.finish(first)
+    engine.step()
+    engine._known.discard("a")
+    del engine.tables["a"]
+    second = engine.arrive("a", [9] * 2 * TOKENS)
+    assert engine.match(second) == 0
+    engine.schedule(second, TOKENS)
+    engine.step()
+    engine.acknowledge()
+    engine.schedule(second)
+    assert len(engine.step().store_jobs) == 1
+    engine.acknowledge()
+    engine.finish(second)
+    engine.step()
+    assert engine.is_idle()
+    assert not engine.half._requests
+
+
 # -- acknowledgements, reset, figures ----------------------------------------------------------
 
 

@@ -515,3 +515,17 @@ async def test_when_the_engine_is_killed_its_host_finishes_and_makes_way(
     assert time.monotonic() - began_s < 9
     assert found >= set(make_keys(range(4)))
     await tier.aclose()
+
+
+async def test_a_message_that_cannot_be_formatted_is_shown_and_ends_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent: list[Frame] = []
+    handler = host._LogToEngine(asyncio.get_running_loop(), sent.append)
+    wrong = logging.LogRecord("a", logging.INFO, "here.py", 1, "%d", ("no number",), None)
+    right = logging.LogRecord("a", logging.INFO, "here.py", 1, "%d", (7,), None)
+    handler.handle(wrong)
+    handler.handle(right)
+    await asyncio.sleep(0)
+    assert [frame.header["text"] for frame in sent] == ["7"]
+    assert "no number" in capsys.readouterr().err

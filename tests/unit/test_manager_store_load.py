@@ -263,25 +263,32 @@ def test_lookup_prefix_counts_leading_hits() -> None:
     prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=15),
     write=st.sampled_from(["through", "evict"]),
     streams=st.booleans(),
+    at_once=st.integers(1, 3),
 )
 def test_a_prefix_is_answered_as_its_chunks_one_by_one(
-    prompts: list[tuple[int, int]], write: Literal["through", "evict"], streams: bool
+    prompts: list[tuple[int, int]],
+    write: Literal["through", "evict"],
+    streams: bool,
+    at_once: int,
 ) -> None:
     limits = impatient(streams=streams)
     whole, single = (Workbench(5, 9, write=write, limits=limits) for _ in range(2))
-    for number, (prompt, chunks) in enumerate(prompts):
-        keys, req_id = prefix(chunks, of=prompt), str(number)
+    requests = [(prefix(chunks, of=of), str(at)) for at, (of, chunks) in enumerate(prompts)]
+    for first in range(0, len(requests), at_once):
+        together = requests[first : first + at_once]
         for _ in range(2):
-            answers = single.look(keys, req_id)
-            hits = answers.index(MISS) if MISS in answers else len(answers)
-            expected = None if RETRY in answers else hits
-            assert whole.manager.lookup_prefix(keys, req_id) == expected
+            for keys, req_id in together:
+                answers = single.look(keys, req_id)
+                hits = answers.index(MISS) if MISS in answers else len(answers)
+                expected = None if RETRY in answers else hits
+                assert whole.manager.lookup_prefix(keys, req_id) == expected
             whole.settle()
             single.settle()
-        for bench in (whole, single):
-            bench.store(keys, req_id)
-            bench.manager.end_request(req_id)
-            bench.settle()
+        for keys, req_id in together:
+            for bench in (whole, single):
+                bench.store(keys, req_id)
+                bench.manager.end_request(req_id)
+                bench.settle()
         assert whole.manager.snapshot() == single.manager.snapshot()
 
 

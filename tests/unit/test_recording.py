@@ -6,8 +6,10 @@ import inspect
 import json
 import random
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -381,8 +383,44 @@ def test_a_request_that_never_ends_holds_up_a_bounded_number() -> None:
         log.arrived(str(number), float(number))
         log.started(str(number), keys(number))
         log.ended(str(number), keys(number))
-        assert len(log._open) <= 10
-    assert len(written) >= 40
+        assert len(log._open) + len(log._over) <= 10
+    log.close()
+    assert [record.prompt for record in written] == [tuple(keys(at)) for at in range(50)]
+
+
+def test_one_end_among_many_open_requests_is_one_record() -> None:
+    written: list[RequestRecord] = []
+    log = RequestLog(written.append, chunk_tokens=16, most_held=10)
+    for number in range(100):
+        log.arrived(str(number), float(number))
+    log._open = Unscanned(log._open)
+    for number in (40, 20, 30):
+        log.ended(str(number), keys(number))
+    assert [record.arrival_s for record in written] == [40.0, 20.0, 30.0]
+
+
+class Unscanned(OrderedDict[str, Any]):
+    """Refuses to show more than its first entry."""
+
+    def values(self) -> Any:
+        return islice(super().values(), 1)
+
+    def items(self) -> Any:
+        raise AssertionError("all open requests were looked at")
+
+
+def test_every_request_of_an_id_that_is_used_again_is_written() -> None:
+    written: list[RequestRecord] = []
+    log = RequestLog(written.append, chunk_tokens=16)
+    log.arrived("first", 0.0)
+    for number in (1, 2):
+        log.arrived("a", float(number))
+        log.started("a", keys(number))
+        log.ended("a", keys(number))
+    log.ended("first", keys(0))
+    assert [(record.arrival_s, record.prompt) for record in written] == [
+        (float(number), tuple(keys(number))) for number in range(3)
+    ]
 
 
 def test_a_request_without_a_whole_chunk_is_not_written_and_one_aborted_early_is() -> None:

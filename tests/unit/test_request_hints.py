@@ -149,6 +149,16 @@ def test_clients_cannot_fill_the_log_with_names_of_their_own(
     assert reader._warned == {"kvtier.*"}
 
 
+@pytest.mark.parametrize("field", ["load_tiers", "no_such_field"])
+def test_what_is_nested_too_deep_to_be_shown_does_not_take_the_good_fields_with_it(
+    field: str,
+) -> None:
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    assert read({"skip_store": True, field: nested}).stores_nothing
+
+
 def test_keys_that_are_no_text_are_ignored_too() -> None:
     assert read({1: 2, None: 3, "session": "a"}).terms.session == "a"
 

@@ -16,16 +16,17 @@ from kvtier.errors import UnsupportedError
 from kvtier.vllm import compat
 from kvtier.vllm.compat import EngineFacts, require_supported_vllm
 
-CONTRACT = Path(compat.__file__).with_name("contract.py")
+DOORS = Path(compat.__file__).parents[1]
+CONTRACT = DOORS / "contract.py"
 VERSIONS = "kvtier works with vLLM 0.25 to 0.33"
 BASE = "vllm.v1.kv_offload.base"
 
 Load = Callable[[str], Any]
 
 
-def imported_names() -> dict[str, set[str]]:
-    """Return what the contract module imports of vLLM."""
-    tree = ast.parse(CONTRACT.read_text())
+def imported_names(contract: Path = CONTRACT) -> dict[str, set[str]]:
+    """Return what a contract module imports of vLLM."""
+    tree = ast.parse(contract.read_text())
     return {
         node.module: {alias.name for alias in node.names}
         for node in ast.walk(tree)
@@ -86,6 +87,30 @@ def test_what_is_checked_is_what_is_imported() -> None:
             rest = SimpleNamespace(**dict.fromkeys(names - {name}, object))
             with pytest.raises(UnsupportedError, match=rf"has no {name} in {module}"):
                 require_supported_vllm(load=vllm_with(**{module: rest}))
+
+
+def test_what_the_connector_imports_beside_is_named_when_it_is_missing() -> None:
+    wanted = {module: set(names) for module, names in compat.CONNECTOR_NAMES.items()}
+    assert imported_names(DOORS / "connector_contract.py") == wanted
+    (module,) = (name for name, names in wanted.items() if "TransferJob" in names)
+    found = {name: SimpleNamespace(**dict.fromkeys(wanted[name], object)) for name in wanted}
+    del found[module].TransferJob
+    refused = compat.refusal(
+        ImportError("cannot import name"), compat.CONNECTOR_NAMES, load=found.__getitem__
+    )
+    assert str(refused) == f"this vLLM has no TransferJob in {module}: {VERSIONS}"
+
+
+@pytest.mark.parametrize("source", sorted(DOORS.glob("*.py")), ids=lambda path: path.name)
+def test_no_module_but_a_contract_imports_vllm_when_it_is_imported(source: Path) -> None:
+    tree = ast.parse(source.read_text())
+    imported: list[str | None] = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            imported.append(node.module)
+        elif isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+    assert not [name for name in imported if name and name.split(".")[0] == "vllm"]
 
 
 def test_a_complete_vllm_and_a_worker_that_does_all_it_asks_are_taken() -> None:
@@ -244,6 +269,139 @@ def test_hashes_are_stable_with_a_constant_seed_only(
     assert compat.hashes_are_seeded_at_random(load) is random
 
 
+@dataclasses.dataclass
+class Event:
+    """What an old vLLM says of residency."""
+
+    keys: list[bytes]
+    removed: bool
+
+
+@dataclasses.dataclass
+class LaterEvent(Event):
+    """What a new one says."""
+
+    ownership: str | None = None
+    removal_expected: bool = False
+
+
+def test_events_say_what_they_have_room_for() -> None:
+    assert not compat.names_tiers(Event)
+    assert compat.event_extras(Event) == {}
+    assert compat.names_tiers(LaterEvent)
+    assert compat.event_extras(LaterEvent) == {"removal_expected": True}
+
+
+def test_a_requests_chunks_are_told_where_vllm_keeps_them() -> None:
+    @dataclasses.dataclass
+    class Context:
+        req_id: str
+        _offload_key_positions: dict[bytes, int]
+
+    assert compat.chunk_positions(Job) is None
+    told = compat.chunk_positions(Context)
+    assert told is not None
+    assert told(Context("a", {b"k": 32})) == {b"k": 32}
+
+
+def test_a_pages_split_over_ranks_is_unknown_before_vllm_says_it() -> None:
+    assert compat.page_mapping(SimpleNamespace(page_size_bytes=1)) is None
+    assert compat.page_mapping(SimpleNamespace(mapping="m")) == "m"
+
+
+def test_the_layout_vllm_chose_is_unknown_before_it_says_so() -> None:
+    for cache, layout in [({}, "unknown"), ({"kv_cache_layout": None}, "unknown")]:
+        config = SimpleNamespace(cache_config=SimpleNamespace(**cache))
+        assert compat.kv_cache_layout(config) == layout
+    config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout="LBHNC"))
+    assert compat.kv_cache_layout(config) == "LBHNC"
+
+
+def test_requests_are_named_where_vllm_has_a_class_for_it() -> None:
+    base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    assert compat.transfer_results(vllm_with(**{base: SimpleNamespace()})) is None
+    named = SimpleNamespace(KVConnectorTransferResults=Job)
+    assert compat.transfer_results(vllm_with(**{base: named})) is Job
+
+
+# -- vLLM's own halves
+
+
+@dataclasses.dataclass
+class Step:
+    """What a vLLM's scheduler decides that knows of loads within the forward pass."""
+
+    has_sync_kv_loads: bool
+
+
+class Bound:
+    """A connector that is told of the KV cache manager."""
+
+    def bind_kv_cache_manager(self, manager: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("connector", "output", "first"),
+    [(Bound, Step, True), (object, Step, False), (Bound, Job, False)],
+    ids=["both", "no manager", "no sign of loads"],
+)
+def test_loads_come_before_the_pass_where_vllm_has_both_signs(
+    connector: type[Any], output: type[Any], first: bool
+) -> None:
+    assert compat.loads_before_the_pass(connector, output) is first
+
+
+def read_state() -> SimpleNamespace:
+    """Return vLLM's scheduler half's module, with all that is read of its state."""
+
+    def kept(name: str, *fields: str) -> type[Any]:
+        return dataclasses.make_dataclass(name, fields)
+
+    return SimpleNamespace(
+        RequestOffloadState=kept(
+            "RequestOffloadState",
+            "group_states",
+            "num_locally_computed_tokens",
+            "partial_tail_boundary",
+            "req",
+            "transfer_jobs",
+        ),
+        RequestGroupState=kept("RequestGroupState", "next_stored_chunk_idx", "offload_keys"),
+        SchedulerOffloadConfig=kept(
+            "SchedulerOffloadConfig", "kv_group_configs", "tokens_per_hash"
+        ),
+        GroupOffloadConfig=kept("GroupOffloadConfig", "tokens_per_block", "tokens_per_chunk"),
+    )
+
+
+def test_a_half_is_known_if_all_that_is_read_of_it_is_there() -> None:
+    half = SimpleNamespace(_jobs={}, _req_status={})
+
+    def known(half: object, module: object) -> bool:
+        return compat.half_is_known(half, lambda _: module)
+
+    assert known(half, read_state())
+    assert not known(SimpleNamespace(_jobs={}), read_state())
+    for name in vars(read_state()):
+        without = read_state()
+        delattr(without, name)
+        assert not known(half, without)
+        setattr(without, name, Job)
+        assert not known(half, without)
+
+
+def test_a_half_without_source_was_not_read(tmp_path: Path) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    other = tmp_path / "other.py"
+    other.write_text("# not vLLM's")
+    assert not compat.source_was_read(missing)
+    assert not compat.source_was_read(lambda _: SimpleNamespace(__file__=None))
+    assert not compat.source_was_read(lambda _: SimpleNamespace(__file__=f"{tmp_path}/none"))
+    assert not compat.source_was_read(lambda _: SimpleNamespace(__file__=str(other)))
+
+
 # -- the engine's configuration
 
 PARALLEL = {
@@ -323,21 +481,32 @@ def old_spec() -> SimpleNamespace:
     )
 
 
-def worker_of(
-    version: str = "0.27.1",
-    *,
-    layout: str = "HND",
-    backend: str = "FLASH_ATTN",
-    dtype: str = "f",
-) -> Load:
-    """Return the importer of a vLLM whose worker registers its KV memory."""
+def layer_of(backend: str = "FLASH_ATTN", **types: Any) -> SimpleNamespace:
+    """Return a layer of vLLM's, with the element types it says it has."""
     attention = SimpleNamespace(get_name=lambda: backend)
-    layer = SimpleNamespace(get_attn_backend=lambda: attention)
+    return SimpleNamespace(get_attn_backend=lambda: attention, **types)
+
+
+FP8 = layer_of(kv_cache_dtype="fp8")
+SKIPPED = layer_of(kv_cache_dtype="auto")
+
+
+def worker_of(
+    *layers: SimpleNamespace,
+    version: str = "0.27.1",
+    layout: str = "HND",
+    dtype: str = "f",
+    **cache: Any,
+) -> Load:
+    """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(
-            static_forward_context={"layer.0": layer, "layer.1": layer}
+            static_forward_context={
+                f"layer.{number}": layer for number, layer in enumerate(layers or (FP8, FP8))
+            }
         ),
         model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(**cache),
     )
     return vllm_with(
         vllm=SimpleNamespace(__version__=version),
@@ -378,20 +547,43 @@ def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
         assert facts.worker_kv_bytes_per_block == nbytes
 
 
+def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
+    workers = [
+        worker_of(),
+        worker_of(SKIPPED, FP8),
+        worker_of(FP8, SKIPPED),
+        worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8")),
+        worker_of(FP8, layer_of("INDEXER", dtype="torch.uint8")),
+        worker_of(FP8, layer_of("INDEXER", dtype="torch.int8")),
+        worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
+        worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f32", "f16"))),
+        worker_of(dtype="torch.float16"),
+    ]
+    contents = [compat.kv_content(FACTS, load=load) for load in workers]
+    assert len(set(contents)) == len(contents)
+    assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
+    renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
+    assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+
+
+def test_a_vllm_that_tells_a_spec_the_layout_may_change_its_version() -> None:
+    before, after = (worker_of(version=version) for version in ("0.29.0", "0.32.0"))
+    assert compat.kv_content(FACTS, load=before) == compat.kv_content(FACTS, load=after)
+
+
 def test_a_layout_that_a_spec_is_not_told_is_what_it_follows_from() -> None:
     facts = compat.read_engine(None, [offloading_config()])
     assert facts.kv_layout is None
-    workers = [
-        worker_of(),
-        worker_of("0.28.0"),
-        worker_of(layout="NHD"),
-        worker_of(backend="FLASHINFER"),
-        worker_of(dtype="torch.float16"),
-    ]
+    workers = [worker_of(), worker_of(version="0.28.0"), worker_of(layout="NHD")]
     contents = [compat.kv_content(facts, load=load) for load in workers]
-    assert contents[0] == "HND FLASH_ATTN f 0.27.1"
+    assert contents[0].startswith("f HND 0.27.1 ")
     assert len(set(contents)) == len(contents)
-    assert compat.kv_content(FACTS, load=worker_of()) == ""
+
+
+def test_scales_that_are_computed_at_every_start_are_refused() -> None:
+    compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=False))
+    with pytest.raises(UnsupportedError, match="remove --calculate-kv-scales"):
+        compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=True))
 
 
 def test_a_worker_that_is_not_told_either_refuses() -> None:
@@ -400,9 +592,10 @@ def test_a_worker_that_is_not_told_either_refuses() -> None:
     unknown = dataclasses.replace(facts, groups=((32, ("layer.7",)),))
     for engine, load in [
         (facts, vllm_with(vllm__config=outside)),
+        (FACTS, vllm_with(vllm__config=outside)),
         (unknown, worker_of()),
     ]:
-        with pytest.raises(UnsupportedError, match=r"how its KV cache is laid out.*0\.33"):
+        with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
             compat.kv_content(engine, load=load)
 
 

@@ -62,7 +62,11 @@ class _LogToEngine(logging.Handler):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         header = {"op": "log", "level": record.levelno, "logger": record.name}
-        frame = Frame({**header, "text": self.format(record)})
+        try:
+            frame = Frame({**header, "text": self.format(record)})
+        except Exception:  # noqa: BLE001 - a message that cannot be formatted ends no I/O
+            self.handleError(record)
+            return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._send, frame)
 

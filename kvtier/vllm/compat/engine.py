@@ -1,0 +1,233 @@
+"""The engine's configuration, whatever a release calls it and wherever it keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import UnsupportedError
+from kvtier.vllm.compat.checks import SUPPORTED, Load
+
+__all__ = [
+    "EngineFacts",
+    "adopt_chunk_size",
+    "kv_content",
+    "read_engine",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What kvtier needs to know of the engine it serves, whatever vLLM calls it.
+
+    Attributes:
+        engine_id: The engine's name; the same in all its processes.
+        extra_config: What ``kv_connector_extra_config`` says.
+        records_events: Whether somebody listens to residency events.
+        model_name: The model as it was given: a path or a hub's name.
+        kv_dtype: Element type of the KV cache.
+        kv_layout: How a block's bytes are laid out; None where vLLM does not tell a spec, and
+            :func:`kv_content` says what it follows from.
+        canonical_layout: Whether vLLM was asked for its parallelism-free pages.
+        groups: Per KV cache group, the tokens of a block and the names of the layers.
+        tokens_per_hash: Tokens that one block hash covers.
+        blocks_per_chunk: Blocks that are stored together.
+        worker_kv_bytes_per_block: Bytes one worker keeps for a block, all layers.
+        rank: This worker; 0 in the scheduler's process.
+        world_size: Workers.
+        tp_size: Workers that share every layer.
+        pp_size: Stages the layers are split into.
+        pcp_size: Workers that share a prompt's prefill.
+        dcp_size: Workers that share a sequence's decode.
+    """
+
+    engine_id: str
+    extra_config: Mapping[str, Any]
+    records_events: bool
+    model_name: str
+    kv_dtype: str
+    kv_layout: str | None
+    canonical_layout: bool
+    groups: tuple[tuple[int, tuple[str, ...]], ...]
+    tokens_per_hash: int
+    blocks_per_chunk: int
+    worker_kv_bytes_per_block: int
+    rank: int
+    world_size: int
+    tp_size: int
+    pp_size: int
+    pcp_size: int
+    dcp_size: int
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of the first KV cache group."""
+        return self.groups[0][0] * self.blocks_per_chunk
+
+
+def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN401 - a spec
+    """Give a spec of vLLM 0.25 the chunk size that later ones read from the configuration.
+
+    Args:
+        spec: kvtier's spec, whose base class was just initialised.
+        arguments: What vLLM built it with.
+    """
+    wanted = spec.extra_config.get("blocks_per_chunk")
+    if len(arguments) == 2 and wanted is not None:
+        spec.block_size_factor = int(wanted)
+
+
+def read_engine(
+    spec: Any,  # noqa: ANN401 - a spec
+    arguments: Sequence[Any],
+) -> EngineFacts:
+    """Return what kvtier needs to know of the engine.
+
+    Args:
+        spec: kvtier's spec, whose base class was just initialised.
+        arguments: What vLLM built it with: its offloading configuration, or its own
+            configuration and that of its KV cache.
+
+    Raises:
+        UnsupportedError: They are something else.
+    """
+    try:
+        if len(arguments) == 1:
+            return _from_offloading_config(arguments[0])
+        if len(arguments) == 2:
+            vllm_config, kv_cache_config = arguments
+            return _from_vllm_config(spec, vllm_config, kv_cache_config)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"this vLLM's configuration is not one kvtier can read ({error}): {SUPPORTED}"
+        ) from error
+    kinds = ", ".join(type(argument).__name__ for argument in arguments)
+    raise UnsupportedError(f"this vLLM builds an offloading spec from ({kinds}): {SUPPORTED}")
+
+
+def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
+    parallel = config.parallel
+    return EngineFacts(
+        engine_id=config.engine_id,
+        extra_config=config.extra_config,
+        records_events=config.enable_kv_cache_events,
+        model_name=config.model.name,
+        kv_dtype=config.model.dtype,
+        kv_layout=(config.kv_cache_layout or "")
+        if hasattr(config, "kv_cache_layout")
+        else None,
+        canonical_layout=getattr(config, "canonical_layout", False),
+        groups=tuple(
+            (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
+        ),
+        tokens_per_hash=config.cache.tokens_per_hash,
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        worker_kv_bytes_per_block=config.worker_kv_bytes_per_block,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pcp_size=parallel.pcp_size,
+        dcp_size=parallel.dcp_size,
+    )
+
+
+def _from_vllm_config(
+    spec: Any,  # noqa: ANN401 - a spec
+    vllm_config: Any,  # noqa: ANN401 - vLLM's
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+) -> EngineFacts:
+    parallel = vllm_config.parallel_config
+    groups = zip(spec.gpu_block_size, kv_cache_config.kv_cache_groups, strict=True)
+    return EngineFacts(
+        engine_id=vllm_config.kv_transfer_config.engine_id,
+        extra_config=spec.extra_config,
+        records_events=spec.kv_events_config.enable_kv_cache_events,
+        model_name=vllm_config.model_config.model,
+        kv_dtype=str(vllm_config.cache_config.cache_dtype).removeprefix("torch."),
+        kv_layout=None,
+        canonical_layout=False,
+        groups=tuple((tokens, tuple(group.layer_names)) for tokens, group in groups),
+        tokens_per_hash=spec.hash_block_size,
+        blocks_per_chunk=spec.block_size_factor,
+        worker_kv_bytes_per_block=_bytes_per_block(kv_cache_config),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=parallel.prefill_context_parallel_size,
+        dcp_size=parallel.decode_context_parallel_size,
+    )
+
+
+def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's
+    """Return what one worker keeps for a block, all layers."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if not kv_cache_config.num_blocks:
+        return 0
+    # A tensor with a block stride is a window into one allocation that holds all of them.
+    packed = any(tensor.block_stride for tensor in tensors)
+    nbytes = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
+    return int(nbytes // kv_cache_config.num_blocks)
+
+
+def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> str:
+    """Return what the bytes of each layer are, which no configuration of a spec tells.
+
+    To be asked where a worker registers its KV memory. Two layers may have pages of one size
+    and another element type (``--kv-cache-dtype-skip-layers``), and two attention backends may
+    order the same bytes differently, so every layer is named with both. The ranks of an engine
+    come to the same answer, whatever their number.
+
+    Before vLLM 0.29 the layout is not told either. It then follows from a setting and vLLM's
+    version, so a store is bound to these: who changes one finds an empty store, not bytes that
+    mean something else.
+
+    Args:
+        engine: The engine.
+        load: Imports a module.
+
+    Returns:
+        A digest, and before it what the layout follows from where ``engine.kv_layout`` is None.
+
+    Raises:
+        UnsupportedError: vLLM does not say, or computes anew at each start what a stored byte
+            stands for.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    try:
+        layers = config.compilation_config.static_forward_context
+        names = [name for _, group in engine.groups for name in group]
+        content = [_layer_content(name, layers[name]) for name in names]
+        what = [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]]
+        if engine.kv_layout is None:
+            layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
+            what = [str(layout), str(load("vllm").__version__), *what]
+        element = str(config.model_config.dtype)
+        scales_at_start = getattr(config.cache_config, "calculate_kv_scales", False)
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
+        ) from error
+    if scales_at_start:
+        raise UnsupportedError(
+            "calculate_kv_scales is set: vLLM then computes the scales of the KV cache anew at "
+            "every start, and stored bytes would mean something else after it; remove "
+            "--calculate-kv-scales, and use a checkpoint that has scales"
+        )
+    return " ".join([element, *what])
+
+
+def _layer_content(name: str, layer: Any) -> list[str]:  # noqa: ANN401 - vLLM's
+    """Return the layer's name, its backend, and the element types it is known to have.
+
+    Layers that quantise have ``kv_cache_dtype``, caches of indexers ``dtype``, and layers with
+    a state in place of keys and values one type for each part of it.
+    """
+    states = getattr(layer, "get_state_dtype", tuple)
+    types = (getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", ""), *states())
+    return [name, layer.get_attn_backend().get_name(), *map(str, types)]

@@ -1,0 +1,87 @@
+"""vLLM's own offloading halves, of which kvtier reads what is nobody's interface.
+
+What is read of their state is looked for by name. What follows from how they work cannot be
+looked for: it was read in their source, so they are known by that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.vllm.compat.checks import Load, missing_members
+
+__all__ = ["half_is_known", "loads_before_the_pass", "source_was_read"]
+
+_PACKAGE: Final = "vllm.distributed.kv_transfer.kv_connector"
+_SCHEDULER: Final = f"{_PACKAGE}.v1.offloading.scheduler"
+_MODULES: Final = (
+    f"{_PACKAGE}.utils",
+    f"{_PACKAGE}.v1.offloading_connector",
+    f"{_PACKAGE}.v1.offloading.common",
+    _SCHEDULER,
+    f"{_PACKAGE}.v1.offloading.worker",
+)
+_DIGESTS: Final[Mapping[str, str]] = {
+    "bfeabaf72a0c724bd0c0bdf4fa62113cb8145081fe1ab39e5dbcd43744192580": "0.31.0",
+    "d301233e72f46e78529e962272ad1b3b052041c6e94dd4e9f9aad83e3e75e53c": "0.32.0",
+}
+"""Releases whose source was read, by the digest of these modules."""
+
+_STATE: Final[Mapping[str, tuple[str, ...]]] = {
+    "RequestOffloadState": (
+        "group_states",
+        "num_locally_computed_tokens",
+        "partial_tail_boundary",
+        "req",
+        "transfer_jobs",
+    ),
+    "RequestGroupState": ("next_stored_chunk_idx", "offload_keys"),
+    "SchedulerOffloadConfig": ("kv_group_configs", "tokens_per_hash"),
+    "GroupOffloadConfig": ("tokens_per_block", "tokens_per_chunk"),
+}
+"""What is read of the scheduler half's state to load within the forward pass."""
+
+
+def source_was_read(load: Load = importlib.import_module) -> bool:
+    """Return whether the installed vLLM's halves are some whose source was read.
+
+    Args:
+        load: Imports a module by name.
+    """
+    digest = hashlib.sha256()
+    for name in _MODULES:
+        try:
+            source = Path(load(name).__file__)
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+        except (ImportError, OSError, TypeError):
+            return False  # it is not there, or not as a file of source
+    return digest.hexdigest() in _DIGESTS
+
+
+def half_is_known(half: object, load: Load = importlib.import_module) -> bool:
+    """Return whether all that loads within the forward pass read of a half is there.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+        load: Imports a module by name.
+    """
+    module = load(_SCHEDULER)
+    classes = ((getattr(module, name, None), names) for name, names in _STATE.items())
+    read = [(half, ("_jobs", "_req_status")), *classes]
+    return not any(missing_members(thing, *names) for thing, names in read)
+
+
+def loads_before_the_pass(connector: type[Any], output: type[Any]) -> bool:
+    """Return whether vLLM starts the loads of a step before its forward pass.
+
+    Args:
+        connector: The base class of vLLM's connectors.
+        output: What vLLM's scheduler decides for a step.
+    """
+    return hasattr(connector, "bind_kv_cache_manager") and not missing_members(
+        output, "has_sync_kv_loads"
+    )

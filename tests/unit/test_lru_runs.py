@@ -1,0 +1,37 @@
+"""LRU takes runs of copies in the order in which it would take them one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.policies import ChunkCopy, CopyState, PolicyContext
+from kvtier.policies.base import is_idle, is_unpinned
+from kvtier.policies.eviction import Lru
+
+
+@pytest.mark.parametrize("test", [is_idle, is_unpinned, lambda copy: not copy.pins])
+def test_a_run_is_what_single_picks_would_be(test: Callable[[ChunkCopy], bool]) -> None:
+    rng, ctx, lru = random.Random(7), PolicyContext(), Lru(64)
+    members: list[ChunkCopy] = []
+    for number in range(400):
+        fresh = [ChunkCopy(f"{number}.{i}".encode(), i) for i in range(rng.randrange(4))]
+        for copy in fresh:
+            copy.state = CopyState.RESIDENT
+        lru.on_insert_many(fresh, ctx)
+        members += fresh
+        lru.on_hit_many(rng.choices(members, k=3) if members else [], ctx)
+        for copy in members:
+            copy.pins, copy.dirty = rng.random() < 0.2, rng.random() < 0.2
+        if members and rng.random() < 0.2:
+            gone = members.pop(rng.randrange(len(members)))
+            gone.state = CopyState.GONE
+            lru.on_remove(gone)
+        assert set(lru.order()) == set(members)
+        count = rng.randrange(6)
+        expected = [copy for copy in lru.order() if test(copy)][:count]
+        picked = lru.pick_many(count, test, ctx)
+        assert picked == expected
+        members = [copy for copy in members if copy not in picked]

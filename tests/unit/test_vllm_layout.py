@@ -1,0 +1,106 @@
+"""What tells one model from another under the same name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import KvtierConfig, load_config
+from kvtier.memory import RegionGeometry
+from kvtier.vllm.compat import EngineFacts
+from kvtier.vllm.layout import fingerprint
+
+GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
+LARGE = b" " * (1 << 20)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> KvtierConfig:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text("tiers:\n- kind: ram\n  capacity: 16KiB\n", encoding="utf-8")
+    return load_config(path)
+
+
+def namespace(model: Path, config: KvtierConfig) -> str:
+    engine = EngineFacts(
+        engine_id="engine",
+        extra_config={},
+        records_events=False,
+        model_name=str(model),
+        kv_dtype="float32",
+        kv_layout="LBHNC",
+        canonical_layout=False,
+        groups=((16, ("layer.0",)),),
+        tokens_per_hash=16,
+        blocks_per_chunk=1,
+        worker_kv_bytes_per_block=4096,
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+    )
+    return fingerprint(engine, config, GEOMETRY).namespace()
+
+
+def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, (date_s, date_s))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("config.json", b"{}", b"[]"),
+        ("params.json", b"{}", b"[]"),
+        ("hf_quant_config.json", b"{}", b"[]"),
+        ("tokenizer.json", LARGE, LARGE + b" "),
+        ("model.safetensors", b"1", b"22"),
+        ("consolidated.00.pth", b"1", b"22"),
+        ("parts/model.safetensors", b"1", b"22"),
+    ],
+)
+def test_a_file_that_changes_a_local_model_makes_it_another_one(
+    config: KvtierConfig, tmp_path: Path, name: str, before: bytes, after: bytes
+) -> None:
+    model = tmp_path / "model"
+    put(model / name, before)
+    first = namespace(model, config)
+    assert namespace(model, config) == first
+    put(model / name, after)
+    assert namespace(model, config) != first
+    put(model / name, before)
+    assert namespace(model, config) == first
+
+
+def test_a_model_that_is_one_file_is_known_by_its_size_and_date(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    names = []
+    for content, date_s in [(b"1", 0), (b"22", 0), (b"22", 1), (b"1", 0)]:
+        put(model, content, date_s=date_s)
+        names.append(namespace(model, config))
+    assert len(set(names)) == 3
+    assert names[0] == names[-1]
+
+
+def test_settings_that_were_only_touched_and_what_is_no_part_of_the_model_do_not_count(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    put(model / "config.json", b"{}")
+    first = namespace(model, config)
+    put(model / "config.json", b"{}", date_s=1)
+    put(model / "README.md", b"new")
+    put(model / "logs" / "run.json", b"new")
+    (model / "cache.bin").mkdir()
+    assert namespace(model, config) == first
+
+
+def test_a_hubs_name_is_no_file(config: KvtierConfig, tmp_path: Path) -> None:
+    assert namespace(tmp_path / "a", config) != namespace(tmp_path / "b", config)
