@@ -19,6 +19,7 @@ __all__ = [
     "SIZE_PATTERN",
     "UnitError",
     "approximate_duration",
+    "approximate_rate",
     "approximate_size",
     "format_duration",
     "format_percentage",
@@ -98,8 +99,12 @@ def parse_size(text: str) -> int:
     return int(nbytes)
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, *, likely_unit: str = "s") -> float:
     """Return the seconds that ``text`` means.
+
+    Args:
+        text: As a person writes it.
+        likely_unit: The unit to suggest to who left it out.
 
     Raises:
         UnitError: Not a duration, no unit, an unknown unit, negative, or more than a year.
@@ -110,7 +115,7 @@ def parse_duration(text: str) -> float:
     number, unit = _split(text, kind="duration", example="10s")
     if unit not in _SECONDS:
         problem = f"{unit!r} is not a unit of time" if unit else f"{text} has no unit"
-        remedy = f"write {number}s; units are {', '.join(_SECONDS)}"
+        remedy = f"write {number}{likely_unit}; units are {', '.join(_SECONDS)}"
         raise UnitError(problem, remedy)
     seconds = number * _SECONDS[unit]
     if seconds > _LONGEST:
@@ -145,10 +150,14 @@ def parse_rate(text: str) -> int:
     >>> parse_rate("2GiB/s")
     2147483648
     """
+    remedy = "write a size per second, such as 2GiB/s"
     size, slash, per = text.strip().partition("/")
     if not slash or per.strip() != "s":
-        raise UnitError(f"{text} is not a rate", "write a size per second, such as 2GiB/s")
-    rate = parse_size(size)
+        raise UnitError(f"{text} is not a rate", remedy)
+    try:
+        rate = parse_size(size)
+    except UnitError as error:
+        raise UnitError(error.problem, remedy) from error
     if rate == 0:
         raise UnitError("a rate of 0 never gets anywhere", "write one such as 2GiB/s")
     return rate
@@ -201,6 +210,18 @@ def approximate_size(nbytes: float) -> str:
     if unit == "B":
         return f"{value:.0f} B"
     return f"{value:.{_digits(value)}f} {unit}"
+
+
+def approximate_rate(bytes_per_s: float) -> str:
+    """Return a rate for a person to read, in powers of 1000 as data sheets have it.
+
+    >>> approximate_rate(2_500_000_000), approximate_rate(30_000_000), approximate_rate(2000)
+    ('2.50 GB/s', '30.00 MB/s', '2.00 kB/s')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if bytes_per_s >= factor / 10:
+            return f"{bytes_per_s / factor:.2f} {unit}/s"
+    return f"{bytes_per_s / 1e3:.2f} kB/s"
 
 
 def approximate_duration(seconds: float) -> str:

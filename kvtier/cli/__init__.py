@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from typing import Final
 
-import typer
+__all__ = ["main"]
 
-from kvtier.cli._commands import app
-from kvtier.errors import KvtierError
-
-__all__ = ["app", "main"]
+_FAILED: Final = 2
+_INTERRUPTED: Final = 130
+"""128 and SIGINT, as shells say it."""
+_CLOSED: Final = 141
+"""128 and SIGPIPE: who read the output has seen enough."""
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line and exit with its code.
 
-    What kvtier raises on purpose becomes a line ``error: ...`` per problem on stderr and exit
-    code 2, the code that wrong usage has as well. Anything else is a bug and keeps its
-    traceback.
+    What is wrong with its input is a line ``error: ...`` per problem on stderr and exit code 2.
+    An interrupt and a closed pipe, whenever they come, end it without a word; a full disk
+    behind stdout is an error line. Anything else is a bug and keeps its traceback.
     """
     try:
-        app(prog_name="kvtier")
-    except KvtierError as error:
-        for line in str(error).splitlines():
-            typer.echo(f"error: {line}", err=True)
-        sys.exit(2)
+        # Loading the commands takes a second, in which a person may change their mind.
+        from kvtier.cli._run import run  # noqa: PLC0415
+
+        code = run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        code = _CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _forget_output()
+        remedy = "make room, or write it elsewhere"
+        sys.stderr.write(f"error: the output cannot be written: {error.strerror}; {remedy}\n")
+        code = _FAILED
+    sys.exit(code)
+
+
+def _forget_output() -> None:
+    """Keep the interpreter from trying again, on its way out, to write what is buffered."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,11 +5,15 @@ Declarations only; what the commands do is loaded when one of them runs.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
+
+from kvtier.cli._choice import choice
+
+if TYPE_CHECKING:
+    from kvtier.tiers.slab.inspect import Order
 
 __all__ = ["cache"]
 
@@ -20,6 +24,7 @@ cache = typer.Typer(
     rich_markup_mode=None,
 )
 
+_ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
 _DIR = "The path of an nvme tier, or one model's directory in it."
 
 Store = Annotated[Path, typer.Argument(metavar="DIR", help=_DIR)]
@@ -28,14 +33,6 @@ Only = Annotated[
     typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
-class Sort(StrEnum):
-    """How ``ls`` orders chunks."""
-
-    LAST_USE = "last-use"
-    STORED = "stored"
-    HITS = "hits"
 
 
 @cache.command()
@@ -55,8 +52,8 @@ def ls(
     *,
     namespace: Only = None,
     sort: Annotated[
-        Sort, typer.Option(help="Most recent use, most recent store, or most hits first.")
-    ] = Sort.LAST_USE,
+        str, typer.Option(metavar="ORDER", help=f"What comes first: {', '.join(_ORDERS)}.")
+    ] = "last-use",
     limit: Annotated[
         int, typer.Option("--limit", min=0, metavar="N", help="Chunks to list; 0 is all.")
     ] = 50,
@@ -68,7 +65,8 @@ def ls(
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
-    actions.ls(directory, namespace, sort=sort.value, limit=limit, as_json=as_json)
+    order = cast("Order", choice("--sort", sort, _ORDERS))
+    actions.ls(directory, namespace, sort=order, limit=limit, as_json=as_json)
 
 
 @cache.command()

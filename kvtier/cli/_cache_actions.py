@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.cli._cache_progress import pulse, show_bars
+from kvtier.cli._render import make_console
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
@@ -98,7 +98,7 @@ def stat(directory: Path, namespace: str | None, *, as_json: bool) -> None:
     if as_json:
         _echo_json({"path": str(directory), "namespaces": [r.as_dict() for r in reports]})
     else:
-        render.show_reports(_console(), reports)
+        render.show_reports(make_console(), reports)
 
 
 def ls(
@@ -113,7 +113,7 @@ def ls(
     if as_json:
         _echo_json([listing.as_dict() for listing in listings])
     else:
-        render.show_listings(_console(), listings)
+        render.show_listings(make_console(), listings)
 
 
 def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool) -> bool:
@@ -129,7 +129,7 @@ def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool)
     if as_json:
         _echo_json([render.verification_document(*check, limit) for check in checks])
     else:
-        render.show_verifications(_console(), checks, limit)
+        render.show_verifications(make_console(), checks, limit)
     return not any(found.bad for _, found in checks)
 
 
@@ -142,7 +142,7 @@ def explain(key: str, directory: Path, namespace: str | None, *, as_json: bool) 
     if as_json:
         _echo_json({"key": key, "answers": [answer.as_dict() for answer in telling]})
     else:
-        render.show_explanations(_console(), key, telling)
+        render.show_explanations(make_console(), key, telling)
     return bool(found)
 
 
@@ -154,7 +154,7 @@ def show_selected(
     if as_json:
         _echo_json(render.removal_document(chosen, removed=False))
     else:
-        render.show_removal(_console(), chosen, removed=False)
+        render.show_removal(make_console(), chosen, removed=False)
 
 
 def evict(
@@ -179,7 +179,7 @@ def evict(
     if as_json:
         _echo_json(render.removal_document(chosen, removed=True))
     else:
-        render.show_removal(_console(), chosen, removed=True)
+        render.show_removal(make_console(), chosen, removed=True)
 
 
 def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> None:
@@ -194,7 +194,7 @@ def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> N
     if as_json:
         _echo_json([render.compaction_document(*one) for one in done])
     else:
-        render.show_compactions(_console(), done)
+        render.show_compactions(make_console(), done)
 
 
 def _report(space: StoredNamespace) -> render.Report:
@@ -306,13 +306,9 @@ def _disk_nbytes(directory: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
 
 
-def _console() -> Console:
-    return Console(highlight=False)
-
-
 def _age_s(text: str) -> int:
     try:
-        return int(parse_duration(text))
+        return int(parse_duration(text, likely_unit="d"))
     except UnitError as error:
         raise ConfigError(f"--older-than {text}: {error}") from error
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli._render import show_prose, show_table
 from kvtier.keys import group_of, short
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
 from kvtier.tiers.slab.maintain import CompactedIndex
 from kvtier.tiers.slab.verify import Verification
-from kvtier.units import approximate_duration, approximate_size
+from kvtier.units import approximate_duration, approximate_rate, approximate_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,8 +159,8 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
                 _time(entry.stored_at),
                 _time(entry.used_at),
             )
-        console.print(table)
-        console.print(f"{len(listing.entries):,} of {_count(listing.chunks)}")
+        show_table(console, table)
+        console.print(f"{len(listing.entries):,} of {_count(listing.chunks)}", soft_wrap=True)
 
 
 def show_verifications(
@@ -176,10 +177,10 @@ def show_verifications(
             for bad in found.bad[: limit or None]:
                 problem = "unreadable" if bad.unreadable else "not the bytes stored"
                 table.add_row(short(bad.entry.key), problem, f"{bad.entry.slot:,}")
-            console.print(table)
+            show_table(console, table)
             hidden = len(found.bad) - len(found.bad[: limit or None])
             if hidden:
-                console.print(f"and {hidden:,} more; --limit 0 lists all")
+                console.print(f"and {hidden:,} more; --limit 0 lists all", soft_wrap=True)
 
 
 def verification_document(
@@ -232,9 +233,10 @@ def show_removal(console: Console, chosen: _Chosen, *, removed: bool) -> None:
     """Print what was, or would be, removed."""
     for space, entries in chosen:
         if entries:
-            console.print(Text(f"{space.name}: {removal_words([(space, entries)])}"))
+            words = removal_words([(space, entries)])
+            console.print(Text(f"{space.name}: {words}"), soft_wrap=True)
     verb = "removed" if removed else "would remove"
-    console.print(Text(f"{verb} {removal_words(chosen)}"))
+    console.print(Text(f"{verb} {removal_words(chosen)}"), soft_wrap=True)
 
 
 def removal_document(chosen: _Chosen, *, removed: bool) -> dict[str, Any]:
@@ -261,7 +263,7 @@ def show_compactions(
     for space, sizes in done:
         before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
         table.add_row(space.name, _model(space), before, after)
-    console.print(table)
+    show_table(console, table)
 
 
 def compaction_document(space: StoredNamespace, sizes: CompactedIndex) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def _report_lines(report: Report) -> dict[str, str]:
 
 
 def _verification_lines(found: Verification) -> dict[str, str]:
-    rate = f"{_rate(found) / 1e9:.2f} GB/s"
+    rate = approximate_rate(_rate(found))
     lines = {
         "read": f"{approximate_size(found.nbytes)} in {approximate_duration(found.seconds)}, "
         f"{rate}",
@@ -407,7 +409,7 @@ def _pairs(console: Console, lines: Mapping[str, str]) -> None:
     table.add_column(overflow="fold")
     for name, value in lines.items():
         table.add_row(name, Text(value))
-    console.print(table)
+    show_prose(console, table)
 
 
 def _columns(*words: str, numbers: tuple[str, ...]) -> Table:

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import kvtier
 from kvtier.cli._cache import cache
+from kvtier.cli._choice import choice
+from kvtier.cli._example import example
 from kvtier.cli._plan import PlanRequest, make_plan
-from kvtier.cli._render import show_plan, show_tiers
+from kvtier.cli._render import make_console, show_plan, show_tiers
 from kvtier.cli._replay import replay
 from kvtier.cli._sim import sim_app
 from kvtier.cli._trace import trace_app
 from kvtier.config import (
     Door,
     KvtierConfig,
-    check_environment,
     load_config,
     resolve_load_path,
     schema,
@@ -35,7 +35,7 @@ __all__ = ["app"]
 app = typer.Typer(
     name="kvtier",
     help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe.",
-    epilog="Start with: kvtier check configs/demo.yaml",
+    epilog="Start with: kvtier example > kvtier.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,6 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command()(example)
 app.add_typer(cache)
 app.add_typer(sim_app, name="sim")
 app.add_typer(trace_app, name="trace")
@@ -81,17 +82,15 @@ def check(file: File, *, as_json: AsJson = False) -> None:
     Run it as the user that runs the engine.
     """
     # The manager and the policies are loaded for those who ask for them only.
-    from kvtier.manager.building import check_policies  # noqa: PLC0415
+    from kvtier.cli._check import check_start  # noqa: PLC0415
 
     config = load_config(file)
-    check_policies(config)
-    warnings = check_environment(config)
+    warnings = check_start(config)
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)
         _echo_json({"file": str(file), "warnings": warnings, "config": document})
         return
-    console = Console(highlight=False)
-    show_tiers(console, config)
+    show_tiers(make_console(), config)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{file}: ok")
@@ -124,7 +123,7 @@ def doctor(
     if as_json:
         _echo_json(examination_document(file, examination))
     else:
-        show_examination(Console(highlight=False), examination)
+        show_examination(make_console(), examination)
     if examination.verdict is Verdict.PROBLEM:
         raise typer.Exit(1)
 
@@ -137,7 +136,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         Path, typer.Option(metavar="DIR", help="Directory of the model, with its config.json.")
     ],
     tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
-    kv_dtype: Annotated[KvDtype, typer.Option(metavar="TYPE", help=_DTYPES)] = KvDtype.AUTO,
+    kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help=_DTYPES)] = KvDtype.AUTO.value,
     block_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens per engine block.")
     ] = 16,
@@ -150,13 +149,14 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
     Reads the model's config.json; looks at no weights, no GPU and no disk.
     """
+    dtype = KvDtype(choice("--kv-dtype", kv_dtype, KvDtype))
     config = load_config(file)
-    request = PlanRequest(tp, kv_dtype, block_tokens, _rate(fill_rate))
+    request = PlanRequest(tp, dtype, block_tokens, _rate(fill_rate))
     result = make_plan(config, read_model_geometry(model), request)
     if as_json:
         _echo_json(result.as_dict())
         return
-    show_plan(Console(highlight=False), result)
+    show_plan(make_console(), result)
 
 
 @app.command()
@@ -164,17 +164,18 @@ def vllm_args(
     file: File,
     *,
     door: Annotated[
-        Door,
-        typer.Option(metavar="NAME", help="The way into vLLM: connector or spec."),
-    ] = Door.CONNECTOR,
+        str,
+        typer.Option(metavar="NAME", help=f"The way into vLLM: {' or '.join(Door)}."),
+    ] = Door.CONNECTOR.value,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
 ) -> None:
     """Print the vLLM arguments that load FILE.
 
     Append the line, which is quoted for a shell, to 'vllm serve MODEL'.
     """
-    config: KvtierConfig = resolve_load_path(load_config(file), door)
-    value = json.dumps(vllm_transfer_config(file, config, door=door))
+    way = Door(choice("--door", door, Door))
+    config: KvtierConfig = resolve_load_path(load_config(file), way)
+    value = json.dumps(vllm_transfer_config(file, config, door=way))
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
 
 

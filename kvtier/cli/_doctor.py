@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli._render import show_prose
 from kvtier.doctor import Examination, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ def show_examination(console: Console, examination: Examination) -> None:
     """Print one row per finding, its remedy below it, and the count of what is not well."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", max_width=22)
+    table.add_column(overflow="fold", max_width=max(22, console.width // 4))
     table.add_column(overflow="fold")
     for finding in examination.findings:
         verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
         table.add_row(verdict, Text(finding.check), _words(finding))
-    console.print(table)
-    console.print(Text(_sum_up(examination)))
+    show_prose(console, table)
+    console.print(_sum_up(examination), soft_wrap=True)
 
 
 def examination_document(file: Path, examination: Examination) -> dict[str, Any]:

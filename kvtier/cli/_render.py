@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -13,10 +14,14 @@ from kvtier.cli._plan import Plan
 from kvtier.config import KvtierConfig, NvmeTierConfig
 from kvtier.units import approximate_duration, approximate_size
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["make_table", "show_plan", "show_table", "show_tiers"]
+__all__ = [
+    "make_console",
+    "make_table",
+    "show_plan",
+    "show_prose",
+    "show_table",
+    "show_tiers",
+]
 
 _WIDEST = 1000
 _UNKNOWN = (
@@ -33,7 +38,7 @@ def show_tiers(console: Console, config: KvtierConfig) -> None:
         place = str(tier.path) if isinstance(tier, NvmeTierConfig) else ""
         size = approximate_size(tier.capacity_bytes)
         table.add_row(tier.name, tier.kind, tier.eviction, place, size)
-    console.print(table)
+    show_table(console, table)
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -41,11 +46,11 @@ def show_plan(console: Console, plan: Plan) -> None:
     layers = f"{plan.layers} layers that keep KV"
     ranks = f"{plan.tp} ranks" if plan.tp > 1 else "1 rank"
     head = f"{plan.model}: {plan.attention}, {layers}, KV in {plan.kv_dtype}, {ranks}"
-    console.print(Text(head, style="bold"))
+    console.print(Text(head, style="bold"), soft_wrap=True)
     console.print()
-    console.print(_sizes(plan))
+    show_table(console, _sizes(plan))
     console.print()
-    console.print(_tiers(plan))
+    show_table(console, _tiers(plan))
     console.print()
     rate = f"{approximate_size(plan.fill_bytes_per_s)}/s"
     tokens = f"{plan.fill_tokens_per_s:,} new tokens per second"
@@ -53,7 +58,7 @@ def show_plan(console: Console, plan: Plan) -> None:
         text = textwrap.fill(
             note, width=console.width, initial_indent="- ", subsequent_indent="  "
         )
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
 
 def _sizes(plan: Plan) -> Table:
@@ -82,9 +87,25 @@ def _tiers(plan: Plan) -> Table:
     return table
 
 
+def make_console() -> Console:
+    """Return what prints to stdout, which shows names as they are.
+
+    Lines that nobody reads on a terminal have no end: what is cut out of a file or found with
+    grep is whole. Who exports COLUMNS has asked for lines of that length.
+    """
+    columns = shutil.get_terminal_size((_WIDEST, 0)).columns
+    return Console(width=columns, highlight=False, markup=False, emoji=False)
+
+
 def make_table(*words: str, numbers: tuple[str, ...]) -> Table:
     """Return an empty table with a column per word and, to their right, one per number."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), header_style="dim")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 3, 0, 2),
+        header_style="dim",
+        show_header=any((*words, *numbers)),
+    )
     for word in words:
         table.add_column(word, overflow="fold")
     for number in numbers:
@@ -95,7 +116,20 @@ def make_table(*words: str, numbers: tuple[str, ...]) -> Table:
 def show_table(console: Console, table: Table) -> None:
     """Print all columns of ``table``: what is narrower breaks the lines and loses nothing."""
     options = console.options.update(max_width=_WIDEST)
-    narrow, whole = console.width, Measurement.get(console, options, table).maximum
-    console.width = max(narrow, whole)
-    console.print(table)
-    console.width = narrow
+    _show_lines(console, table, Measurement.get(console, options, table).maximum)
+
+
+def show_prose(console: Console, table: Table) -> None:
+    """Print ``table``, whose last column is prose that goes on in the next line."""
+    _show_lines(console, table, console.width)
+
+
+def _show_lines(console: Console, table: Table, width: int) -> None:
+    """Print ``table`` in ``width`` columns, without blanks at the ends of lines."""
+    options = console.options.update(width=width)
+    for segments in console.render_lines(table, options, pad=False):
+        line = Text()
+        for segment in segments:
+            line.append(segment.text, segment.style)
+        line.rstrip()
+        console.print(line, soft_wrap=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from kvtier.cli._choice import choice
 from kvtier.cli._progress import show_progress
-from kvtier.cli._render import make_table, show_table
+from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
-from kvtier.cli._trace import FormatOption, TraceFile, choice, read
+from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
@@ -116,7 +116,7 @@ def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, Ti
 
 
 def _show(result: ReplayResult) -> None:
-    console = Console(highlight=False)
+    console = make_console()
     apart = result.apart()
     table = make_table("", numbers=("replayed", "simulated", "apart"))
     for name in _QUANTILES:

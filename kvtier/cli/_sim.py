@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,14 @@ from typing import Annotated, cast
 
 import typer
 
+from kvtier.cli._choice import choice
+from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
-from kvtier.cli._trace import FormatOption, TraceFile, choice, read
+from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
+from kvtier.policies.registry import BUILT_IN_EVICTIONS
 from kvtier.sim._recording import is_recording
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.ladder import default_time_model, simulate_ladder
@@ -37,7 +39,6 @@ sim_app = typer.Typer(
 )
 
 _ORDERS = ("policy", "forward", "reverse")
-_WRITABLE = "name a file in a directory you may write to"
 
 Order = Annotated[
     str,
@@ -86,7 +87,12 @@ def run(  # noqa: PLR0913 - each is an option of the command
     *,
     format_name: FormatOption = "auto",
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Eviction policy of a single tier.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Eviction policy of a single tier: {', '.join(sorted(BUILT_IN_EVICTIONS))}, "
+            "an installed one, or module:Class.",
+        ),
     ] = None,
     capacity: Annotated[
         str | None,
@@ -147,11 +153,15 @@ def run(  # noqa: PLR0913 - each is an option of the command
 @sim_app.command("sweep")
 def run_sweep(  # noqa: PLR0913 - each is an option of the command
     traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="Trace files; may be gzip or zstd.")
+        list[Path], typer.Argument(metavar="TRACE", help="Trace files; may be gzip or zstd.")
     ],
     *,
     policies: Annotated[
-        str, typer.Option(metavar="NAMES", help="Eviction policies, with commas between.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Eviction policies, with commas between; kvtier sim run --help lists them.",
+        ),
     ],
     capacities: Annotated[
         str, typer.Option(metavar="SIZES", help="Sizes, with commas between, as in 1%,9140.")
@@ -169,7 +179,10 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     chunk_bytes: ChunkBytes = None,
 ) -> None:
     """Replay every TRACE against every policy at every size."""
-    _check_destinations(csv, plot, html)
+    outputs = {"--csv": csv, "--plot": plot, "--html": html}
+    check_outputs(outputs, traces)
+    if plot is not None:
+        check_plot(plot)
     loaded = [read(path, format_name) for path in traces]
     with show_progress("sweeping") as progress:
         results = sweep(
@@ -181,10 +194,13 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
             jobs=jobs,
             progress=progress,
         )
-    for path, write in ((csv, write_csv), (plot, write_plot), (html, write_page)):
+    writers = (write_csv, write_plot, write_page)
+    for (option, path), write in zip(outputs.items(), writers, strict=True):
         if path is not None:
-            _write(path, partial(write, results))
+            write_output(option, path, partial(write, results))
     show_sweep(results)
+    for path in filter(None, outputs.values()):
+        typer.echo(f"wrote {path}")
 
 
 @sim_app.command("recommend")
@@ -244,31 +260,6 @@ def _refuse_others(
             raise ConfigError(f"{option} does not go with {kind}; leave it out, or {remedy}")
 
 
-def _check_destinations(csv: Path, plot: Path | None, html: Path | None) -> None:
-    """Make sure, before anything is run for them, that the files can be written.
-
-    Raises:
-        ConfigError: One cannot.
-    """
-    for path in (csv, plot, html):
-        if path is not None:
-            _check_destination(path)
-    if plot is not None:
-        check_plot(plot)
-
-
-def _check_destination(path: Path) -> None:
-    problem = ""
-    if path.is_dir():
-        problem = "is a directory"
-    elif not path.parent.is_dir():
-        problem = f"there is no directory {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "permission denied"
-    if problem:
-        raise ConfigError(f"{path}: cannot be written: {problem}; {_WRITABLE}")
-
-
 def _capacity(trace: Trace, text: str | None, chunk_bytes: int) -> int:
     if text is None:
         raise ConfigError("--capacity is missing; write one such as --capacity 5%")
@@ -303,11 +294,3 @@ def _time_model(
         choice("--tier-speed", name, known)
         known[name] = speed
     return replace(model, speeds=known, prefill_tokens_per_s=rate or model.prefill_tokens_per_s)
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        problem = f"{path}: cannot be written: {error.strerror or error}"
-        raise ConfigError(f"{problem}; {_WRITABLE}") from error

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import typer
-from rich.console import Console
 
-from kvtier.cli._render import make_table, show_table
+from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
 from kvtier.sim.sweep import SweepResult
-from kvtier.units import approximate_size
+from kvtier.units import approximate_rate, approximate_size
 
 __all__ = ["show_ladder", "show_replay", "show_single", "show_sweep"]
 
@@ -27,16 +26,16 @@ def show_single(result: SingleResult, *, as_json: bool) -> None:
     table = make_table("", numbers=("",))
     for name, value in result.as_dict().items():
         table.add_row(name.replace("_", " "), _text(value))
-    show_table(Console(highlight=False), table)
+    show_table(make_console(), table)
 
 
 def show_sweep(results: Sequence[SweepResult]) -> None:
     """Print the prefix hit ratios of a sweep, one table per trace."""
-    console = Console(highlight=False)
+    console = make_console()
     for trace in dict.fromkeys(result.of for result in results):
         rows = [result for result in results if result.of == trace]
         sizes = list(dict.fromkeys(row.capacity for row in rows))
-        console.print(f"{trace[0]}: prefix hit ratio, %")
+        console.print(f"{trace[0]}: prefix hit ratio, %", soft_wrap=True)
         table = make_table("policy", numbers=tuple(sizes))
         for policy in dict.fromkeys(row.policy for row in rows):
             cells = {row.capacity: row for row in rows if row.policy == policy}
@@ -51,7 +50,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
-    console = Console(highlight=False)
+    console = make_console()
     columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
     table = make_table("tier", "eviction", numbers=columns)
     for tier in result.tiers:
@@ -77,7 +76,7 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
         return
-    console = Console(highlight=False)
+    console = make_console()
     numbers = ("chunks", "hits", "written", "promoted", "evicted")
     table = make_table("tier", "policy", numbers=numbers)
     for tier in result.tiers:
@@ -113,12 +112,13 @@ def _summary(result: LadderResult) -> list[str]:
     ]
     model = result.time_model
     speeds = ", ".join(
-        f"{name} reads {approximate_size(speed.read_bytes_per_s)}/s, "
-        f"writes {approximate_size(speed.write_bytes_per_s)}/s"
+        f"{name} reads {approximate_rate(speed.read_bytes_per_s)}, "
+        f"writes {approximate_rate(speed.write_bytes_per_s)}"
         for name, speed in model.speeds.items()
     )
     assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"
-    size = approximate_size(result.chunk_bytes)
+    tokens = f"({result.chunk_tokens:,} tokens, of the trace)"
+    size = f"{approximate_size(result.chunk_bytes)} {tokens}"
     compute_s = result.chunk_tokens / model.prefill_tokens_per_s
     lines += [
         f"note: {name} reads a chunk in {read_s * 1e3:.2f} ms and computing it takes "
@@ -126,6 +126,12 @@ def _summary(result: LadderResult) -> list[str]:
         for name, speed in model.speeds.items()
         if (read_s := result.chunk_bytes / speed.read_bytes_per_s) > compute_s
     ]
+    if result.peak_load_no_cache > 1:
+        lines.append(
+            "note: without a cache the engine is asked for "
+            f"{result.peak_load_no_cache:.1f} times what it computes in the busiest tenth of "
+            "the trace, so its times are those of a queue; compare hits, or say --prefill-rate"
+        )
     path = f"transfer.load_path: {result.load_path}"
     return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}; {path}"]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
-from kvtier.cli._render import make_table
-from kvtier.errors import ConfigError
+from kvtier.cli._choice import choice
+from kvtier.cli._outputs import check_outputs, write_output
+from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
     FORMATS,
@@ -24,7 +24,7 @@ from kvtier.sim.traces import (
     write_trace,
 )
 
-__all__ = ["FormatOption", "TraceFile", "choice", "read", "trace_app"]
+__all__ = ["FormatOption", "TraceFile", "read", "trace_app"]
 
 trace_app = typer.Typer(
     help="Describe, convert and generate traces.",
@@ -57,18 +57,6 @@ def read(path: Path, format_name: str) -> Trace:
     return read_trace(path, format_name=cast("TraceFormat", name))
 
 
-def choice(option: str, value: str, known: Iterable[str]) -> str:
-    """Return ``value``, which must be one of ``known``.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    names = list(known)
-    if value not in names:
-        raise ConfigError(f"{option} {value}: not a choice; write one of {', '.join(names)}")
-    return value
-
-
 @trace_app.command()
 def info(
     trace: TraceFile,
@@ -97,6 +85,7 @@ def convert(
     The formats keys and oracle lose which references belong to one request.
     """
     choice("--to", to, WRITERS)
+    check_outputs({"--output": output}, [trace])
     _write(read(trace, format_name), output, to)
 
 
@@ -126,6 +115,7 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)
+    check_outputs({"--output": output}, [])
     trace = generate(
         workload, sessions=sessions, per_s=per_s, chunk_tokens=chunk_tokens, seed=seed
     )
@@ -133,11 +123,7 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
 
 
 def _write(trace: Trace, output: Path, to: str) -> None:
-    try:
-        write_trace(trace, output, format_name=to)
-    except OSError as error:
-        problem = f"--output {output}: cannot be written: {error.strerror}"
-        raise ConfigError(f"{problem}; name a file in a directory you may write to") from error
+    write_output("--output", output, partial(write_trace, trace, format_name=to))
     typer.echo(f"{output}: {trace.requests:,} requests, {trace.refs:,} references")
 
 
@@ -145,7 +131,7 @@ def _show(facts: dict[str, Any]) -> None:
     table = make_table("", numbers=("",))
     for name, value in {**facts, "sha256": facts["sha256"][:16]}.items():
         table.add_row(name.replace("_", " "), _text(value))
-    Console(highlight=False).print(table)
+    show_table(make_console(), table)
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 from kvtier.config._models import KvtierConfig, NvmeTierConfig
 from kvtier.errors import ConfigError
@@ -17,6 +18,18 @@ __all__ = ["SLOT_ALIGNMENT_NBYTES", "check_chunk_fits", "check_environment", "sl
 
 SLOT_ALIGNMENT_NBYTES = 4096
 """A slot is a multiple of this: direct I/O moves whole pages only."""
+
+
+_OF_SLOWER_TIERS: Final = (
+    "write",
+    "write_after",
+    "min_chunks",
+    "promote",
+    "promote_after",
+    "admit",
+    "write_budget_per_day_bytes",
+)
+"""Keys of ``placement`` that say what goes to slower tiers, and what comes back."""
 
 
 def slot_nbytes(chunk_nbytes: int) -> int:
@@ -76,7 +89,7 @@ def check_environment(config: KvtierConfig) -> list[str]:
             problems.append(config.origin.complain("trace.record", *obstacle, value=path))
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_ladder_warnings(config), *_store_warnings(config)]
+    return [*_ladder_warnings(config), *_idle_warnings(config), *_store_warnings(config)]
 
 
 def _memory_problems(config: KvtierConfig) -> Iterator[str]:
@@ -139,6 +152,19 @@ def _ladder_warnings(config: KvtierConfig) -> Iterator[str]:
             value = format_size(slower.capacity_bytes)
             key = f"tiers[{number}].capacity"
             yield config.origin.complain(key, problem, remedy, value=value)
+
+
+def _idle_warnings(config: KvtierConfig) -> Iterator[str]:
+    """Name what is said of slower tiers where there are none."""
+    if len(config.tiers) > 1:
+        return
+    fields = type(config.placement).model_fields
+    for name in _OF_SLOWER_TIERS:
+        value = getattr(config.placement, name)
+        if value != fields[name].default:
+            key = f"placement.{fields[name].serialization_alias or name}"
+            problem = "no effect: there is no slower tier"
+            yield config.origin.complain(key, problem, "leave it out or add one", value=value)
 
 
 def _store_warnings(config: KvtierConfig) -> Iterator[str]:

@@ -58,7 +58,7 @@ def load_config(path: Path | str) -> KvtierConfig:
     try:
         raw = Path(path).read_bytes()
     except FileNotFoundError as error:
-        remedy = "check the path; configs/demo.yaml is a file to start from"
+        remedy = "check the path; kvtier example > kvtier.yaml makes a file to start from"
         raise ConfigError(f"{source}: no such file; {remedy}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{source}: is a directory; name a file in it") from error

@@ -165,7 +165,7 @@ def _compose(text: str, source: str) -> yaml.Node | None:
 def _syntax(error: yaml.MarkedYAMLError, text: str, source: str) -> str:
     mark = error.problem_mark or error.context_mark
     if mark is None:
-        return f"{source}: not YAML: {error.problem}; compare it with configs/demo.yaml"
+        return f"{source}: not YAML: {error.problem}; compare it with kvtier example"
     written = text.splitlines()[mark.line].strip() if mark.line < len(text.splitlines()) else ""
     place = f"{source}:{mark.line + 1}: {written!r}" if written else f"{source}:{mark.line + 1}"
     problem = error.problem or "not YAML"

@@ -7,7 +7,7 @@ A probe that fails becomes a finding of its own, so one odd mount never hides th
 
 from __future__ import annotations
 
-from kvtier.doctor._examine import Examination, examine
+from kvtier.doctor._examine import Examination, examine, examine_pages
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._rates import MeasuredRates, measure_tier_rates
 
@@ -17,5 +17,6 @@ __all__ = [
     "MeasuredRates",
     "Verdict",
     "examine",
+    "examine_pages",
     "measure_tier_rates",
 ]

@@ -18,7 +18,7 @@ from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.errors import ConfigError
 from kvtier.units import approximate_size
 
-__all__ = ["Examination", "examine"]
+__all__ = ["Examination", "examine", "examine_pages"]
 
 
 @dataclass(slots=True)
@@ -73,6 +73,17 @@ def examine(
     )
     examination.findings[:0] = start
     return examination
+
+
+def examine_pages(ram: RamTierConfig, *, machine: Machine | None = None) -> Finding:
+    """Say in which pages the RAM tier comes.
+
+    Args:
+        ram: The RAM tier.
+        machine: Where to look; this machine by default.
+    """
+    pool = _memory.huge_page_pool(machine or Machine())
+    return _memory.check_pages(ram.capacity_bytes, pool, wanted=ram.huge_pages)
 
 
 def _check_start(config: KvtierConfig, known: Sequence[Finding]) -> Iterator[Finding]:
@@ -194,13 +205,9 @@ def _host_checks(
         gpus = len(_memory.find_gpus(machine))
         yield _memory.check_pinning(ram_bytes, locked_bytes, gpus=gpus)
 
-    def huge_pages() -> Iterator[Finding]:
-        pool = _memory.huge_page_pool(machine)
-        yield _memory.check_pages(ram.capacity_bytes, pool, wanted=ram.huge_pages)
-
     yield "memory", memory
     yield "memlock", pinning
-    yield "huge pages", huge_pages
+    yield "huge pages", lambda: [examine_pages(ram, machine=machine)]
     yield (
         "open files",
         lambda: [_memory.check_open_files(_memory.process_limits().open_files)],

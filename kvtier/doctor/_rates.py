@@ -29,7 +29,7 @@ from kvtier.doctor._timing import time_pieces
 from kvtier.errors import CapacityError
 from kvtier.tiers.slab.direct_io import aligned_buffer
 from kvtier.tiers.slab.slots import SlotFile
-from kvtier.units import approximate_size
+from kvtier.units import approximate_rate, approximate_size
 
 __all__ = ["MeasuredRates", "check_rates", "measure_tier_rates"]
 
@@ -192,7 +192,9 @@ def _judge(check: str, found: str, rates: MeasuredRates, remedy: str) -> Finding
 def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: float) -> str:
     piece = approximate_size(rates.piece_bytes)
     times = f"p50 {_milliseconds(p50_s)}, p99 {_milliseconds(p99_s)}"
-    return f"{bytes_per_s / 1e9:.2f} GB/s; {times} a piece of {piece}, {rates.threads} at once"
+    return (
+        f"{approximate_rate(bytes_per_s)}; {times} a piece of {piece}, {rates.threads} at once"
+    )
 
 
 def _milliseconds(seconds: float) -> str:

@@ -96,6 +96,8 @@ class PolicyRole(Generic[PolicyT]):
         except (ImportError, AttributeError) as error:
             problem = f"{policy} ({point.value}) does not load: {error}"
             remedy = "repair or remove the package that provides it"
+            if point.name == point.value and point.module.startswith(error.name or "-"):
+                remedy = f"put the directory of {point.module} on PYTHONPATH"
             raise ConfigError(f"{problem}; {remedy}") from error
         base = self.base.__name__
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):

@@ -48,6 +48,8 @@ __all__ = [
 
 _DAY_S = 86_400.0
 _BUSY = 0.7
+_WINDOW = 0.1
+"""Share of a trace's time that says how busy the engine is at its busiest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class LadderResult:
         promotions_per_ref: Chunks promoted, per reference.
         ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
         ttft_no_cache_s: The same of an engine that computes every prompt.
+        peak_load_no_cache: What that engine is asked for, of what it computes, in the busiest
+            tenth of the trace's time; above 1 its times are those of a queue that grows.
         time_model: What the times were computed with.
         seconds: Time the simulation took.
         refs_per_second: ``refs / seconds``.
@@ -128,6 +132,7 @@ class LadderResult:
     promotions_per_ref: float
     ttft_s: dict[str, float]
     ttft_no_cache_s: dict[str, float]
+    peak_load_no_cache: float
     time_model: TimeModel
     seconds: float
     refs_per_second: float
@@ -211,6 +216,7 @@ def simulate_ladder(
         promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
         ttft_s=wait_quantiles(waits),
         ttft_no_cache_s=wait_quantiles(_waits_without_cache(trace, model)),
+        peak_load_no_cache=_peak_load(trace, model),
         time_model=model,
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
@@ -303,6 +309,22 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
             session=sessions[number],
             output_tokens=outputs[number],
         )
+
+
+def _peak_load(trace: Trace, model: TimeModel) -> float:
+    """Return the most prompt tokens that come within a window, of those computed in it.
+
+    The busiest window ends with an arrival, so only those are looked at. A trace without
+    duration comes all at once, which is no load that lasts.
+    """
+    window_s = trace.duration_s * _WINDOW
+    if not window_s:
+        return 0.0
+    arrivals = np.maximum.accumulate(trace.timestamps_s)
+    tokens = np.concatenate(([0], np.cumsum(trace.input_tokens)))
+    begins = np.searchsorted(arrivals, arrivals - window_s, side="right")
+    peak = int((tokens[1:] - tokens[begins]).max())
+    return peak / (window_s * model.prefill_tokens_per_s)
 
 
 def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:

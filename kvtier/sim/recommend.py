@@ -24,7 +24,7 @@ from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder
 from kvtier.sim.single import Progress, SingleResult, simulate_single
 from kvtier.sim.timing import TierSpeed, TimeModel
 from kvtier.sim.traces import Trace
-from kvtier.units import approximate_size, format_size
+from kvtier.units import approximate_rate, approximate_size, format_size
 
 __all__ = ["CANDIDATES", "RecommendRequest", "recommend"]
 
@@ -216,8 +216,7 @@ def _reasons(
     for tier, speed in model.speeds.items():
         read, write = speed.read_bytes_per_s, speed.write_bytes_per_s
         yield (
-            f"{tier} that reads {approximate_size(read)}/s and writes "
-            f"{approximate_size(write)}/s."
+            f"{tier} that reads {approximate_rate(read)} and writes {approximate_rate(write)}."
         )
     yield f"Loads go the path {best.result.load_path}, as behind kvtier's connector."
     yield f"Assumes chunks of {trace.chunk_tokens} tokens: set engine.blocks_per_chunk to that"
@@ -227,13 +226,17 @@ def _reasons(
         yield f"Eviction, alone in {results[0].capacity_chunks:,} chunks (the {tier} tier):"
         for single in sorted(results, key=lambda one: -one.prefix_hit_ratio):
             yield f"  {single.policy:<12}{single.prefix_hit_ratio:8.2%} of the prompt tokens"
-        yield f"  {_DEFAULT} stays unless another hits {_CLEARLY:.1%} more: {_winner(results)}."
+        clearly = f"{_CLEARLY * 100:.1f} points more"
+        yield f"  {_DEFAULT} stays unless another hits {clearly}: {_winner(results)}."
     yield ""
     yield "Placement, on the whole ladder:"
     for one in tried:
         yield f"  {_figures(one)}{'   <- chosen' if one is best else ''}"
     without = best.result.ttft_no_cache_s
     yield f"  no cache at all: p50 {without['p50']:.2f} s, p90 {without['p90']:.2f} s"
+    if best.result.peak_load_no_cache > 1:
+        load = f"{best.result.peak_load_no_cache:.1f} times what it computes"
+        yield f"  (in its busiest tenth it is asked for {load}: a queue that grows)"
     yield "The shortest p90 wins; of those within 2 % of it the first, for write: through keeps"
     yield "everything when a process is killed, unless another writes a fifth less."
     yield ""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
+from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.sim.sweep import SweepResult
 
 __all__ = ["check_plot", "write_page", "write_plot"]
+
+
+_PICTURES: Final = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
@@ -21,11 +25,11 @@ def check_plot(path: Path) -> None:
         ConfigError: matplotlib is not installed, or does not know the format.
     """
     try:
-        from matplotlib import figure  # noqa: PLC0415 - an optional extra, and slow
+        import_module("matplotlib")
     except ImportError as error:
         remedy = "install it with: pip install 'kvtier[plots]', or leave out --plot"
         raise ConfigError(f"--plot needs the package matplotlib; {remedy}") from error
-    if path.suffix.lstrip(".") not in figure.Figure().canvas.get_supported_filetypes():
+    if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"--plot {path}: no such picture format; name it .png, .svg or .pdf")
 
 
@@ -70,12 +74,18 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
             xscale="log",
             ylim=(0, None),
         )
-        shares = sorted({row.capacity_share * 100 for row in results if row.of == trace})
-        panel.set_xticks(shares, [f"{share:.3g}" for share in shares], minor=False)
+        sizes = {row.capacity_share * 100: _size(row) for row in results if row.of == trace}
+        panel.set_xticks(list(sizes), list(sizes.values()), minor=False)
         panel.set_xticks([], minor=True)
         panel.grid(visible=True, alpha=0.3)
     panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
+
+
+def _size(row: SweepResult) -> str:
+    """Return a size in percent as it was asked for: whole chunks are not quite that many."""
+    asked = row.capacity.strip()
+    return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 
 
 def write_page(results: Sequence[SweepResult], path: Path) -> None:

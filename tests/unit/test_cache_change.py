@@ -89,7 +89,7 @@ class TestEvict:
     def test_an_age_without_a_unit_is_refused(self, shell: Shell, store: Store) -> None:
         ran = shell("evict", "--older-than", "7", store.filled().root)
         assert ran.code == 2
-        assert ran.err.startswith("error: --older-than 7: 7 has no unit; write 7s")
+        assert ran.err.startswith("error: --older-than 7: 7 has no unit; write 7d")
 
     def test_when_an_engine_last_used_the_store_is_not_forgotten(
         self, shell: Shell, store: Store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 
 import kvtier
 from kvtier.cli import main
+from kvtier.cli._example import EXAMPLES
 from kvtier.config import schema
+from kvtier.doctor import _memory
+from kvtier.doctor._memory import HugePagePool
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = str(CONFIGS / "demo.yaml")
@@ -132,11 +136,116 @@ def test_a_check_can_be_read_by_a_program(shell: Shell, config: Path) -> None:
     assert report["config"]["tiers"][0]["capacity"] == "32MiB"
 
 
+@pytest.mark.parametrize(("free", "code"), [(16, 2), (17, 0)])
+def test_a_file_that_requires_huge_pages_is_ok_only_where_there_are_enough(
+    shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch, free: int, code: int
+) -> None:
+    pool = HugePagePool(2 << 20, total=20, free=free)
+    monkeypatch.setattr(_memory, "huge_page_pool", lambda _: pool)
+    text = config.read_text()
+    assert shell("check", config).code == 0
+    config.write_text(text.replace("32MiB", "32MiB, huge_pages: require"))
+    ran = shell("check", config)
+    assert ran.code == code
+    if code:
+        place = f"error: {config}:2: tiers[0].huge_pages = require: "
+        assert ran.err.startswith(f"{place}16 huge pages reserved and free; the RAM tier takes")
+        assert ran.err.endswith("sysctl -w vm.nr_hugepages=21\n")
+        assert ran.err.count("\n") == 1
+
+
 def test_wrong_usage_has_the_same_exit_code(shell: Shell) -> None:
     for arguments in (("chek", DEMO), ("check",), ("plan", DEMO), ("plan", DEMO, "--tp", "0")):
         ran = shell(*arguments)
         assert (ran.code, ran.out) == (2, "")
-        assert "Error: " in ran.err
+        assert ran.err.startswith("error: ")
+        assert ran.err.endswith(" --help\n")
+        assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("vllm-args", DEMO, "--door", "foo"), "--door foo: not a choice; write one of connec"),
+        (("plan", DEMO, "--model", "/x", "--kv-dtype", "int3"), "--kv-dtype int3: not a choi"),
+        (("cache", "ls", "--sort", "age", "/tmp"), "--sort age: not a choice; write one of la"),
+        (("example", "mine"), "NAME mine: not a choice; write one of demo, ram, ram_nvme"),
+    ],
+)
+def test_a_word_that_is_no_choice_is_refused_with_those_there_are(
+    shell: Shell, arguments: tuple[str, ...], names: str
+) -> None:
+    ran = shell(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"error: {names}")
+    assert ran.err.count("\n") == 1
+
+
+def test_no_command_at_all_is_answered_with_the_help(shell: Shell) -> None:
+    for group in ((), ("sim",)):
+        ran = shell(*group)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith("Usage: kvtier ")
+        assert "Commands:" in ran.err
+
+
+def test_an_example_is_the_file_of_that_name_and_is_what_the_help_begins_with(
+    shell: Shell,
+) -> None:
+    files = {path.stem: path.read_text() for path in CONFIGS.glob("*.yaml")}
+    assert files.keys() == EXAMPLES.keys()
+    for name, text in files.items():
+        assert shell("example", name) == Ran(0, text, "")
+    assert shell("example") == Ran(0, files["demo"], "")
+    assert "Start with: kvtier example > kvtier.yaml" in shell("--help").out
+    assert "kvtier example > kvtier.yaml" in shell("check", "/no/such/file").err
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "code", "said"),
+    [
+        ("schema", "closed", 141, ""),
+        ("example", "closed", 141, ""),
+        ("schema", "/dev/full", 2, "error: the output cannot be written: No space left on "),
+        ("example", "/dev/full", 2, "error: the output cannot be written: No space left on "),
+    ],
+)
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
+    command: str, output: str, code: int, said: str
+) -> None:
+    if output == "closed":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output, os.O_WRONLY)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvtier.cli", command],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+    finally:
+        os.close(writer)
+    assert ran.returncode == code
+    assert ran.stderr.startswith(said)
+    assert ran.stderr.count("\n") == (1 if said else 0)
+
+
+def test_an_interrupt_while_commands_are_loaded_is_130_without_a_traceback(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupter:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "kvtier.cli._run":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvtier.cli._run", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupter, *sys.meta_path])
+    assert shell("schema") == Ran(130, "", "")
 
 
 def test_the_schema_is_printed_as_json(shell: Shell) -> None:
@@ -188,6 +297,35 @@ def test_a_plan_counts_whole_slots_however_small_the_chunk(shell: Shell, model: 
     assert plan["tiers"][0]["tokens"] == (512 << 20) // 4096 * 16
 
 
+@pytest.mark.parametrize("columns", ["60", None])
+def test_no_command_shreds_words_or_ends_lines_with_blanks(
+    shell: Shell,
+    config: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None,
+) -> None:
+    if columns is None:
+        monkeypatch.delenv("COLUMNS")
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    printed = {
+        "check": shell("check", config).out,
+        "doctor": shell("doctor", "--no-measure", config).out,
+        "plan": shell("plan", config, "--model", model).out,
+    }
+    for command, text in printed.items():
+        lines = text.splitlines()
+        assert lines == [line.rstrip() for line in lines], command
+        assert lines[0], command
+    assert any(f"{config.parent}/store" in line for line in printed["check"].splitlines())
+    if columns is None:
+        assert "the chunk size it uses.\n" in printed["plan"].split("- Not known here")[1]
+        assert printed["plan"].split("- Not known here")[1].count("\n") == 1
+        for line in printed["doctor"].splitlines():
+            assert line[:1] != " " or line.strip().startswith("remedy: ")
+
+
 def test_a_plan_refuses_a_tier_that_holds_no_chunk(shell: Shell, model: Path) -> None:
     ran = shell("plan", DEMO, "--model", model, "--block-tokens", 1 << 20)
     assert ran.code == 2
@@ -202,6 +340,8 @@ def test_a_plan_refuses_a_rate_without_a_unit(shell: Shell, model: Path) -> None
         "",
         "error: --fill-rate 2: 2 is not a rate; write a size per second, such as 2GiB/s\n",
     )
+    ran = shell("plan", DEMO, "--model", model, "--fill-rate=-2GiB/s")
+    assert ran.err.endswith("-2GiB is negative; write a size per second, such as 2GiB/s\n")
 
 
 def test_the_engine_s_arguments_survive_a_shell(shell: Shell, config: Path) -> None:
@@ -231,7 +371,7 @@ def test_arguments_that_the_engine_would_refuse_are_not_printed(
 
 
 def test_the_command_line_starts_without_torch_and_vllm() -> None:
-    program = "import sys, kvtier.cli; print(*sys.modules)"
+    program = "import sys, kvtier.cli._run; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

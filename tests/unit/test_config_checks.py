@@ -95,6 +95,20 @@ def test_a_slower_tier_that_is_no_larger_is_a_warning(tmp_path: Path) -> None:
     assert warning.startswith("a.yaml:6: tiers[1].capacity = 2MiB: no larger than the faster")
 
 
+def test_what_is_said_of_slower_tiers_is_a_warning_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    said = "placement: {write_after: 2, admit: tinylfu, write_budget_per_day: 1GiB}\n"
+    alone = parse_config(f"tiers: [{{kind: ram, capacity: 1MiB}}]\n{said}", source="a.yaml")
+    warnings = check_environment(alone)
+    assert [warning.partition(": no effect")[0] for warning in warnings] == [
+        "a.yaml:2: placement.write_after = 2",
+        "a.yaml:2: placement.admit = tinylfu",
+        "a.yaml:2: placement.write_budget_per_day = 1GiB",
+    ]
+    assert check_environment(ladder(tmp_path, more=f"\n{said}")) == []
+
+
 def test_a_store_without_checksums_is_a_warning(tmp_path: Path) -> None:
     (warning,) = check_environment(ladder(tmp_path, more="checksum: off"))
     assert warning.startswith("a.yaml:7: tiers[1].checksum = off: a flipped bit")

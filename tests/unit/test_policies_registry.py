@@ -194,6 +194,7 @@ def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
         ("mru", r"unknown eviction policy 'mru'; installed: .*lru, .*mine.*module:Class"),
         ("gone", r"'gone' .*does not load: No module.*repair or remove"),
         ("kvtier_mine:Absent", r"does not load: .*Absent.*repair or remove"),
+        ("kvtier_away:Lru", r"No module.*; put the directory of kvtier_away on PYTHONPATH$"),
         ("wrong", r"'wrong': kvtier_mine:Wrong is no Eviction; derive it from"),
         ("kvtier_mine:PLUGIN", r"does not load"),
     ],

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli import _sim, app
+from kvtier.cli import _sim
+from kvtier.cli._commands import app
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.recording import CALLS_MARK
@@ -137,7 +138,25 @@ def test_a_tier_slower_than_computing_is_noted(trace: Path, config: Path) -> Non
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     slow = kvtier(*run, "--prefill-rate", 1_000_000, "--tier-speed", "nvme=1GB/s,1GB/s,1ms")
     assert "note: nvme reads a chunk in 1.05 ms and computing it takes 0.51 ms" in slow
-    assert "note:" not in kvtier(*run, "--prefill-rate", 1000)
+    assert "note: nvme" not in kvtier(*run, "--prefill-rate", 1000)
+
+
+def test_times_of_an_engine_that_is_asked_for_too_much_are_noted(
+    trace: Path, config: Path
+) -> None:
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--prefill-rate")
+    note = "note: without a cache the engine is asked for "
+    assert note in kvtier(*run, 1000)
+    assert note not in kvtier(*run, 100_000)
+    sizes = ("--ram", "64MiB", "--nvme", "1GiB", "--chunk-bytes", "1MiB", "--prefill-rate")
+    remark = "# (in its busiest tenth"
+    assert remark in kvtier("sim", "recommend", trace, *sizes, 1000).replace("#   ", "# ")
+
+
+def test_chunks_of_a_ladder_are_the_trace_s(trace: Path, config: Path) -> None:
+    config.write_text(config.read_text() + "engine: {blocks_per_chunk: 4}\n")
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
+    assert "assumed: chunks of 1.00 MiB (512 tokens, of the trace); " in kvtier(*run)
 
 
 @needs_traces
@@ -263,6 +282,14 @@ def test_a_sweep_writes_what_single_runs_say_and_how_to_repeat_them(
         assert row["seed"] == "0"
         assert len(row["trace_sha256"]) == 64
     assert "prefix hit ratio" in printed
+    assert printed.endswith(f"\nwrote {trace.with_suffix('.csv')}\n")
+
+
+def test_a_picture_names_sizes_as_they_were_asked_for(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.svg"
+    sweep(trace, "--plot", picture)
+    assert "<!-- 5 -->" in picture.read_text()
 
 
 def test_a_sweep_draws_a_picture(trace: Path, tmp_path: Path) -> None:
@@ -304,6 +331,7 @@ def test_without_matplotlib_a_picture_says_what_to_install(
         ("--plot", "no/such/x.png", "cannot be written: there is no directory"),
         ("--plot", "x.docx", "no such picture format"),
         ("--plot", "x", "no such picture format"),
+        ("--plot", "x.gif", "no such picture format; name it .png, .svg or .pdf"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
@@ -322,6 +350,43 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
     assert why in refusal("sim", "sweep", trace, *grid, option, tmp_path / file)
     assert ran == []
     assert not (tmp_path / "x.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (("--csv", "chat.jsonl"), "--csv {}/chat.jsonl: is the trace itself; name another"),
+        (("--csv", "link"), "--csv {}/link: is the trace itself; name another file"),
+        (("--csv", "hard"), "--csv {}/hard: is the trace itself; name another file"),
+        (
+            ("--csv", "x", "--html", "y/../x"),
+            "--html {}/y/../x: is the file of --csv as well; name another file",
+        ),
+    ],
+)
+def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
+    trace: Path, tmp_path: Path, files: tuple[str, ...], why: str
+) -> None:
+    before = trace.read_bytes()
+    (tmp_path / "y").mkdir()
+    (tmp_path / "link").symlink_to(trace)
+    (tmp_path / "hard").hardlink_to(trace)
+    named = [name if name.startswith("--") else f"{tmp_path}/{name}" for name in files]
+    grid = ("--policies", "lru", "--capacities", "5%")
+    assert refusal("sim", "sweep", trace, *grid, *named).startswith(why.format(tmp_path))
+    assert trace.read_bytes() == before
+
+
+def test_a_trace_is_not_converted_into_itself(trace: Path) -> None:
+    before = trace.read_bytes()
+    text = refusal("trace", "convert", trace, "-o", trace, "--to", "keys")
+    assert text == f"--output {trace}: is the trace itself; name another file"
+    assert trace.read_bytes() == before
+
+
+def test_outputs_that_keep_nothing_may_be_one(trace: Path) -> None:
+    grid = ("--policies", "lru", "--capacities", "5%")
+    kvtier("sim", "sweep", trace, *grid, "--csv", "/dev/null", "--html", "/dev/null")
 
 
 def test_without_matplotlib_no_cell_of_a_sweep_with_a_picture_is_run(
@@ -378,6 +443,8 @@ def test_a_browser_draws_every_curve(trace: Path, tmp_path: Path) -> None:
     for policy in ("lru", "arc"):
         assert f'data-policy="{policy}"' in shown
     assert shown.count('class="curve"') == 2
+    assert shown.count('stroke-dasharray="none"') == 2
+    assert ">5 %</text>" in shown.partition('class="size"')[2]
     assert shown.count("<circle") == 4
     assert shown.count("<button") == 2
     assert "NaN" not in shown.split("<script>")[0]
@@ -419,6 +486,8 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
     assert config.engine.blocks_per_chunk == 512 // 16
     assert "# Assumes chunks of 512 tokens: set engine.blocks_per_chunk" in text
     assert text.count("<- chosen") == 1
+    assert "stays unless another hits 0.3 points more" in text
+    assert "ram that reads 25.00 GB/s and writes 25.00 GB/s." in text
     assert "no cache at all" in text
     assert f"write: {config.placement.write}" in next(
         line for line in text.splitlines() if "<- chosen" in line

@@ -279,6 +279,16 @@ def test_a_hit_in_ram_costs_its_copy_and_the_rest_is_computed() -> None:
     assert result.prefix_hit_ratio == 32 / 80
 
 
+def test_the_busiest_tenth_says_how_much_an_engine_without_a_cache_is_asked_for() -> None:
+    busy = [1600 if 40 <= number < 50 else 16 for number in range(101)]
+    trace = trace_of([[number] for number in range(101)], tokens=busy)
+    result = simulate_ladder(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    assert result.peak_load_no_cache == pytest.approx(10 * 1600 / (10 * RATE))
+    at_once = trace_of([[0], [1]], every_s=0.0)
+    result = simulate_ladder(at_once, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    assert result.peak_load_no_cache == 0
+
+
 @pytest.mark.parametrize("load_path", ["staged", "direct"])
 def test_a_hit_below_waits_for_the_disk_first(load_path: str) -> None:
     # The third request needs the room of the first one's chunks; the fourth brings them back.

@@ -124,6 +124,13 @@ def test_a_request_shorter_than_a_chunk_refers_to_none(saved: Save) -> None:
     assert trace.requests == 2
 
 
+def test_words_that_look_like_keys_are_taken_for_them_unasked(saved: Save) -> None:
+    words = "17\n7f0a/0\nuser-1_b.x\nschlüssel\n"
+    assert read_trace(saved(words)).format == "keys"
+    long = "0123456789\n" * 10_000  # more than is looked at: the last line seen is cut off
+    assert read_trace(saved(long)).requests == 10_000
+
+
 def test_blank_lines_and_a_missing_output_length_are_no_problem(saved: Save) -> None:
     record = {key: value for key, value in MOONCAKE.items() if key != "output_length"}
     trace = read_trace(saved("\n" + json.dumps(record) + "\n\n"))
@@ -131,7 +138,7 @@ def test_blank_lines_and_a_missing_output_length_are_no_problem(saved: Save) -> 
 
 
 def test_one_key_a_line_is_one_request_each(saved: Save) -> None:
-    trace = read_trace(saved("a\nb b\na\n"))
+    trace = read_trace(saved("a\nb b\na\n"), format_name="keys")
     assert trace.format == "keys"
     assert chains(trace) == [[0], [1], [0]]
     assert trace.chunk_tokens == 1
@@ -201,6 +208,8 @@ BAD: list[tuple[str | bytes, str, str, str]] = [
     (line() + '{"timestamp": 1}\n', ":2", "hash_ids is missing", "a request looks like"),
     (line(block_tokens=4) + line(), ":2", "block_tokens = 512, 4 before", "split"),
     (line(block_tokens=0), ":1", "block_tokens = 0", "split"),
+    ("tiers:\n", ":1", "neither JSON of a request nor one plain word", "--format keys"),
+    ("a\n7f/0\nb b\n", ":3", "neither JSON of a request nor one plain", "--format keys"),
     ("a\n\nb\n", ":2", "an empty line between keys", "remove it"),
     (b"\x00\x01\x02" * 9, "", "no multiple of 24", "--format"),
     (oracle((9, 1, 1, 1), (8, 1, 1, 1)), ":2", "time 8 after 9", "sort the records"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -16,6 +17,8 @@ TraceFormat = Literal["auto", "mooncake", "lmbench", "bailian", "keys", "oracle"
 FORMATS: Final[tuple[str, ...]] = get_args(TraceFormat)
 
 _SAMPLE_NBYTES: Final = 1 << 16
+_PLAIN_KEY: Final = re.compile(rb"[\w./+=@%~\x80-\xff-]+")
+"""What is taken for a key unasked: numbers, hashes, paths and names, in any language."""
 
 
 def read_trace(path: Path | str, *, format_name: TraceFormat = "auto") -> Trace:
@@ -48,7 +51,30 @@ def _detect(source: Source) -> str:
     if start.startswith(b"["):
         remedy = "write JSON Lines: one request a line, no list around them"
         raise source.error(1, "a JSON list", remedy)
-    return detect_json(source) if start.startswith(b"{") else "keys"
+    if start.startswith(b"{"):
+        return detect_json(source)
+    _require_keys(source, sample)
+    return "keys"
+
+
+def _require_keys(source: Source, sample: bytes) -> None:
+    """Make sure that the beginning of ``source`` looks like one key a line.
+
+    Any text is lines, and a configuration or a log read as keys would be a trace that means
+    nothing. Who has keys with blanks or colons in them says so.
+
+    Raises:
+        TraceError: A line is not one plain word.
+    """
+    lines = sample.split(b"\n")
+    if len(sample) < len(source.content) and len(lines) > 1:
+        del lines[-1]  # cut off by the end of the sample
+    for number, line in enumerate(lines, start=1):
+        word = line.strip()
+        if word and not _PLAIN_KEY.fullmatch(word):
+            problem = "neither JSON of a request nor one plain word"
+            remedy = "name a trace file; if every line of it is a key, add --format keys"
+            raise source.error(number, problem, remedy)
 
 
 def _is_binary(sample: bytes) -> bool:
