@@ -99,7 +99,8 @@ class Books:
         """Begin a new run, the newest."""
         if self.clock >= self._learn_at:
             self._learn()
-        run = self.newest = self.timeline.open(kind, self.clock)
+        run = self.newest = Run(kind, self.clock)
+        self.timeline.runs.append(run)
         self.queues[kind].append(run)
         return run
 

@@ -41,7 +41,7 @@ class Stretch:
         "_deeper",
         "_depth",
         "_length",
-        "_settled",
+        "settled",
         "is_prompt",
         "next_new",
         "order",
@@ -56,7 +56,7 @@ class Stretch:
         self.order = books.newest.copies
         self.next_new: ChunkKey | None = None
         self.is_prompt = False
-        self._settled = 0
+        self.settled = 0
         self._depth = 0
         self._deeper = 0
         self._length = 0
@@ -69,13 +69,11 @@ class Stretch:
     def settle(self) -> None:
         """Book the copies that moved since the last time."""
         books = self._books
-        count = len(self.order) - self._settled
-        if not count:
-            return
+        count = len(self.order) - self.settled
         source, returning = self.source, self.returning
         if source is None and returning is None:
             return
-        self._settled += count
+        self.settled += count
         books.note_uses(count, count * (self._depth + 1) + self._deeper)
         self._deeper = 0
         if source is not None:
@@ -101,8 +99,26 @@ class Stretch:
             run = books.open(kind)
         self.is_prompt = False
         self.order = run.copies
-        self._settled = len(run.copies)
+        self.settled = len(run.copies)
         self._depth = copy.depth
+
+    def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
+        """Let in the ``last`` chunk of a new prompt, and make ready for those from ``before`` on.
+
+        What moved before is settled.
+        """
+        books = self._books
+        run = last.policy = books.open(TAIL)
+        last.queued = 0
+        run.copies.append(last)
+        self._length = length = last.depth + 1
+        books.note_uses(1, length)
+        books.note_hits(books.outside, 1)
+        self.source, self.returning = books.outside, None
+        self.order = books.open(kind_of_new(length)).copies
+        self.settled = 0
+        self._depth = before.depth
+        self.is_prompt = True
 
     def kind_of(self, copy: ChunkCopy) -> int:
         """Return the class of ``copy``, which is new, and expect the next of its prompt."""

@@ -38,21 +38,34 @@ class Victims:
         run: That run.
     """
 
-    __slots__ = ("_books", "_capacity", "_unsettled", "granted", "run")
+    __slots__ = ("_books", "_capacity", "unsettled", "granted", "run")
 
     def __init__(self, capacity: int, books: Books) -> None:
         self._capacity = capacity
         self._books = books
         self.run = Run(NOWHERE, 0)
         self.granted: list[ChunkCopy] = []
-        self._unsettled = 0
+        self.unsettled = 0
 
     def settle(self) -> None:
         """Book the granted copies that were picked."""
-        picked = self._unsettled - len(self.granted)
-        if picked:
-            self._unsettled -= picked
-            self._books.note_evicted(self.run, picked)
+        picked = self.unsettled - len(self.granted)
+        self.unsettled -= picked
+        self._books.note_evicted(self.run, picked)
+
+    def next(self, count: int) -> list[ChunkCopy]:
+        """Take the next ``count`` granted copies, or all there are, the next one first."""
+        granted = self.granted
+        taken = granted[-count:]
+        del granted[-count:]
+        taken.reverse()
+        return taken
+
+    def give_back(self, taken: list[ChunkCopy], refused: ChunkCopy) -> list[ChunkCopy]:
+        """Grant again what comes after ``refused`` in ``taken``; return what comes before."""
+        place = taken.index(refused)
+        self.granted += taken[:place:-1]
+        return taken[:place]
 
     def recall(self) -> None:
         """Put the granted copies back that were not picked; what was picked is settled."""
@@ -62,7 +75,7 @@ class Victims:
             for copy in granted:
                 run.copies[copy.queued] = copy
             granted.clear()
-        self._unsettled = 0
+        self.unsettled = 0
 
     def choose(self, *, by_age: bool) -> None:
         """Grant the next victims, of which there are none left; everything is settled.
@@ -91,7 +104,7 @@ class Victims:
         """Grant the ``count`` oldest copies of ``run``, or all there are."""
         self.run = run
         self.granted = run.take(count)
-        self._unsettled = len(self.granted)
+        self.unsettled = len(self.granted)
 
     def _worst(self, oldest: Run) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""
