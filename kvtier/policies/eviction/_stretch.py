@@ -41,7 +41,7 @@ class Stretch:
         "_deeper",
         "_depth",
         "_length",
-        "settled",
+        "_settled",
         "is_prompt",
         "next_new",
         "order",
@@ -56,7 +56,7 @@ class Stretch:
         self.order = books.newest.copies
         self.next_new: ChunkKey | None = None
         self.is_prompt = False
-        self.settled = 0
+        self._settled = 0
         self._depth = 0
         self._deeper = 0
         self._length = 0
@@ -69,11 +69,13 @@ class Stretch:
     def settle(self) -> None:
         """Book the copies that moved since the last time."""
         books = self._books
-        count = len(self.order) - self.settled
+        count = len(self.order) - self._settled
+        if not count:
+            return
         source, returning = self.source, self.returning
         if source is None and returning is None:
             return
-        self.settled += count
+        self._settled += count
         books.note_uses(count, count * (self._depth + 1) + self._deeper)
         self._deeper = 0
         if source is not None:
@@ -99,7 +101,7 @@ class Stretch:
             run = books.open(kind)
         self.is_prompt = False
         self.order = run.copies
-        self.settled = len(run.copies)
+        self._settled = len(run.copies)
         self._depth = copy.depth
 
     def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
@@ -116,7 +118,7 @@ class Stretch:
         books.note_hits(books.outside, 1)
         self.source, self.returning = books.outside, None
         self.order = books.open(kind_of_new(length)).copies
-        self.settled = 0
+        self._settled = 0
         self._depth = before.depth
         self.is_prompt = True
 

@@ -38,20 +38,21 @@ class Victims:
         run: That run.
     """
 
-    __slots__ = ("_books", "_capacity", "unsettled", "granted", "run")
+    __slots__ = ("_books", "_capacity", "_unsettled", "granted", "run")
 
     def __init__(self, capacity: int, books: Books) -> None:
         self._capacity = capacity
         self._books = books
         self.run = Run(NOWHERE, 0)
         self.granted: list[ChunkCopy] = []
-        self.unsettled = 0
+        self._unsettled = 0
 
     def settle(self) -> None:
         """Book the granted copies that were picked."""
-        picked = self.unsettled - len(self.granted)
-        self.unsettled -= picked
-        self._books.note_evicted(self.run, picked)
+        picked = self._unsettled - len(self.granted)
+        if picked:
+            self._unsettled -= picked
+            self._books.note_evicted(self.run, picked)
 
     def next(self, count: int) -> list[ChunkCopy]:
         """Take the next ``count`` granted copies, or all there are, the next one first."""
@@ -68,14 +69,15 @@ class Victims:
         return taken[:place]
 
     def recall(self) -> None:
-        """Put the granted copies back that were not picked; what was picked is settled."""
+        """Put the granted copies back that were not picked, and book the others."""
+        self.settle()
         granted, run = self.granted, self.run
         if granted:
             run.first = granted[-1].queued
             for copy in granted:
                 run.copies[copy.queued] = copy
             granted.clear()
-        self.unsettled = 0
+        self._unsettled = 0
 
     def choose(self, *, by_age: bool) -> None:
         """Grant the next victims, of which there are none left; everything is settled.
@@ -104,20 +106,17 @@ class Victims:
         """Grant the ``count`` oldest copies of ``run``, or all there are."""
         self.run = run
         self.granted = run.take(count)
-        self.unsettled = len(self.granted)
+        self._unsettled = len(self.granted)
 
     def _worst(self, oldest: Run) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""
         books = self._books
-        clock, queues, newest = books.clock, books.queues, books.newest
-        table = books.density.table
+        clock, newest = books.clock, books.newest
+        table, lowest = books.density.table, books.density.lowest
         worst = oldest
         least = _CLEARLY * table[worst.kind][(clock - worst.since).bit_length()]
-        for kind, lowest in enumerate(books.density.lowest):
-            if lowest >= least:
-                continue
-            queue = queues[kind]
-            while queue:
+        for kind, queue in enumerate(books.queues):
+            while queue and lowest[kind] < least:
                 run = queue[0]
                 if run.live:
                     worth = table[kind][(clock - run.since).bit_length()]

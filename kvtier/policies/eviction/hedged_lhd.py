@@ -58,7 +58,7 @@ class HedgedLhd(Eviction):
         came_from = self._books.forget(key)
         if came_from is not None:
             if came_from is not stretch.returning or len(stretch.order) >= self._span:
-                self._settle()
+                stretch.settle()
                 stretch.begin(copy, None, came_from, AFTER[came_from.kind])
         elif key == stretch.next_new and stretch.is_prompt and len(stretch.order) < self._span:
             stretch.next_new = copy.parent
@@ -175,7 +175,7 @@ class HedgedLhd(Eviction):
         stretch, books = self._stretch, self._books
         at = 0
         if keys[0] != stretch.next_new and books.newest.kind != TAIL and len(copies) > 1:
-            self._settle()
+            stretch.settle()
             stretch.begin_prompt(copies[0], copies[1])
             stretch.next_new = keys[1]
             at = 1
@@ -219,22 +219,19 @@ class HedgedLhd(Eviction):
 
     def _begin(self, copy: ChunkCopy, source: Run, kind: int) -> None:
         """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``."""
-        self._settle()
+        self._stretch.settle()
         if source is self._victims.run:
             self._victims.recall()
         self._stretch.begin(copy, source, None, kind)
 
     def _settle(self) -> None:
         """Book the copies that left or moved since the last time."""
-        victims, stretch = self._victims, self._stretch
-        if victims.unsettled != len(victims.granted):
-            victims.settle()
-        if stretch.settled != len(stretch.order):
-            stretch.settle()
+        self._victims.settle()
+        self._stretch.settle()
 
     def _stop(self) -> None:
         """Let neither what leaves nor what moves go on as it does."""
-        self._settle()
+        self._stretch.settle()
         self._stretch.stop()
         self._victims.recall()
 
