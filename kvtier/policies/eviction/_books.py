@@ -99,8 +99,7 @@ class Books:
         """Begin a new run, the newest."""
         if self.clock >= self._learn_at:
             self._learn()
-        run = self.newest = Run(kind, self.clock)
-        self.timeline.runs.append(run)
+        run = self.newest = self.timeline.open(kind, self.clock)
         self.queues[kind].append(run)
         return run
 

@@ -105,9 +105,9 @@ class Stretch:
         self._depth = copy.depth
 
     def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
-        """Let in the ``last`` chunk of a new prompt, and make ready for those from ``before`` on.
+        """Let in the ``last`` chunk of a new prompt; make ready for ``before`` and the rest.
 
-        What moved before is settled.
+        All that moved earlier is settled, and no run of last chunks is open.
         """
         books = self._books
         run = last.policy = books.open(TAIL)

@@ -174,7 +174,7 @@ class HedgedLhd(Eviction):
         """Let in the chunks of one prompt, which are new, leaf to root."""
         stretch, books = self._stretch, self._books
         at = 0
-        if keys[0] != stretch.next_new and books.newest.kind != TAIL and len(copies) > 1:
+        if len(copies) > 1 and keys[0] != stretch.next_new and books.newest.kind != TAIL:
             stretch.settle()
             stretch.begin_prompt(copies[0], copies[1])
             stretch.next_new = keys[1]
