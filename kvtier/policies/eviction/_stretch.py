@@ -104,6 +104,24 @@ class Stretch:
         self._settled = len(run.copies)
         self._depth = copy.depth
 
+    def begin_prompt(self, last: ChunkCopy, before: ChunkCopy) -> None:
+        """Let in the ``last`` chunk of a new prompt; make ready for ``before`` and the rest.
+
+        All that moved earlier is settled, and no run of last chunks is open.
+        """
+        books = self._books
+        run = last.policy = books.open(TAIL)
+        last.queued = 0
+        run.copies.append(last)
+        self._length = length = last.depth + 1
+        books.note_uses(1, length)
+        books.note_hits(books.outside, 1)
+        self.source, self.returning = books.outside, None
+        self.order = books.open(kind_of_new(length)).copies
+        self._settled = 0
+        self._depth = before.depth
+        self.is_prompt = True
+
     def kind_of(self, copy: ChunkCopy) -> int:
         """Return the class of ``copy``, which is new, and expect the next of its prompt."""
         continues = copy.key == self.next_new

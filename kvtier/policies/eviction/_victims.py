@@ -54,8 +54,23 @@ class Victims:
             self._unsettled -= picked
             self._books.note_evicted(self.run, picked)
 
+    def next(self, count: int) -> list[ChunkCopy]:
+        """Take the next ``count`` granted copies, or all there are, the next one first."""
+        granted = self.granted
+        taken = granted[-count:]
+        del granted[-count:]
+        taken.reverse()
+        return taken
+
+    def give_back(self, taken: list[ChunkCopy], refused: ChunkCopy) -> list[ChunkCopy]:
+        """Grant again what comes after ``refused`` in ``taken``; return what comes before."""
+        place = taken.index(refused)
+        self.granted += taken[:place:-1]
+        return taken[:place]
+
     def recall(self) -> None:
-        """Put the granted copies back that were not picked; what was picked is settled."""
+        """Put the granted copies back that were not picked, and book the others."""
+        self.settle()
         granted, run = self.granted, self.run
         if granted:
             run.first = granted[-1].queued
@@ -96,15 +111,12 @@ class Victims:
     def _worst(self, oldest: Run) -> Run:
         """Return the run whose slots are clearly worth least, or the oldest one."""
         books = self._books
-        clock, queues, newest = books.clock, books.queues, books.newest
-        table = books.density.table
+        clock, newest = books.clock, books.newest
+        table, lowest = books.density.table, books.density.lowest
         worst = oldest
         least = _CLEARLY * table[worst.kind][(clock - worst.since).bit_length()]
-        for kind, lowest in enumerate(books.density.lowest):
-            if lowest >= least:
-                continue
-            queue = queues[kind]
-            while queue:
+        for kind, queue in enumerate(books.queues):
+            while queue and lowest[kind] < least:
                 run = queue[0]
                 if run.live:
                     worth = table[kind][(clock - run.since).bit_length()]

@@ -58,7 +58,7 @@ class HedgedLhd(Eviction):
         came_from = self._books.forget(key)
         if came_from is not None:
             if came_from is not stretch.returning or len(stretch.order) >= self._span:
-                self._settle()
+                stretch.settle()
                 stretch.begin(copy, None, came_from, AFTER[came_from.kind])
         elif key == stretch.next_new and stretch.is_prompt and len(stretch.order) < self._span:
             stretch.next_new = copy.parent
@@ -71,14 +71,13 @@ class HedgedLhd(Eviction):
 
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        keys = [copy.key for copy in copies]
-        parents = [copy.parent for copy in copies]
-        is_downwards = keys[:-1] == parents[1:]
-        if is_downwards:
-            copies = copies[::-1]
-            keys.reverse()
-            parents.reverse()
-        is_chain = is_downwards or keys[1:] == parents[:-1]
+        is_downwards = len(copies) > 1 and copies[1].parent == copies[0].key
+        way = copies[::-1] if is_downwards else copies
+        keys = [copy.key for copy in way]
+        parents = [copy.parent for copy in way]
+        is_chain = keys[1:] == parents[:-1]
+        if is_chain:
+            copies = way
         is_known = is_chain or any(parents)
         if is_known and not is_chain:
             copies = _leaf_to_root(copies)
@@ -150,17 +149,20 @@ class HedgedLhd(Eviction):
         while (left := count - len(picked)) > 0:
             if not victims.granted and not self._grant():
                 break
-            granted, run, ghosts = victims.granted, victims.run, self._books.ghosts
-            going = min(left, len(granted))
-            while going and evictable(copy := granted.pop()):
-                ghosts[copy.key] = run
-                picked.append(copy)
-                going -= 1
-            if going:
-                victim = self._search(copy, evictable)
-                if victim is None:
+            run, ghosts = victims.run, self._books.ghosts
+            going = victims.next(left)
+            for copy in going:
+                if not evictable(copy):
                     break
-                picked.append(victim)
+                ghosts[copy.key] = run
+            else:
+                picked += going
+                continue
+            picked += victims.give_back(going, copy)
+            victim = self._search(copy, evictable)
+            if victim is None:
+                break
+            picked.append(victim)
         return picked
 
     def _insert_prompt(
@@ -170,8 +172,13 @@ class HedgedLhd(Eviction):
         parents: Sequence[ChunkKey | None],
     ) -> None:
         """Let in the chunks of one prompt, which are new, leaf to root."""
-        stretch = self._stretch
+        stretch, books = self._stretch, self._books
         at = 0
+        if len(copies) > 1 and keys[0] != stretch.next_new and books.newest.kind != TAIL:
+            stretch.settle()
+            stretch.begin_prompt(copies[0], copies[1])
+            stretch.next_new = keys[1]
+            at = 1
         while at < len(copies):
             room = self._span - len(stretch.order)
             if keys[at] != stretch.next_new or not stretch.is_prompt or not room:
@@ -212,7 +219,7 @@ class HedgedLhd(Eviction):
 
     def _begin(self, copy: ChunkCopy, source: Run, kind: int) -> None:
         """Make ready for copies that go, like ``copy``, from ``source`` to class ``kind``."""
-        self._settle()
+        self._stretch.settle()
         if source is self._victims.run:
             self._victims.recall()
         self._stretch.begin(copy, source, None, kind)
@@ -224,7 +231,7 @@ class HedgedLhd(Eviction):
 
     def _stop(self) -> None:
         """Let neither what leaves nor what moves go on as it does."""
-        self._settle()
+        self._stretch.settle()
         self._stretch.stop()
         self._victims.recall()
 
