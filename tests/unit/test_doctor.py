@@ -200,8 +200,10 @@ def test_an_error_without_words_is_named(
 
 
 def run_doctor(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ("-m", "kvtier.cli")
     return subprocess.run(
-        [sys.executable, "-m", "kvtier.cli", "doctor", str(file), *arguments],
+        # Where pytest runs, readline has set COLUMNS, which says how long lines are to be.
+        ["env", "-u", "COLUMNS", sys.executable, *command, "doctor", str(file), *arguments],
         capture_output=True,
         text=True,
         check=False,
