@@ -40,7 +40,7 @@ _BINARY: Final = {
 _DECIMAL: Final = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _SIZES: Final[Mapping[str, int]] = {"B": 1, **_BINARY, **_DECIMAL}
 _TOO_MANY: Final = 1 << 63
-_LONGEST: Final = Decimal(365 * 86400)
+_LONGEST: Final = Decimal(10 * 365 * 86400)
 _SECONDS: Final[Mapping[str, Decimal]] = {
     "us": Decimal("1e-6"),
     "ms": Decimal("1e-3"),
@@ -107,7 +107,7 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
         likely_unit: The unit to suggest to who left it out.
 
     Raises:
-        UnitError: Not a duration, no unit, an unknown unit, negative, or more than a year.
+        UnitError: Not a duration, no unit, an unknown unit, negative, or more than ten years.
 
     >>> parse_duration("250ms"), parse_duration("2min")
     (0.25, 120.0)
@@ -119,7 +119,7 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
         raise UnitError(problem, remedy)
     seconds = number * _SECONDS[unit]
     if seconds > _LONGEST:
-        raise UnitError(f"{text} is more than a year", "write 365d or less")
+        raise UnitError(f"{text} is more than ten years", "write 3650d or less")
     return float(seconds)
 
 

@@ -28,7 +28,8 @@ def main() -> None:
         from kvtier.cli._run import run  # noqa: PLC0415
 
         code = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None if it was closed before the start
+            sys.stdout.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except BrokenPipeError:

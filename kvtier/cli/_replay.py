@@ -18,7 +18,7 @@ from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
-from kvtier.units import UnitError, approximate_size, parse_size
+from kvtier.units import UnitError, approximate_rate, approximate_size, parse_size
 
 if TYPE_CHECKING:
     from kvtier.replay import ReplayResult
@@ -133,7 +133,7 @@ def _show(result: ReplayResult) -> None:
         f"{apart['hit_ratio']:+.0%}",
     )
     show_table(console, table)
-    columns = ("hits", "simulated", "read", "simulated", "written", "simulated")
+    columns = ("hits", "simulated hits", "read", "simulated read", "written", "simulated write")
     traffic = make_table("tier", numbers=columns)
     for tier in result.tiers:
         speed = result.predicted.time_model.speeds[tier.name]
@@ -142,9 +142,9 @@ def _show(result: ReplayResult) -> None:
             f"{tier.hits:,}",
             f"{tier.predicted_hits:,}",
             _moved(tier.read_bytes, tier.read_bytes_per_s),
-            _rate(speed.read_bytes_per_s),
+            approximate_rate(speed.read_bytes_per_s),
             _moved(tier.written_bytes, tier.write_bytes_per_s),
-            _rate(speed.write_bytes_per_s),
+            approximate_rate(speed.write_bytes_per_s),
         )
     show_table(console, traffic)
     for line in _remarks(result):
@@ -152,11 +152,9 @@ def _show(result: ReplayResult) -> None:
 
 
 def _moved(nbytes: int, bytes_per_s: float) -> str:
-    return f"{approximate_size(nbytes)}, {_rate(bytes_per_s)}" if nbytes else "nothing"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:,.0f} MB/s"
+    return (
+        f"{approximate_size(nbytes)}, {approximate_rate(bytes_per_s)}" if nbytes else "nothing"
+    )
 
 
 def _remarks(result: ReplayResult) -> Iterator[str]:

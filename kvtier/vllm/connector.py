@@ -1,12 +1,12 @@
 """The recommended door: vLLM's OffloadingConnector, plus the means to say that a load failed.
 
-vLLM's scheduler half and worker half do what they always do. What is added is in the worker:
-a job that did not work is acknowledged like any other, so nothing in vLLM's half asserts on it,
-and vLLM's scheduler is told what did not arrive: it computes that (``kv_load_failure_policy:
-recompute``) or fails the request alone (``fail``). With one KV cache group it is told the
-blocks, so what came before the first bad one is kept. With several a block's number does not
-say whose it is; there the request is named, which vLLM knows since 0.30, and computed from its
-start.
+vLLM's scheduler half and worker half do what they always do, and are not asked where nothing
+would come of it (:mod:`kvtier.vllm.shortcuts`). What is added is in the worker: a job that did
+not work is acknowledged like any other, so nothing in vLLM's half asserts on it, and vLLM's
+scheduler is told what did not arrive: it computes that (``kv_load_failure_policy: recompute``)
+or fails the request alone (``fail``). With one KV cache group it is told the blocks, so what
+came before the first bad one is kept. With several a block's number does not say whose it is;
+there the request is named, which vLLM knows since 0.30, and computed from its start.
 
 With ``transfer.load_mode: layerwise`` requests whose chunks are whole in RAM are loaded within
 the forward pass of their first step (:mod:`kvtier.vllm.in_step`). When that fails, the pass has

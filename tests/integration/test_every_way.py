@@ -34,17 +34,17 @@ class Way:
         return f"{self.door}-{self.ranks}-{'windowed' if self.windowed else 'full'}"
 
 
-FULL, HYBRID = False, True
+FULL, WINDOWED_TOO = False, True
 WAYS = [
     Way("spec", 1, FULL),
     Way("staged", 1, FULL),
     Way("spec", 2, FULL),
     Way("staged", 2, FULL),
     Way("direct", 2, FULL),
-    Way("spec", 1, HYBRID),
-    Way("staged", 1, HYBRID),
-    Way("direct", 1, HYBRID),
-    Way("direct", 2, HYBRID),
+    Way("spec", 1, WINDOWED_TOO),
+    Way("staged", 1, WINDOWED_TOO),
+    Way("direct", 1, WINDOWED_TOO),
+    Way("direct", 2, WINDOWED_TOO),
 ]
 
 

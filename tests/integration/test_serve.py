@@ -258,7 +258,7 @@ def test_beside_another_connector_the_server_lives_and_every_token_is_right(
         few = itertools.islice(once_each(), 6)
         answered, scrapes = asyncio.run(talk(server, reference, few, 2))
         assert_equal(reference, answered)
-        assert scrapes[-1].value("vllm:external_prefix_cache_hits_total") > 0
+        assert scrapes[-1].value("kvtier_hit_tokens_total") > 0
         assert server.stop() == 0, server.tail()
     site.assert_nothing_held()
 

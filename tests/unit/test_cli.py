@@ -234,6 +234,19 @@ def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
     assert ran.stderr.count("\n") == (1 if said else 0)
 
 
+def test_a_command_whose_output_was_closed_before_it_began_just_ends() -> None:
+    program = 'exec "$0" -m kvtier.cli example >&-'
+    ran = subprocess.run(
+        ["sh", "-c", program, sys.executable],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=50,
+        cwd=CONFIGS.parent,
+    )
+    assert (ran.returncode, ran.stderr.count("Traceback")) == (0, 0)
+
+
 def test_an_interrupt_while_commands_are_loaded_is_130_without_a_traceback(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -291,6 +292,20 @@ class TestLog:
         for generation in (100, 101):  # one folds the log, the next one begins it anew
             database.apply(Change(rows=rows_of(range(100), generation=generation)))
         assert database.log_nbytes <= 1 << 16
+        database.close()
+
+    def test_a_disk_that_does_not_say_how_long_it_is_fails_no_commit(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        spec = IndexSpec(tmp_path / "index.sqlite", "xxh3", "process")
+        database = IndexDatabase.open(spec, BlockIo())
+
+        def fail(path: Path) -> None:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", fail)
+            assert database.log_nbytes == 0
         database.close()
 
     async def test_one_that_grows_and_grows_is_reported_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -302,6 +303,21 @@ def test_what_another_version_made_counts_and_stays(
     assert "removing the cache of model old" in removed
 
 
+def test_what_another_version_has_open_counts_against_its_own_engine(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    close(open_tier(model="future"))
+    future = root / fingerprint("future").namespace()
+    edit_layout(future, version=2)
+    close(open_tier(model="old", slots=3))
+    caplog.clear()
+    with (future / "lock").open("rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)
+    assert warnings_in(caplog) == []
+    assert (root / fingerprint("old").namespace()).is_dir()
+
+
 def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -343,8 +359,10 @@ def test_a_child_that_outlives_the_engine_does_not_keep_the_store(
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[reading]) as parent:
         os.close(reading)
         assert parent.wait(60) == -signal.SIGKILL  # its child lives until the pipe is closed
-        open_tier()
-        os.close(writing)
+        try:
+            open_tier()
+        finally:
+            os.close(writing)
 
 
 def test_what_is_not_ours_is_neither_counted_nor_removed(

@@ -188,7 +188,7 @@ class HostedTier(StorageTier):
             await self._connect()
         except TierUnavailableError:
             self._require_open()
-            await self._connect()  # its host had died: another one can do it
+            await self._connect()  # once more: by another host if this one died
 
     @override
     async def aclose(self) -> None:

@@ -19,6 +19,7 @@ from typing import Final
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import index_room_nbytes
+from kvtier.tiers.slab.lock import LOCK, try_acquire
 from kvtier.tiers.slab.namespace import (
     SLOTS,
     Layout,
@@ -44,8 +45,8 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
 
     The least recently opened goes first. One that an engine has open counts against that
     engine's own capacity and is left alone; so is everything that is not ours. What another
-    version of kvtier made counts and stays. What a removal cut short left goes in any case.
-    Nothing is removed if the disk could not hold the file anyway.
+    version of kvtier made and nobody has open counts and stays. What a removal cut short left
+    goes in any case. Nothing is removed if the disk could not hold the file anyway.
 
     Raises:
         ConfigError: The disk has too little room, even without the idle namespaces; or one that
@@ -75,9 +76,18 @@ def _look_around(
         if other is not None:
             stack.callback(other.close)
             idle.append(other)
-        elif is_of_another_version(directory, io):
+        elif is_of_another_version(directory, io) and _is_idle(directory, io):
             foreign_nbytes += _nbytes_of_another_version(tier, directory)
     return idle, foreign_nbytes
+
+
+def _is_idle(directory: Path, io: BlockIo) -> bool:
+    """Return whether no engine has ``directory`` open, of whichever version it is."""
+    try:
+        io.close(try_acquire(directory / LOCK, io))
+    except OSError:
+        return False
+    return True
 
 
 def _require_room(

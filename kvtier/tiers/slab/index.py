@@ -218,10 +218,10 @@ class IndexDatabase:
 
     @property
     def log_nbytes(self) -> int:
-        """Bytes of the log; 0 if there is none."""
+        """Bytes of the log; 0 if there is none, or the disk does not say."""
         try:
             return self._log_path.stat().st_size
-        except FileNotFoundError:
+        except OSError:  # whoever commits must not fail for this
             return 0
 
     @contextlib.contextmanager

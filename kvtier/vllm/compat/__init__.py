@@ -17,12 +17,15 @@ release   what came with it, and what kvtier does about its absence
           seed: before, PYTHONHASHSEED must be set
 0.30      ``group_id``: a group's index before; ``CHUNK_LEVEL``: it was called
           ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no load happens within the forward
-          pass
+          pass; ``KVConnectorTransferResults``: before, a failed load could be told of blocks
+          only
 0.32      ``CacheHitSource``: nobody asked for it before
 0.33      ``submit_load(expedited)``: kvtier copies at once either way; ``lock``,
           ``on_reset_flushed`` and ``config_info`` have defaults that suit a manager entered
           from one thread that knows by itself when a slot is quiet
 ========  ====================================================================================
+
+Names of which no release is known are in :mod:`~kvtier.vllm.compat.names` alone.
 
 What cannot be recognised is refused when the engine starts. A method that a newer vLLM made
 abstract, or calls with an argument kvtier does not take, would otherwise end the engine in the

@@ -1,9 +1,9 @@
 """Traffic made to mislead a policy that learns, and what the default loses to LRU on it.
 
-Every kind of traffic has cases: a trace by its seed, and a tier's size. A loop and a lure are
-made for one size each, for which they are worst: a loop is a little larger or smaller than the
-tier, a lure first teaches that what is used once never returns, and then lets everything come
-back once, just within LRU's reach.
+Every kind of traffic has cases: a trace by its seed, and a tier's size. A loop, an alternation
+and a lure are made for one size each; of these the loop and the lure are worst for it: a loop
+is a little larger or smaller than the tier, a lure first teaches that what is used once never
+returns, and then lets everything come back once, just within LRU's reach.
 """
 
 from __future__ import annotations
