@@ -42,7 +42,7 @@ def options_of(kind: str) -> type[TierConfig]:
 def _load_options(entry_point: EntryPoint) -> type[TierConfig]:
     try:
         options = entry_point.load().Options
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing it runs somebody's code
         remedy = "repair or remove the package that provides it"
         problem = f"tier kind {entry_point.name} ({entry_point.value}) does not load: {error}"
         raise ConfigError(f"{problem}; {remedy}") from error

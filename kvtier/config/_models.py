@@ -120,7 +120,8 @@ class PlacementConfig(_Section):
     """Which tiers a chunk goes to, and when."""
 
     policy: str = "ladder"
-    """Who decides: `ladder`, by the next five keys, a policy by name, or `module:Class`."""
+    """Who decides: `ladder`, which the next five keys describe; or another policy, by its name
+    or as `module:Class`."""
     write: Literal["through", "evict"] = "through"
     """Copy down as soon as stored (`through`), or only when RAM needs the room (`evict`)."""
     write_after: int = Field(default=1, ge=1)

@@ -57,7 +57,7 @@ class PolicyNames:
             return None
         try:
             point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001 - importing it runs somebody's code
             remedy = "put its package on the path of Python, or mend it"
             return f"does not load: {error}", remedy
         return None

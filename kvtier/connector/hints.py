@@ -25,6 +25,7 @@ from kvtier.manager import NO_TERMS, RequestTerms
 __all__ = [
     "HINTS_KEY",
     "LOAD_TIERS_KEY",
+    "LONGEST_SESSION",
     "NO_HINTS",
     "HintReader",
     "RequestHints",
@@ -35,6 +36,8 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 
 HINTS_KEY: Final = "kvtier"
 LOAD_TIERS_KEY: Final = "kv_load_tiers"
+LONGEST_SESSION: Final = 256
+"""Characters of a session's name."""
 
 _MEDIA: Final = frozenset({"CPU", "STORAGE"})
 _LOCALITIES: Final = frozenset({"LOCAL", "REMOTE"})
@@ -91,7 +94,7 @@ class _Fields(BaseModel):
     skip_load: bool = False
     load_tiers: _Tiers = None
     store_tiers: _Tiers = None
-    session: str = Field(default="", max_length=256)
+    session: str = Field(default="", max_length=LONGEST_SESSION)
 
 
 _MOST_FIELDS: Final = 16
@@ -119,7 +122,7 @@ class HintReader:
             "skip_load": "write true or false",
             "load_tiers": tier_list,
             "store_tiers": tier_list,
-            "session": "write a text of at most 256 characters",
+            "session": f"write a text of at most {LONGEST_SESSION} characters",
         }
 
     def read(self, params: Mapping[str, Any] | None) -> RequestHints:

@@ -140,7 +140,7 @@ class Demoter:
         if source_tier.leaving:
             self._let_go(
                 source_tier,
-                Run(record.sources, record.keys, record.source_slots, source_tier.dropped),
+                Run(record.sources, record.keys, record.source_slots, source_tier.departed),
             )
         source_tier.counters.demoted += len(arrived)
         ladder.publish(target, arrived)
@@ -313,7 +313,7 @@ class Demoter:
     def _still_going(self, run: Run, index: int) -> Run:
         """Return what of ``run`` must still go to tier ``index``; let go of the rest."""
         ram, there = self._ladder.ram, self._ladder.tiers[index].copies
-        if run.dropped == ram.dropped and there.keys().isdisjoint(run.keys):
+        if run.departed == ram.departed and there.keys().isdisjoint(run.keys):
             return run
         going = [
             copy for copy in run.copies if copy.state == _RESIDENT and copy.key not in there
@@ -420,7 +420,7 @@ class Demoter:
             short -= len(victims.copies)
             for index, batch in self._sort_out(tier, victims).items():
                 run = victims.part(batch)
-                sent = self._send(tier, run, index, batch=max(len(batch), 1))
+                sent = self._send(tier, run, index, batch=ladder.limits.batch)
                 tier.pin_dirty(batch[:sent])
                 takes[index] -= len(batch)
         if short > 0:

@@ -33,6 +33,7 @@ __all__ = ["ComputeTimes", "LoadPrice", "LoadTimes"]
 _KEEP: Final = 0.8
 """Weight that the samples so far keep when one more arrives."""
 _HALF_LIFE_S: Final = 10.0
+"""How fast an estimate that is not renewed loses weight."""
 _ALIKE: Final = 1e-2
 """Relative variance of sizes below which a start-up time cannot be told from a rate."""
 _BUSY_HALF_LIFE_S: Final = 30.0

@@ -33,7 +33,8 @@ class Found(NamedTuple):
     def counted(self) -> int:
         """How many stand for tokens of their own: those of the group that has most.
 
-        It is one that reads the whole prefix; of a window's only the last were asked for.
+        That group reads the whole prefix; of a sliding window's only the last chunks were asked
+        for.
         """
         return max(Counter(copy.key[-GROUP_NBYTES:] for copy in self.copies).values())
 

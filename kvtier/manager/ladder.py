@@ -49,11 +49,11 @@ class Ladder:
         epoch: Counts resets.
         out_of_service: Slower tiers that nothing is to be read from for now, by index.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
-        gaps: Per tier, how soon what it evicted was asked for again, ...
-        follows_reuse: ... if anybody is to know.
+        gaps: Per tier, how soon what it evicted was asked for again.
+        follows_reuse: Whether anybody wants to know that; if not, ``gaps`` stay empty.
         restricts_stores: Whether a request ever said which tiers its chunks may be in.
         worth: Says which loads are worth their time.
-        counting_group: Index of the KV cache group whose chunks stand for tokens.
+        is_counted: Says of a key whether its KV cache group is the one that stands for tokens.
         events: What became resident where, until somebody takes it.
     """
 

@@ -21,27 +21,27 @@ class Run(NamedTuple):
         copies: The copies.
         keys: Of each.
         slots: Of each.
-        dropped: What :class:`TierState` had dropped when all of them were there.
+        departed: What :class:`TierState` counted as that when all of them were there.
     """
 
     copies: Sequence[ChunkCopy]
     keys: Sequence[ChunkKey]
     slots: Sequence[int]
-    dropped: int
+    departed: int
 
     def part(self, copies: Sequence[ChunkCopy]) -> Run:
         """Return the run of some of its copies, in their order."""
         if copies == self.copies:
             return self
         keys = [copy.key for copy in copies]
-        return Run(copies, keys, [copy.slot for copy in copies], self.dropped)
+        return Run(copies, keys, [copy.slot for copy in copies], self.departed)
 
     def cut(self, chunks: int) -> tuple[Run, Run]:
         """Return the first ``chunks`` of them, and the others."""
-        copies, keys, slots, dropped = self
+        copies, keys, slots, departed = self
         return (
-            Run(copies[:chunks], keys[:chunks], slots[:chunks], dropped),
-            Run(copies[chunks:], keys[chunks:], slots[chunks:], dropped),
+            Run(copies[:chunks], keys[:chunks], slots[:chunks], departed),
+            Run(copies[chunks:], keys[chunks:], slots[chunks:], departed),
         )
 
     @staticmethod
@@ -53,5 +53,5 @@ class Run(NamedTuple):
             [copy for run in runs for copy in run.copies],
             [key for run in runs for key in run.keys],
             [slot for run in runs for slot in run.slots],
-            min(run.dropped for run in runs),
+            min(run.departed for run in runs),
         )

@@ -126,6 +126,8 @@ class Storer:
         if first is None or run is None or not self._is_all_of(run, keys):
             run = self._run_of(keys)
             generations = [copy.generation for copy in run.copies]
+            for generation in {*generations}:
+                self._writes.pop(generation, None)
         else:
             generations = [first.generation] * len(run.copies)
         whole = self._ladder.truth.stored(run.slots, generations)
@@ -142,7 +144,7 @@ class Storer:
 
     def _is_all_of(self, run: Run, keys: Collection[ChunkKey]) -> bool:
         """Return whether ``keys`` are all of a store, which is as it was planned."""
-        if run.dropped != self._ram.dropped or len(keys) != len(run.keys):
+        if run.departed != self._ram.departed or len(keys) != len(run.keys):
             return False
         if isinstance(keys, (set, frozenset)):  # an engine may hand them over as one
             return keys.issuperset(run.keys)
@@ -174,7 +176,7 @@ class Storer:
             return None
         self._note_wanted(new)
         head = new[:fits]
-        room = self._ladder.make_room(ram, head)
+        room = self._ladder.make_room(ram, head) if head else None
         if room is None:
             self._refuse(len(new))
             return _NOTHING
@@ -186,7 +188,7 @@ class Storer:
         parents, depths = _places(new, keys, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
         copies = ram.begin_writing(new, slots, parents, depths, generation, terms)
-        self._writes[generation] = Run(copies, new, slots, ram.dropped)
+        self._writes[generation] = Run(copies, new, slots, ram.departed)
         self._ladder.truth.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 

@@ -31,8 +31,9 @@ class TierState:
     which lets a store that cannot succeed be refused without a scan. ``leaving`` holds victims
     that were picked but must first reach a slower tier; they are hits until then, but no longer
     in the eviction order. ``passing`` counts the transient copies, which leave by themselves.
-    ``wanted`` is the most slots somebody asked for in vain in this step. ``dropped`` counts the
-    copies that left without having been victims: while it stands still, who was pinned is here.
+    ``wanted`` is the most slots somebody asked for in vain in this step. ``departed`` counts
+    the copies that left without having been victims: while it stands still, who was pinned is
+    here.
 
     A slot keeps its copy object when its chunk is evicted, and the next chunk takes it over:
     nothing refers to a copy that could be evicted, and making an object costs more than all
@@ -46,8 +47,8 @@ class TierState:
         "_kids_of_absent",
         "copies",
         "counters",
+        "departed",
         "dirty",
-        "dropped",
         "eviction",
         "idle",
         "index",
@@ -77,7 +78,7 @@ class TierState:
         self.writing = 0
         self.leaving: set[ChunkCopy] = set()
         self.passing = 0
-        self.dropped = 0
+        self.departed = 0
         self.wanted = 0
         self.quarantined = 0
         self.counters = TierCounters()
@@ -275,7 +276,7 @@ class TierState:
     def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
         """Return the run of ``copies``."""
         keys = [copy.key for copy in copies]
-        return Run(copies, keys, [copy.slot for copy in copies], self.dropped)
+        return Run(copies, keys, [copy.slot for copy in copies], self.departed)
 
     def stop_passing(self, copy: ChunkCopy) -> None:
         """Let a copy stay that was to leave after its load; nothing for any other."""
@@ -305,7 +306,7 @@ class TierState:
             return
         was_resident = copy.state == _RESIDENT
         copy.state = _GONE
-        self.dropped += 1
+        self.departed += 1
         self._copy_at[copy.slot] = None
         if was_resident:
             self._leave_order(copy)

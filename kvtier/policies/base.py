@@ -179,7 +179,7 @@ class Eviction(ABC):
     its ``queued`` and ``policy`` is then still there.
 
     Args:
-        capacity: Slots of the tier.
+        capacity: Slots of the tier, at least 1; ``kvtier check`` makes it for 1.
 
     Attributes:
         hears_misses: Whether :meth:`on_miss` does anything; if not, a driver may save the

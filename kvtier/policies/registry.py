@@ -7,7 +7,8 @@ is. There are no options; a variant is a class of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Generic, TypeVar, cast
@@ -93,10 +94,11 @@ class PolicyRole(Generic[PolicyT]):
         policy = f"{self.what} {point.name!r}"
         try:
             loaded = point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # importing it runs somebody's code
             problem = f"{policy} ({point.value}) does not load: {error}"
             remedy = "repair or remove the package that provides it"
-            if point.name == point.value and point.module.startswith(error.name or "-"):
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
                 remedy = f"put the directory of {point.module} on PYTHONPATH"
             raise ConfigError(f"{problem}; {remedy}") from error
         base = self.base.__name__
@@ -113,6 +115,15 @@ class PolicyRole(Generic[PolicyT]):
             problem = f"{policy}: {point.value} cannot be made from one number: {error}"
             raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
         return cast("type[PolicyT]", loaded)
+
+    @contextmanager
+    def making(self, name: str) -> Iterator[None]:
+        """Turn what a policy called ``name`` raises when it is made into a ConfigError."""
+        try:
+            yield
+        except Exception as error:  # making it runs somebody's code
+            problem = f"{self.what} {name!r} cannot be made: {error}"
+            raise ConfigError(f"{problem}; repair the class") from error
 
 
 EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
@@ -145,7 +156,8 @@ def build_eviction(name: str, *, capacity: int, future: bool = False) -> Evictio
     if factory.needs_future and not future:
         problem = f"eviction policy {name!r} must know the future"
         raise ConfigError(f"{problem}; use it in kvtier sim, and another one in a live tier")
-    return factory(capacity)
+    with EVICTIONS.making(name):
+        return factory(capacity)
 
 
 def build_placement(name: str, *, tiers: int) -> Placement:
@@ -158,7 +170,9 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    return PLACEMENTS.named(name)(tiers)
+    factory = PLACEMENTS.named(name)
+    with PLACEMENTS.making(name):
+        return factory(tiers)
 
 
 def build_admission(name: str, *, capacity: int) -> Admission:
@@ -171,4 +185,6 @@ def build_admission(name: str, *, capacity: int) -> Admission:
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    return ADMISSIONS.named(name)(capacity)
+    factory = ADMISSIONS.named(name)
+    with ADMISSIONS.making(name):
+        return factory(capacity)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.connector.hints import HINTS_KEY
+from kvtier.connector.hints import HINTS_KEY, LONGEST_SESSION
 from kvtier.sim.traces import Trace
 
 __all__ = [
@@ -24,8 +24,6 @@ __all__ = [
 ]
 
 _SEED_MASK = (1 << 62) - 1
-_LONGEST_SESSION = 256
-"""Characters, as the page on request control has it."""
 
 
 class Phase(enum.Enum):
@@ -157,7 +155,7 @@ def shorten_sessions(trace: Trace) -> Trace:
 
 
 def _short(session: str) -> str:
-    if len(session) <= _LONGEST_SESSION:
+    if len(session) <= LONGEST_SESSION:
         return session
     return hashlib.blake2b(session.encode(), digest_size=32).hexdigest()
 

@@ -184,7 +184,8 @@ class ModelEngine:
             self._started.clear()
             for job in manager.take_jobs():
                 self._send(job)
-            if not (self._may_answer and self._deferred and self._ask_again()):
+            may_answer, self._may_answer = self._may_answer, False
+            if not (may_answer and self._deferred and self._ask_again()):
                 return
 
     def _admit(self) -> None:
@@ -200,7 +201,6 @@ class ModelEngine:
 
     def _ask_again(self) -> bool:
         """Look up the requests that were put off; return whether one of them started."""
-        self._may_answer = False
         answered = [request for request in self._deferred if self._look(request)]
         for request in answered:
             del self._deferred[request]

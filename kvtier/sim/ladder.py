@@ -312,7 +312,7 @@ def _requests(trace: Trace) -> Iterator[ModelRequest]:
 
 
 def _peak_load(trace: Trace, model: TimeModel) -> float:
-    """Return the most prompt tokens that come within a window, of those computed in it.
+    """Return the load of the busiest window: tokens that arrive in it, of those computed.
 
     The busiest window ends with an arrival, so only those are looked at. A trace without
     duration comes all at once, which is no load that lasts.

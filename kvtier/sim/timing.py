@@ -27,6 +27,8 @@ __all__ = [
     "parse_speed",
 ]
 
+_DONE: Final = Outcome.DONE
+
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
@@ -91,9 +93,6 @@ def parse_speed(text: str) -> tuple[str, TierSpeed]:
         return name, TierSpeed(parse_rate(read), parse_rate(write), parse_duration(latency))
     except UnitError as error:
         raise ConfigError(f"--tier-speed {text}: {error}") from error
-
-
-_DONE: Final = Outcome.DONE
 
 
 class Device:

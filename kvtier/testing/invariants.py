@@ -55,6 +55,9 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     held[0].update(loading)
     moving.update(loading)
     held[0].update(manager._demoter.waiting())
+    stores = manager._storer._writes.values()
+    begun = sum(any(copy.state == CopyState.WRITING for copy in run.copies) for run in stores)
+    _expect("stores in flight", "ram", counted=begun, noted=len(stores))
     for tier in ladder.tiers:
         _check_copies(tier, moving)
         _check_slots(tier, held[tier.index])

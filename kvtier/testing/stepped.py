@@ -146,7 +146,7 @@ class SteppedCache:
         write: When chunks go down, of the :class:`~kvtier.policies.LadderPlacement`.
         limits: The manager's bounds; by default all of RAM may be pinned.
         tokens_per_chunk: For the figures.
-        counting_group: Likewise.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
 
     Attributes:
         service: The cache.

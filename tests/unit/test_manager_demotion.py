@@ -26,6 +26,14 @@ class Choosy(LadderPlacement):
         return copy.key.startswith(b"0.")
 
 
+def test_no_job_has_more_chunks_than_one_may_have() -> None:
+    bounds = ManagerLimits(pin_budget=8, reserve=0.5, queue=64, batch=4)
+    bench = Workbench(20, 40, write="evict", limits=bounds)
+    bench.store(prefix(20))
+    bench.manager.end_step()
+    assert [len(job.keys) for job in bench.manager.take_jobs()] == [4, 4, 2]
+
+
 # -- write-through ---------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.keys import make_key
 from kvtier.manager import Lookup, ManagerLimits, ResidencyEvent
+from kvtier.testing.invariants import check_manager
 from kvtier.testing.workbench import Workbench, prefix
 
 HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
@@ -17,6 +18,17 @@ HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETR
 
 def impatient(**limits: Any) -> ManagerLimits:
     return ManagerLimits(**{"pin_budget": 8, "reserve": 0.0, "queue": 64, **limits})
+
+
+def test_a_store_that_finds_no_room_at_all_leaves_nothing_behind() -> None:
+    bench = Workbench(2, limits=impatient(patience_stores=0))
+    bench.store(prefix(2), "a")
+    bench.look(prefix(2), "b")
+    bench.manager.prepare_load(prefix(2), "b")
+    plan = bench.manager.prepare_store(prefix(2, of=1), "c")
+    assert plan is not None
+    assert plan.keys == ()
+    check_manager(bench.manager)
 
 
 def test_a_chunk_is_a_hit_once_its_store_is_complete_and_not_before() -> None:

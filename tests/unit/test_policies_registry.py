@@ -197,6 +197,7 @@ def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
         ("kvtier_away:Lru", r"No module.*; put the directory of kvtier_away on PYTHONPATH$"),
         ("wrong", r"'wrong': kvtier_mine:Wrong is no Eviction; derive it from"),
         ("kvtier_mine:PLUGIN", r"does not load"),
+        ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
     ],
 )
 def test_a_policy_that_cannot_be_built_says_why(name: str, message: str) -> None:
