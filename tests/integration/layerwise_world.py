@@ -164,7 +164,7 @@ class NotesConnector(KVTierConnector):
             self.connector_worker.worker = world.notes
 
 
-def with_notes(vllm_config: Any) -> Any:
+def with_notes(vllm_config: Any, kv_cache_config: Any = None) -> Any:
     """Stand in for the connector's own choice of a spec."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra |= {"spec_name": NotesSpec.__name__, "spec_module_path": NotesSpec.__module__}

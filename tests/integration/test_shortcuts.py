@@ -57,7 +57,7 @@ class SecondSpec(PairSpec):
         return KVTierManager(service, persistent=False, report_metrics=False)
 
 
-def with_second(vllm_config: Any) -> Any:
+def with_second(vllm_config: Any, kv_cache_config: Any = None) -> Any:
     """Stand in for the connector's own choice of a spec."""
     transfer = copy.copy(vllm_config.kv_transfer_config)
     transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | {
