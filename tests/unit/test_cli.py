@@ -166,7 +166,7 @@ def test_wrong_usage_has_the_same_exit_code(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (("vllm-args", DEMO, "--door", "foo"), "--door foo: not a choice; write one of connec"),
+        (("vllm-args", DEMO, "--door", "foo"), "--door foo: not a choice; write one of "),
         (("plan", DEMO, "--model", "/x", "--kv-dtype", "int3"), "--kv-dtype int3: not a choi"),
         (("cache", "ls", "--sort", "age", "/tmp"), "--sort age: not a choice; write one of la"),
         (("example", "mine"), "NAME mine: not a choice; write one of demo, ram, ram_nvme"),
