@@ -7,26 +7,11 @@ is over; it ends when its output is there. Idle time is in neither.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["StepClock", "prompt_tokens"]
+__all__ = ["StepClock"]
 
 _MOST_AHEAD: Final = 8
-_MOST_SPECULATED: Final = 16
-
-
-def prompt_tokens(scheduled: Iterable[int]) -> int:
-    """Return how many of a step's tokens belong to prompts.
-
-    Args:
-        scheduled: Tokens of each request in the step. One that generates has a single one, or
-            a few if it speculates.
-
-    >>> prompt_tokens([1, 1, 5, 700])
-    700
-    """
-    return sum(tokens for tokens in scheduled if tokens > _MOST_SPECULATED)
 
 
 class StepClock:

@@ -25,10 +25,11 @@ or nearly so at every speed of the disk.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ComputeTimes", "LoadPrice", "LoadTimes"]
+__all__ = ["ComputeTimes", "LoadPrice", "LoadTimes", "prompt_tokens"]
 
 _KEEP: Final = 0.8
 """Weight that the samples so far keep when one more arrives."""
@@ -42,6 +43,7 @@ _BUSIEST: Final = 0.9
 _HALF_LIFE_TOKENS: Final = 32_768
 _FEWEST_TOKENS: Final = 128
 """Prompt tokens of a step below which its time is not the prompt's: weights, launches."""
+_MOST_SPECULATED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,19 @@ class ComputeTimes:
         """Return how many times as long computing takes because the engine is shared."""
         busy_s = self._busy_s * _lasting(now - self._ended_s)
         return 1.0 / (1.0 - min(busy_s * math.log(2.0) / _BUSY_HALF_LIFE_S, _BUSIEST))
+
+
+def prompt_tokens(scheduled: Iterable[int]) -> int:
+    """Return how many of a step's tokens belong to prompts.
+
+    Args:
+        scheduled: Tokens of each request in the step. One that generates has a single one, or
+            a few if it speculates.
+
+    >>> prompt_tokens([1, 1, 5, 700])
+    700
+    """
+    return sum(tokens for tokens in scheduled if tokens > _MOST_SPECULATED)
 
 
 def _lasting(age_s: float) -> float:

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtier.connector.pace import prompt_tokens
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
+from kvtier.manager.estimates import prompt_tokens
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batch, Batcher
 from kvtier.replay._requests import ReplayRequest

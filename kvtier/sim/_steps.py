@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from kvtier.connector.pace import prompt_tokens
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.manager.estimates import prompt_tokens
 from kvtier.policies.terms import terms_of_session
 from kvtier.sim._engine import ModelRequest
 from kvtier.sim._truth import HonestTruth

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -271,23 +272,17 @@ def _engine(
 ) -> ModelEngine | StepEngine:
     """Return the engine that ``model`` is of."""
     transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot)
-    retain_s = config.placement.retain_s or 0.0
-    if isinstance(model, StepModel):
-        return StepEngine(
-            manager,
-            model=model,
-            transfers=transfers,
-            truth=truth,
-            chunk_tokens=chunk_tokens,
-            retain_s=retain_s,
-        )
-    return ModelEngine(
+    engine = (
+        partial(StepEngine, model=model)
+        if isinstance(model, StepModel)
+        else partial(ModelEngine, model=model)
+    )
+    return engine(
         manager,
-        model=model,
         transfers=transfers,
         truth=truth,
         chunk_tokens=chunk_tokens,
-        retain_s=retain_s,
+        retain_s=config.placement.retain_s or 0.0,
     )
 
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from kvtier.config import KvtierConfig, load_config
-from kvtier.connector.pace import prompt_tokens
 from kvtier.errors import UnsupportedError
+from kvtier.manager.estimates import prompt_tokens
 from kvtier.vllm import compat
 from kvtier.vllm.connector_contract import (
     KVConnectorRole,

@@ -169,16 +169,8 @@ class Server:
 
 
 @contextmanager
-def serving(
-    model: Path,
-    config: Path,
-    log: Path,
-    *,
-    gpu_blocks: int,
-    requests: int,
-    beside: Sequence[Mapping[str, object]] = (),
-) -> Iterator[Server]:
-    server = Server(model, config, log, gpu_blocks=gpu_blocks, requests=requests, beside=beside)
+def serving(server: Server) -> Iterator[Server]:
+    """Wait until ``server`` is up, and see that it ends."""
     try:
         server.wait_until_up()
         yield server

@@ -191,9 +191,10 @@ def serve(
     scenario = site.scenario((), ram_blocks=int(RAM_SHARE * blocks), nvme_blocks=blocks)
     assert scenario.config is not None
     log = site.directory / "server.log"
-    with serving(
+    started = Server(
         reference.model, scenario.config, log, gpu_blocks=GPU_BLOCKS, requests=clients
-    ) as server:
+    )
+    with serving(started) as server:
         answered, scrapes = asyncio.run(talk(server, reference, conversations(), clients))
         assert_equal(reference, answered)
         assert_consistent(answered, scrapes)
@@ -252,9 +253,10 @@ def test_beside_another_connector_the_server_lives_and_every_token_is_right(
         "kv_connector_extra_config": {"shared_storage_path": str(site.directory / "example")},
     }
     log = site.directory / "server.log"
-    with serving(
+    started = Server(
         reference.model, scenario.config, log, gpu_blocks=72, requests=2, beside=[example]
-    ) as server:
+    )
+    with serving(started) as server:
         few = itertools.islice(once_each(), 6)
         answered, scrapes = asyncio.run(talk(server, reference, few, 2))
         assert_equal(reference, answered)

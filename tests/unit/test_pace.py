@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.connector.pace import StepClock, prompt_tokens
+from kvtier.connector.pace import StepClock
+from kvtier.manager.estimates import prompt_tokens
 
 
 def test_a_step_takes_from_being_scheduled_to_its_output() -> None:

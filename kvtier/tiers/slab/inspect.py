@@ -34,7 +34,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience
-from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, read_layout
+from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, nbytes_of, read_layout
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
 
@@ -219,7 +219,7 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
 
 def index_nbytes(space: StoredNamespace) -> int:
     """Return the bytes of the index and its log."""
-    return _nbytes(space.index_path) + _nbytes(space.directory / _WAL)
+    return nbytes_of(space.index_path) + nbytes_of(space.directory / _WAL)
 
 
 class IndexReader:
@@ -326,7 +326,7 @@ class IndexReader:
             raise IndexDamagedError("it is missing")
         if self._beside_engine:
             uri = _uri(self._path, "mode=ro")
-        elif _nbytes(self._directory / _WAL):
+        elif nbytes_of(self._directory / _WAL):
             return self._open_copy()
         else:
             uri = _uri(self._path, "mode=ro&immutable=1")
@@ -369,13 +369,6 @@ def _shared(path: Path, patience: Patience) -> Iterator[bool]:
 
 def _uri(path: Path, options: str) -> str:
     return f"file:{quote(str(path.absolute()))}?{options}"
-
-
-def _nbytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _entry(row: tuple[Any, ...]) -> Entry:

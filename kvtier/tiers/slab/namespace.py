@@ -35,6 +35,7 @@ __all__ = [
     "Layout",
     "Namespace",
     "is_of_another_version",
+    "nbytes_of",
     "open_root",
     "read_layout",
 ]
@@ -171,18 +172,12 @@ class Namespace:
     @property
     def slots_nbytes(self) -> int:
         """Bytes of the slot file; 0 if there is none."""
-        try:
-            return self.slots_path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        return nbytes_of(self.slots_path)
 
     @property
     def index_nbytes(self) -> int:
         """Bytes of the index without its log; 0 if there is none."""
-        try:
-            return self.index_path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        return nbytes_of(self.index_path)
 
     @property
     def last_opened(self) -> int:
@@ -302,6 +297,14 @@ def open_root(
         yield
     finally:
         io.close(fd)
+
+
+def nbytes_of(path: Path) -> int:
+    """Return the bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def read_layout(directory: Path, io: BlockIo) -> Layout | None:
