@@ -104,6 +104,15 @@ def test_sqlite_gives_signs_of_life_while_an_index_is_compacted(space: StoredNam
     assert len(signs) > 5
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have SIGINT interrupt; a shell starts what runs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_user_can_interrupt_a_compaction_and_nothing_is_changed(
     space: StoredNamespace,
 ) -> None:
@@ -116,6 +125,7 @@ def test_a_user_can_interrupt_a_compaction_and_nothing_is_changed(
     maintain.compact_index(space, lambda: None)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_user_can_interrupt_a_removal_and_nothing_is_removed(
     space: StoredNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
