@@ -7,12 +7,13 @@ an absent interpreter is skipped and looks green.
 from __future__ import annotations
 
 import pathlib
+import shutil
 from collections.abc import Callable
 
 import nox
 
 nox.needs_version = ">=2025.5"
-nox.options.sessions = ["lint", "types", "tests", "integration"]
+nox.options.sessions = ["lint", "types", "tests", "compiled", "integration"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
@@ -64,6 +65,26 @@ def install_test(session: nox.Session) -> None:
     install(session, "test")
 
 
+def install_compiled(session: nox.Session) -> None:
+    """Install kvtier as a release has it, in place of an editable one.
+
+    A build writes what it compiles beside the sources, so a copy is built. And a source in the
+    current directory would be imported before what is installed, so that is taken off the path,
+    and the tests are found by a link that has nothing else beside it.
+    """
+    place = pathlib.Path(session.create_tmp())
+    shutil.rmtree(place)
+    source, beside = place / "source", place / "path"
+    shutil.copytree(ROOT / "kvtier", source / "kvtier")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, source / name)
+    session.env["HATCH_BUILD_HOOK_ENABLE_MYPYC"] = "1"
+    session.install("-c", CONSTRAINTS, str(source))
+    beside.mkdir()
+    (beside / "tests").symlink_to(ROOT / "tests", target_is_directory=True)
+    session.env.update(PYTHONPATH=str(beside), PYTHONSAFEPATH="1")
+
+
 # What each benchmark needs installed, and the module that runs it.
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
     "connector": (install_vllm, "tests.bench.connector"),
@@ -110,6 +131,19 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def compiled(session: nox.Session) -> None:
+    """What decides, compiled as a release has it: its tests, but those that look inside."""
+    install(session, "test", package=False)
+    install_compiled(session)
+    suites = ["tests/contract/test_evictions.py", "tests/contract/test_placements.py"]
+    for what in ("hedged", "load", "manager", "polic", "recording", "sim", "tier"):
+        suites += sorted(str(path) for path in ROOT.glob(f"tests/unit/test_{what}*.py"))
+    chosen = ("-m", "not slow and not integration and not interpreted")
+    selected = session.posargs or [*suites, "tests/stateful"]
+    session.run("pytest", "-n", "auto", "-o", "pythonpath=", *chosen, *selected)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
     """Real vLLM engines on the CPU."""
     install_vllm(session)
@@ -143,6 +177,7 @@ def bench(session: nox.Session) -> None:
     for chosen in [name] if name else BENCHES:
         prepare, module = BENCHES[chosen]
         prepare(session)
+        install_compiled(session)
         session.run("python", "-m", module, *arguments)
 
 

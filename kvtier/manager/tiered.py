@@ -18,6 +18,8 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
 
+from mypy_extensions import mypyc_attr
+
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.events import ResidencyEvent
@@ -55,6 +57,7 @@ _PENDING = Lookup.PENDING
 _PROMOTE = Why.PROMOTE
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TieredOffloadingManager:
     """Bookkeeping of a ladder of tiers for one engine. Not thread-safe; one thread calls it.
 

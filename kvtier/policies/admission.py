@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from math import floor
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
@@ -25,6 +26,7 @@ _BURSTS_PER_DAY = 25
 _SAMPLE_PER_SLOT = 2
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Admission(ABC):
     """One condition for entering a slower tier.
 

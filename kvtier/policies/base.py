@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
+from mypy_extensions import mypyc_attr
+
 from kvtier.keys import ChunkKey
 from kvtier.policies.terms import NO_TERMS
 from kvtier.types import Why
@@ -165,6 +167,7 @@ def is_unpinned(copy: ChunkCopy) -> bool:
     return not copy.pins
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Eviction(ABC):
     """Orders the copies of one tier.
 
@@ -293,6 +296,7 @@ class Promotion:
     stay: bool = True
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Placement(ABC):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
 

@@ -60,12 +60,14 @@ class PolicyRole(Generic[PolicyT]):
         what: What messages call such a policy.
         group: Entry points: a policy's name -> its class.
         base: What the class must be derived from.
+        duties: Methods that the base leaves to the class.
         built_in: kvtier's own, by name.
     """
 
     what: str
     group: str
     base: type[Any]
+    duties: tuple[str, ...]
     built_in: Mapping[str, type[PolicyT]]
 
     def named(self, name: str) -> type[PolicyT]:
@@ -102,10 +104,14 @@ class PolicyRole(Generic[PolicyT]):
                 remedy = f"put the directory of {point.module} on PYTHONPATH"
             raise ConfigError(f"{problem}; {remedy}") from error
         base = self.base.__name__
-        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
+        # Not issubclass: compiled classes with ABC above them share what ABC remembers of it.
+        if not (isinstance(loaded, type) and self.base in loaded.__mro__):
             problem = f"{policy}: {point.value} is no {base}"
             raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
-        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+        # Not __abstractmethods__, which a compiled base does not have.
+        missing = ", ".join(
+            duty for duty in self.duties if getattr(loaded, duty) is getattr(self.base, duty)
+        )
         if missing:
             problem = f"{policy}: {point.value} leaves out {missing}"
             raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")
@@ -127,15 +133,24 @@ class PolicyRole(Generic[PolicyT]):
 
 
 EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
-    "eviction policy", "kvtier.eviction", Eviction, BUILT_IN_EVICTIONS
+    "eviction policy",
+    "kvtier.eviction",
+    Eviction,
+    ("on_hit", "on_insert", "on_remove", "pick"),
+    BUILT_IN_EVICTIONS,
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
-    "placement policy", "kvtier.placement", Placement, {"ladder": LadderPlacement}
+    "placement policy",
+    "kvtier.placement",
+    Placement,
+    ("demote", "place", "promote"),
+    {"ladder": LadderPlacement},
 )
 ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
     "admission policy",
     "kvtier.admission",
     Admission,
+    ("admits",),
     {"second-touch": SecondTouch, "tinylfu": TinyLfu},
 )
 

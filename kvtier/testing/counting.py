@@ -15,13 +15,22 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, Final, cast
 
+import pytest
 from typing_extensions import override
 
 from kvtier.policies import ChunkCopy
 
-__all__ = ["count_entries", "count_lines", "count_steps", "packages_of", "reachable"]
+__all__ = [
+    "count_entries",
+    "count_lines",
+    "count_steps",
+    "packages_of",
+    "reachable",
+    "skip_if_compiled",
+]
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, ChunkCopy, bytes, str, int, float)
 _WALKING: Final = (sorted, min, max, sum, any, all, list, tuple, set, frozenset)
@@ -51,6 +60,17 @@ def packages_of(item: object) -> frozenset[str]:
     """Return the packages that hold the classes of ``item``, those of Python left out."""
     names = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
     return frozenset(names - sys.stdlib_module_names)
+
+
+def skip_if_compiled(item: object) -> None:
+    """Skip a test that watches what ``item`` does, if its class is compiled.
+
+    The interpreter reports nothing of what a compiled class does, so such a test would pass
+    whatever that is. The same class from its source is what to run it on.
+    """
+    file = getattr(sys.modules[type(item).__module__], "__file__", None) or ""
+    if file.endswith(tuple(EXTENSION_SUFFIXES)):
+        pytest.skip(f"{type(item).__name__} is compiled, and what it does cannot be watched")
 
 
 class _Counter:

@@ -18,7 +18,13 @@ from typing import ClassVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.testing.counting import count_entries, count_steps, packages_of, reachable
+from kvtier.testing.counting import (
+    count_entries,
+    count_steps,
+    packages_of,
+    reachable,
+    skip_if_compiled,
+)
 from kvtier.testing.model_tier import ModelTier
 from kvtier.testing.streams import PINNED, STREAMS, Stream
 
@@ -276,6 +282,7 @@ class EvictionContract(ABC):
                 assert len(ghosts) <= self.ghosts_per_slot * capacity
 
     def test_the_work_per_operation_does_not_grow_with_the_tier(self) -> None:
+        skip_if_compiled(self.make_eviction(capacity=_SMALL))
         for name, stream in STREAMS.items():
             small = self._work_per_operation(_SMALL, stream, pinned=name in PINNED)
             large = self._work_per_operation(_LARGE, stream, pinned=name in PINNED)

@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from kvtier.policies import Placement, PolicyContext, Promotion
-from kvtier.testing.counting import count_entries, count_steps, packages_of
+from kvtier.testing.counting import (
+    count_entries,
+    count_steps,
+    packages_of,
+    skip_if_compiled,
+)
 from kvtier.testing.purity import contents_of, held_by, impure_calls
 from kvtier.testing.questions import Question, make_questions, serve_traffic
 from kvtier.testing.workbench import Workbench
@@ -108,6 +113,7 @@ class PlacementContract(ABC):
 
     def test_it_decides_and_does_nothing_else(self) -> None:
         placement, ctx = self.make_placement(tiers=_TIERS), PolicyContext()
+        skip_if_compiled(placement)
         questions = _questions(60)
         with impure_calls(ctx.rng) as found:
             for question in questions:
@@ -136,6 +142,7 @@ class PlacementContract(ABC):
 
     def test_the_work_per_chunk_does_not_grow(self) -> None:
         placement, ctx = self.make_placement(tiers=_TIERS), PolicyContext()
+        skip_if_compiled(placement)
         many = 200 + self.most_keys
         chunks = 100 * many
 

@@ -7,6 +7,7 @@ as, and the interpreter reports those.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import types
@@ -36,6 +37,12 @@ _OUTWARD: Final = frozenset(
 _HARMLESS: Final = frozenset(["fspath"])
 _CLOCKS: Final = frozenset(["now", "today", "utcnow"])
 """What of ``datetime`` reads a clock; the rest only reckons."""
+_ATTRIBUTES: Final = [
+    name
+    for name, _ in inspect.getmembers(ChunkCopy, inspect.isdatadescriptor)
+    if not name.startswith("_")
+]
+"""A compiled class has no ``__slots__``."""
 
 
 @contextmanager
@@ -71,7 +78,7 @@ def impure_calls(rng: random.Random) -> Iterator[list[str]]:
 
 def contents_of(copy: ChunkCopy) -> dict[str, object]:
     """Return what ``copy`` says, to see later whether somebody wrote to it."""
-    return {name: getattr(copy, name) for name in ChunkCopy.__slots__}
+    return {name: getattr(copy, name) for name in _ATTRIBUTES}
 
 
 def held_by(policy: object) -> tuple[int, int]:

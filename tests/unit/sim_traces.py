@@ -11,7 +11,7 @@ import pytest
 from kvtier.sim.traces import Trace
 from kvtier.sim.traces._builder import TraceBuilder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 TRACES = Path(
     os.environ.get("KVTIER_TRACES", ROOT.parent / "shared/traces")  # noqa: TID251 - not kvtier's
 )

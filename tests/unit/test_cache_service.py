@@ -110,6 +110,7 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     assert not service._hints
 
 
+@pytest.mark.interpreted
 def test_after_a_reset_that_failed_nothing_is_believed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +132,7 @@ def test_after_a_reset_that_failed_nothing_is_believed(
         cache.service.end_step(started=(), preempted=())
 
 
+@pytest.mark.interpreted
 def test_events_that_cannot_be_taken_neither_end_the_engine_nor_keep_it_stepping(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvtier.connector.metadata import BlockSpec
 from tests.unit.toy_engine import TOKENS, Offers, ToyEngine
 
@@ -95,6 +97,7 @@ def test_a_request_can_limit_what_is_stored() -> None:
     engine.acknowledge()
 
 
+@pytest.mark.interpreted
 def test_what_the_cache_has_already_is_offered_and_not_stored_again() -> None:
     engine = ToyEngine()
     engine.fill("a", 2 * TOKENS)

@@ -17,6 +17,7 @@ from kvtier.doctor import Examination, Finding, Verdict, _memory, _store, examin
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._memory import HugePagePool
 from kvtier.doctor._store import Room
+from kvtier.units import approximate_rate
 
 FINDINGS = [
     Finding("configuration", Verdict.OK, "ram of 4.00 GiB, nvme of 8.00 GiB"),
@@ -137,7 +138,7 @@ def test_a_measurement_is_in_the_findings_and_in_the_figures(tmp_path: Path) -> 
     examination = examine(config_of(tmp_path), seconds=0.05)
     (read,) = found(examination, "nvme: read rate")
     rates = examination.rates["nvme"]
-    assert f"{rates.read_bytes_per_s / 1e9:.2f} GB/s" in read.found
+    assert approximate_rate(rates.read_bytes_per_s) in read.found
     assert (rates.piece_bytes, rates.threads) == (64 << 10, 2)
     assert list(tmp_path.iterdir()) == []
 

@@ -203,7 +203,7 @@ def test_the_pieces_begin_again_when_all_were_moved() -> None:
         lambda piece, buffer: moved.append(piece),
         [4, 5],
         buffers(1),
-        0.01,
+        0.2,
         lambda: finished.append(len(moved)),
     )
     assert moved[:4] == [4, 5, 4, 5]

@@ -15,7 +15,7 @@ import pytest
 import kvtier
 
 ROOT = Path(kvtier.__file__).parent
-PYPROJECT = ROOT.parent / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages([str(ROOT)], "kvtier.")

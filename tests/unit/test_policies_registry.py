@@ -23,13 +23,19 @@ from kvtier.policies import (
 )
 from kvtier.policies.admission import WriteBudget
 from kvtier.policies.eviction import Belady, Lru
-from kvtier.policies.registry import ADMISSIONS, BUILT_IN_EVICTIONS, EVICTIONS, PLACEMENTS
+from kvtier.policies.registry import (
+    ADMISSIONS,
+    BUILT_IN_EVICTIONS,
+    EVICTIONS,
+    PLACEMENTS,
+    PolicyRole,
+)
 from kvtier.testing.fakes import RecordingTruth
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = """
 from kvtier.policies import Admission, LadderPlacement, Placement
-from kvtier.policies.eviction import Belady, Lru
+from kvtier.policies.eviction import Lru
 
 
 class Mine(Lru):
@@ -56,8 +62,8 @@ class Deep(Admission):
         return copy.depth > 3
 
 
-class Seer(Belady):
-    pass
+class Seer(Lru):
+    needs_future = True
 
 
 class Wrong:
@@ -158,6 +164,12 @@ def test_every_policy_but_belady_may_order_a_live_tier(name: str) -> None:
     config = parse_config(with_eviction(name), source="a.yaml")
     built = build_eviction(config.tiers[0].eviction, capacity=3)
     assert (type(built), built.capacity) == (BUILT_IN_EVICTIONS[name], 3)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("role", [EVICTIONS, PLACEMENTS, ADMISSIONS])
+def test_the_duties_of_a_policy_are_what_its_base_leaves_out(role: PolicyRole[Any]) -> None:
+    assert set(role.duties) == role.base.__abstractmethods__
 
 
 @pytest.mark.usefixtures("mine")

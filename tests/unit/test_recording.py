@@ -171,7 +171,7 @@ def test_every_call_that_changes_the_manager_is_recorded() -> None:
     public = {
         name
         for name, member in vars(TieredOffloadingManager).items()
-        if not name.startswith("_") and (inspect.isfunction(member) or name in READ_ONLY)
+        if not name.startswith("_") and (inspect.isroutine(member) or name in READ_ONLY)
     }
     assert public - READ_ONLY == {
         name for name in vars(RecordingManager) if not name.startswith("_")

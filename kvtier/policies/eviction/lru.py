@@ -22,6 +22,7 @@ from itertools import chain, compress
 from operator import not_
 from typing import Final
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvtier.policies.base import (
@@ -39,6 +40,7 @@ _SLACK: Final = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Lru(Eviction):
     """Evicts the copy whose last use is longest ago."""
 
