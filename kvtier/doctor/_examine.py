@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kvtier.compiled import is_compiled
 from kvtier.config import KvtierConfig, NvmeTierConfig, RamTierConfig, check_environment
-from kvtier.doctor import _devices, _gds, _memory, _mounts, _store
+from kvtier.doctor import _build, _devices, _gds, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.errors import ConfigError
+from kvtier.manager import TieredOffloadingManager
 from kvtier.units import approximate_size
 
 __all__ = ["Examination", "examine", "examine_pages"]
@@ -205,6 +207,7 @@ def _host_checks(
         gpus = len(_memory.find_gpus(machine))
         yield _memory.check_pinning(ram_bytes, locked_bytes, gpus=gpus)
 
+    yield "kvtier", lambda: [_build.check_build(compiled=is_compiled(TieredOffloadingManager))]
     yield "memory", memory
     yield "memlock", pinning
     yield "huge pages", lambda: [examine_pages(ram, machine=machine)]

@@ -15,12 +15,12 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, Final, cast
 
 import pytest
 from typing_extensions import override
 
+from kvtier.compiled import is_compiled
 from kvtier.policies import ChunkCopy
 
 __all__ = [
@@ -68,8 +68,7 @@ def skip_if_compiled(item: object) -> None:
     The interpreter reports nothing of what a compiled class does, so such a test would pass
     whatever that is. The same class from its source is what to run it on.
     """
-    file = getattr(sys.modules[type(item).__module__], "__file__", None) or ""
-    if file.endswith(tuple(EXTENSION_SUFFIXES)):
+    if is_compiled(type(item)):
         pytest.skip(f"{type(item).__name__} is compiled, and what it does cannot be watched")
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 
 from kvtier.doctor import Finding, MeasuredRates, Verdict
+from kvtier.doctor._build import check_build
 from kvtier.doctor._devices import BlockQueue, check_queues
 from kvtier.doctor._gds import GdsParts, check_gds
 from kvtier.doctor._memory import (
@@ -368,3 +369,10 @@ def test_a_disk_slower_than_nvme_is_a_warning_in_each_direction() -> None:
 def test_rates_through_the_page_cache_are_marked() -> None:
     findings = check_rates("nvme", replace(RATES, direct_io=False), chunk_nbytes=None)
     assert verdicts(findings) == ["note", "note"]
+
+
+def test_an_interpreted_kvtier_is_said_with_what_would_compile_it() -> None:
+    assert check_build(compiled=True).verdict is Verdict.OK
+    interpreted = check_build(compiled=False)
+    assert interpreted.verdict is Verdict.NOTE
+    assert "HATCH_BUILD_HOOK_ENABLE_MYPYC=1" in interpreted.remedy
