@@ -83,18 +83,6 @@ def test_the_version_is_the_package_s(shell: Shell) -> None:
     assert shell("--version") == Ran(0, f"kvtier {kvtier.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["check", "plan", "schema", "vllm-args"])
-def test_every_command_has_help_that_fits_a_terminal(
-    shell: Shell, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    ran = shell(command, "--help")
-    assert ran.code == 0
-    assert f"Usage: kvtier {command}" in ran.out
-    assert max(map(len, ran.out.splitlines())) <= 80
-    assert f"  {command}  " in shell("--help").out
-
-
 def test_a_policy_that_cannot_be_made_is_a_problem(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(
