@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 import typer
 
 from kvtier.cli._choice import choice
-from kvtier.cli._help import Commands
+from kvtier.cli._help import AsJson, Commands
 
 if TYPE_CHECKING:
     from kvtier.tiers.slab.inspect import Order
@@ -28,7 +28,6 @@ Only = Annotated[
     str | None,
     typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @cache.command()

@@ -13,7 +13,7 @@ import kvtier
 from kvtier.cli._cache import cache
 from kvtier.cli._choice import choice
 from kvtier.cli._example import example
-from kvtier.cli._help import Commands
+from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._render import make_console, show_plan, show_tiers
 from kvtier.cli._replay import replay
@@ -50,7 +50,6 @@ app.add_typer(trace_app, name="trace")
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _on_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract

@@ -1,4 +1,4 @@
-"""How a command's help reads: metavars for arguments, and limits in words.
+"""How a command's help reads: metavars for arguments, limits in words, one ``--json``.
 
 typer writes the Python type of an argument beside its metavar, braces around it in the usage
 line, and the limit of a number as ``x>=1``. Those are for who reads the source.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
-__all__ = ["Commands"]
+__all__ = ["AsJson", "Commands"]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from kvtier.cli._choice import choice
-from kvtier.cli._help import Commands
+from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
@@ -106,7 +106,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
     chunk_bytes: ChunkBytes = None,
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay TRACE against one policy or a whole ladder.
 

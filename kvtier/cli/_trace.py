@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from kvtier.cli._choice import choice
-from kvtier.cli._help import Commands
+from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.sim.describe import describe
@@ -59,7 +59,7 @@ def info(
     trace: TraceFile,
     *,
     format_name: FormatOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what TRACE holds, and what an infinite cache would hit."""
     facts = describe(read(trace, format_name))
