@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 import typer
 
 from kvtier.cli._choice import choice
+from kvtier.cli._help import AsJson, Commands
 
 if TYPE_CHECKING:
     from kvtier.tiers.slab.inspect import Order
 
 __all__ = ["cache"]
 
-cache = typer.Typer(
-    name="cache",
-    help="Look into the store of an NVMe tier, and tidy it up.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+cache = Commands(name="cache", help="Look into the store of an NVMe tier, and tidy it up.")
 
 _ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
 _DIR = "The path of an nvme tier, or one model's directory in it."
@@ -32,7 +28,6 @@ Only = Annotated[
     str | None,
     typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @cache.command()
@@ -127,7 +122,7 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     older_than: Annotated[
         str | None,
         typer.Option(
-            metavar="AGE", help="Remove what was neither stored nor used for so long."
+            metavar="AGE", help="Remove what was neither stored nor used for so long, as in 7d."
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all chunks.")] = False,

@@ -13,6 +13,7 @@ import kvtier
 from kvtier.cli._cache import cache
 from kvtier.cli._choice import choice
 from kvtier.cli._example import example
+from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._render import make_console, show_plan, show_tiers
 from kvtier.cli._replay import replay
@@ -32,14 +33,12 @@ from kvtier.units import UnitError, parse_rate
 
 __all__ = ["app"]
 
-app = typer.Typer(
+app = Commands(
     name="kvtier",
     help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe.",
     epilog="Start with: kvtier example > kvtier.yaml",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -47,12 +46,10 @@ app.command()(example)
 app.add_typer(cache)
 app.add_typer(sim_app, name="sim")
 app.add_typer(trace_app, name="trace")
-app.command()(replay)
 
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _on_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract
@@ -109,10 +106,11 @@ def doctor(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Say what on this machine makes FILE slow or unsafe, and what to do.
+    """Say what makes FILE slow or unsafe on this machine.
 
-    Exits with 1 if there is a problem. Measures each disk with up to 4 GiB of its free space.
-    Run it as the user that runs the engine, best before the engine runs.
+    Says what to do about it, too, and exits with 1 if there is a problem. Measures each disk
+    with up to 4 GiB of its free space. Run it as the user that runs the engine, best before
+    the engine runs.
     """
     # The storage tier and its packages are loaded for those who ask for them only.
     from kvtier.cli._doctor import examination_document, show_examination  # noqa: PLC0415
@@ -141,7 +139,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         int, typer.Option(min=1, metavar="N", help="Tokens per engine block.")
     ] = 16,
     fill_rate: Annotated[
-        str, typer.Option(metavar="SIZE/s", help="Rate at which new KV arrives.")
+        str, typer.Option(metavar="RATE", help="How fast new KV arrives, as in 500MiB/s.")
     ] = "2GiB/s",
     as_json: AsJson = False,
 ) -> None:
@@ -186,6 +184,9 @@ def print_schema() -> None:
     Editors that know YAML check and complete a file with it.
     """
     _echo_json(schema())
+
+
+app.command()(replay)
 
 
 def _rate(text: str) -> int:

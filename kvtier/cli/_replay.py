@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli._choice import choice
+from kvtier.cli._help import AsJson
 from kvtier.cli._progress import show_progress
 from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
@@ -51,9 +52,9 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
     format_name: FormatOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Replay TRACE with real bytes through real tiers, beside the simulator's prediction.
+    """Replay TRACE with real bytes, beside the simulator's prediction.
 
     An engine without a model asks and copies as a real one would, in real time, and compares
     every byte it loads with what was stored. Stores lie in temporary directories beside those

@@ -11,6 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from kvtier.cli._choice import choice
+from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
@@ -32,11 +33,7 @@ from kvtier.units import UnitError, parse_size
 
 __all__ = ["ChunkBytes", "PrefillRate", "Speeds", "chunk_bytes_of", "sim_app"]
 
-sim_app = typer.Typer(
-    help="Replay traces against policies and ladders.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+sim_app = Commands(help="Replay traces against policies and ladders.")
 
 _ORDERS = ("policy", "forward", "reverse")
 
@@ -45,7 +42,8 @@ Order = Annotated[
     typer.Option(
         "--touch-order",
         metavar="ORDER",
-        help=f"Order in which a request's chunks are accessed: {', '.join(_ORDERS)}.",
+        help="Order in which a request's chunks are accessed: forward, reverse, or that of the "
+        "policy.",
     ),
 ]
 ChunkBytes = Annotated[
@@ -68,8 +66,9 @@ Speeds = Annotated[
     list[str] | None,
     typer.Option(
         "--tier-speed",
-        metavar="TIER=READ,WRITE,LATENCY",
-        help="How fast a tier is, as in nvme=6GiB/s,3GiB/s,200us; may be repeated.",
+        metavar="TIER=SPEED",
+        help="How fast a tier reads and writes, and its latency, as in "
+        "nvme=6GiB/s,3GiB/s,200us; may be repeated.",
     ),
 ]
 
@@ -96,7 +95,9 @@ def run(  # noqa: PLR0913 - each is an option of the command
     ] = None,
     capacity: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Of the tier: 5% of the trace, 9140 or 64GiB."),
+        typer.Option(
+            metavar="SIZE", help="Of the tier: 5% of the trace's chunks, 9140 chunks or 64GiB."
+        ),
     ] = None,
     touch_order: Order = "policy",
     config: Annotated[
@@ -105,9 +106,9 @@ def run(  # noqa: PLR0913 - each is an option of the command
     chunk_bytes: ChunkBytes = None,
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Replay TRACE against one policy, or against the ladder of a configuration.
+    """Replay TRACE against one policy or a whole ladder.
 
     With --config the manager of a live engine decides, in model time; no bytes move. A
     recording of a live engine's calls is replayed with its outcomes: every answer must be the
@@ -164,7 +165,8 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
         ),
     ],
     capacities: Annotated[
-        str, typer.Option(metavar="SIZES", help="Sizes, with commas between, as in 1%,9140.")
+        str,
+        typer.Option(metavar="SIZES", help="Sizes, with commas between, as in 1%,9140,64GiB."),
     ],
     csv: Annotated[Path, typer.Option(metavar="FILE", help="Table to write; replaced.")],
     plot: Annotated[

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from kvtier.cli._choice import choice
+from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._render import make_console, make_table, show_table
 from kvtier.sim.describe import describe
@@ -26,11 +27,7 @@ from kvtier.sim.traces import (
 
 __all__ = ["FormatOption", "TraceFile", "read", "trace_app"]
 
-trace_app = typer.Typer(
-    help="Describe, convert and generate traces.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+trace_app = Commands(help="Describe, convert and generate traces.")
 
 TraceFile = Annotated[
     Path, typer.Argument(metavar="TRACE", help="Trace file; may be gzip or zstd.")
@@ -62,7 +59,7 @@ def info(
     trace: TraceFile,
     *,
     format_name: FormatOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what TRACE holds, and what an infinite cache would hit."""
     facts = describe(read(trace, format_name))
@@ -80,9 +77,10 @@ def convert(
     format_name: FormatOption = "auto",
     to: OutputFormat = "mooncake",
 ) -> None:
-    """Write TRACE in another format; chunks are renumbered as they appear.
+    """Write TRACE in another format.
 
-    The formats keys and oracle lose which references belong to one request.
+    Chunks are renumbered as they appear. The formats keys and oracle lose which references
+    belong to one request.
     """
     choice("--to", to, WRITERS)
     check_outputs({"--output": output}, [trace])
@@ -100,7 +98,7 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
         int, typer.Option(min=1, metavar="N", help="Sessions that begin.")
     ] = 1000,
     per_s: Annotated[
-        float, typer.Option(min=1e-6, metavar="RATE", help="Sessions that begin per second.")
+        float, typer.Option(min=1e-6, metavar="N", help="Sessions that begin per second.")
     ] = 1.0,
     chunk_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of one chunk.")
@@ -108,10 +106,10 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal traces.")] = 0,
     to: OutputFormat = "mooncake",
 ) -> None:
-    """Make up traffic: chat (conversations), agents (long tool loops) or shared (prompts).
+    """Make up the traffic of sessions that begin at random.
 
-    Sessions begin at random; the manual's page on the command line has a table of what else is
-    drawn, and from which distribution.
+    WORKLOAD is chat (conversations), agents (long tool loops) or shared (prompts). The manual's
+    page on the command line has a table of what else is drawn, and from which distribution.
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)

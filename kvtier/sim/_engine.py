@@ -12,10 +12,13 @@ takes to RAM, and prompts computed in pieces.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
@@ -24,12 +27,13 @@ from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, TransferResult, Why
 
-__all__ = ["ModelEngine", "ModelRequest"]
+__all__ = ["Engine", "ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
 _PROMOTE: Final = Why.PROMOTE
 
+_Model = TypeVar("_Model", bound=TimeModel)
 
 _Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
 """When, a number that keeps equal times in order, what happens, and to what."""
@@ -83,7 +87,7 @@ class ModelRequest:
         self.first_token_s = 0.0
 
 
-class ModelEngine:
+class Engine(ABC, Generic[_Model]):
     """Serves requests through a manager.
 
     Args:
@@ -99,7 +103,7 @@ class ModelEngine:
         self,
         manager: TieredOffloadingManager,
         *,
-        model: TimeModel,
+        model: _Model,
         transfers: TransferModel,
         truth: HonestTruth,
         chunk_tokens: int,
@@ -113,6 +117,27 @@ class ModelEngine:
         self._retain_s = retain_s
         self._now_s = 0.0
         self._order = count()
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Set up what this kind of engine keeps from step to step; the constructor calls it."""
+
+    @abstractmethod
+    def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
+        """Serve ``requests``, given in order of arrival; yield each when it is over."""
+
+    def _retain(self, keys: Sequence[ChunkKey]) -> None:
+        """Keep chunks that were used now, if any are to be kept."""
+        if self._retain_s:
+            self._manager.retain(keys, self._now_s + self._retain_s)
+
+
+class ModelEngine(Engine[TimeModel]):
+    """Computes one request after the other."""
+
+    @override
+    def _begin(self) -> None:
         self._events: list[_Event] = []
         self._queue: deque[ModelRequest] = deque()
         self._deferred: dict[ModelRequest, None] = {}
@@ -128,8 +153,8 @@ class ModelEngine:
         self._steps = 0
         self._started: list[str] = []
 
+    @override
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
-        """Serve ``requests``, given in order of arrival; yield each when it is over."""
         events = self._events
         for request in requests:
             arrival_s = request.arrival_s
@@ -218,8 +243,7 @@ class ModelEngine:
             heapq.heappush(self._ready, (request.number, request))
             return True
         plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
-        if self._retain_s:
-            self._retain(request.keys[:hits])
+        self._retain(request.keys[:hits])
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
@@ -248,13 +272,9 @@ class ModelEngine:
                 continue
             if plan.keys:
                 self._manager.complete_store(plan.keys)
-                if self._retain_s:
-                    self._retain(plan.keys)
+                self._retain(plan.keys)
             self._manager.end_request(request.req_id)
         self._unstored = refused
-
-    def _retain(self, keys: Sequence[ChunkKey]) -> None:
-        self._manager.retain(keys, self._now_s + self._retain_s)
 
     # -- events -----------------------------------------------------------------------------
 

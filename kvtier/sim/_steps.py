@@ -21,15 +21,15 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+
+from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.manager import LoadPlan
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.policies.terms import terms_of_session
-from kvtier.sim._engine import ModelRequest
-from kvtier.sim._truth import HonestTruth
-from kvtier.sim.timing import TimeModel, TransferModel
+from kvtier.sim._engine import Engine, ModelRequest
+from kvtier.sim.timing import TimeModel
 from kvtier.types import Job, TransferResult, Why
 
 __all__ = ["StepEngine", "StepModel"]
@@ -87,36 +87,11 @@ class _Load:
     """When all its chunks are in RAM."""
 
 
-class StepEngine:
-    """Serves requests through a manager, step by step.
+class StepEngine(Engine[StepModel]):
+    """Computes all that are running at once, step by step."""
 
-    Args:
-        manager: The manager.
-        model: What things take.
-        transfers: When loads and storage jobs end.
-        truth: The manager's; told what did not come up.
-        chunk_tokens: Tokens of a chunk.
-        retain_s: Seconds chunks are kept in RAM after a use.
-    """
-
-    def __init__(
-        self,
-        manager: TieredOffloadingManager,
-        *,
-        model: StepModel,
-        transfers: TransferModel,
-        truth: HonestTruth,
-        chunk_tokens: int,
-        retain_s: float = 0.0,
-    ) -> None:
-        self._manager = manager
-        self._model = model
-        self._transfers = transfers
-        self._truth = truth
-        self._chunk_tokens = chunk_tokens
-        self._retain_s = retain_s
-        self._now_s = 0.0
-        self._order = count()
+    @override
+    def _begin(self) -> None:
         self._results: list[tuple[float, int, Job, TransferResult]] = []
         self._waiting: deque[_Served] = deque()
         self._running: list[_Served] = []
@@ -125,8 +100,8 @@ class StepEngine:
         self._stored: list[Sequence[ChunkKey]] = []
         self._ended: list[_Served] = []
 
+    @override
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
-        """Serve ``requests``, given in order of arrival; yield each when it is over."""
         coming = deque(requests)
         while coming or self._is_busy or self._results:
             if not self._is_busy:
@@ -288,10 +263,6 @@ class StepEngine:
             if served.generated >= served.request.output_tokens:
                 self._running.remove(served)
                 self._ended.append(served)
-
-    def _retain(self, keys: Sequence[ChunkKey]) -> None:
-        if self._retain_s:
-            self._manager.retain(keys, self._now_s + self._retain_s)
 
     # -- jobs -------------------------------------------------------------------------------
 

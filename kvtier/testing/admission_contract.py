@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import ClassVar, Final
+
+from typing_extensions import override
 
 from kvtier.policies import (
     Admission,
@@ -28,13 +29,13 @@ from kvtier.testing.counting import (
     packages_of,
     skip_if_compiled,
 )
-from kvtier.testing.purity import contents_of, held_by, impure_calls
+from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
+from kvtier.testing.purity import held_by
 from kvtier.testing.questions import Question, make_copies, make_questions, serve_traffic
 from kvtier.testing.workbench import Workbench
 
 __all__ = ["AdmissionContract", "BudgetContract"]
 
-_TIERS: Final = 3
 _CAPACITY: Final = 48
 _ENTRIES_PER_SLOT, _ENTRIES_OF_EMPTY = 8, 256
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
@@ -42,7 +43,7 @@ _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 _DAY_S, _ASK_EVERY_S, _ASKED_AT_ONCE = 86_400.0, 1000.0, 40
 
 
-class AdmissionContract(ABC):
+class AdmissionContract(DecisionContract[Admission, bool]):
     """Inherit as ``TestX`` and say how to make the policy.
 
     Attributes:
@@ -55,62 +56,45 @@ class AdmissionContract(ABC):
     def make_admission(self, *, capacity: int) -> Admission:
         """Return a new policy; RAM and the largest tier together have ``capacity`` slots."""
 
+    @override
+    def make_policy(self) -> Admission:
+        return self.make_admission(capacity=_CAPACITY)
+
+    @override
+    def answers(self, policy: Admission, question: Question, ctx: PolicyContext) -> list[bool]:
+        question.set_scene(ctx)
+        return list(policy.admits_many(question.copies, question.tier, ctx))
+
+    @override
+    def answers_one_by_one(
+        self, policy: Admission, question: Question, ctx: PolicyContext
+    ) -> list[bool]:
+        question.set_scene(ctx)
+        return [policy.admits(copy, question.tier, ctx) for copy in question.copies]
+
     def test_an_answer_is_yes_or_no(self) -> None:
-        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
-        for question in _questions(100):
+        admission, ctx = self.make_policy(), PolicyContext()
+        for question in some_questions(100):
             assert all(
-                isinstance(answer, bool) for answer in _answers(admission, question, ctx)
+                isinstance(answer, bool) for answer in self.answers(admission, question, ctx)
             )
 
-    def test_batches_are_answered_like_single_chunks(self) -> None:
-        single, batch = (self.make_admission(capacity=_CAPACITY) for _ in range(2))
-        one_ctx, many_ctx = PolicyContext(), PolicyContext()
-        for question in _questions(400):
-            one_by_one = _answers_one_by_one(single, question, one_ctx)
-            assert _answers(batch, question, many_ctx) == one_by_one
-
-    def test_the_same_questions_get_the_same_answers(self) -> None:
-        state = random.getstate()
-        given: list[list[list[bool]]] = []
-        for seed in (1, 2):
-            random.seed(seed)
-            admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
-            given.append([_answers(admission, question, ctx) for question in _questions(400)])
-        random.setstate(state)
-        assert given[0] == given[1]
-
     def test_each_tier_is_judged_by_itself(self) -> None:
-        alone, both = (self.make_admission(capacity=_CAPACITY) for _ in range(2))
+        alone, both = self.make_policy(), self.make_policy()
         ctx, same_ctx, other_ctx = PolicyContext(), PolicyContext(), PolicyContext()
-        for question in _questions(400):
+        for question in some_questions(400):
             if question.tier == 1:
                 there = Question(question.now, 2, question.copies)
-                _answers(both, there, other_ctx)
-                assert _answers(both, question, same_ctx) == _answers(alone, question, ctx)
-
-    def test_it_decides_and_does_nothing_else(self) -> None:
-        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
-        skip_if_compiled(admission)
-        questions = _questions(100)
-        with impure_calls(ctx.rng) as found:
-            for question in questions:
-                _answers(admission, question, ctx)
-                _answers_one_by_one(admission, question, ctx)
-        assert not found, f"it called {sorted(set(found))}"
-
-    def test_copies_and_context_are_read_only(self) -> None:
-        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
-        for question in _questions(100):
-            before = [contents_of(copy) for copy in question.copies]
-            _answers(admission, question, ctx)
-            assert [contents_of(copy) for copy in question.copies] == before
-            assert (ctx.now, ctx.session) == (question.now, question.copies[0].session)
+                self.answers(both, there, other_ctx)
+                assert self.answers(both, question, same_ctx) == self.answers(
+                    alone, question, ctx
+                )
 
     def test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy(self) -> None:
-        admission, ctx = self.make_admission(capacity=_CAPACITY), PolicyContext()
-        for question in make_questions(2000, tiers=_TIERS, chunks=8000, seed=3):
-            _answers(admission, question, ctx)
-        slots = (_TIERS - 1) * _CAPACITY
+        admission, ctx = self.make_policy(), PolicyContext()
+        for question in make_questions(2000, tiers=TIERS, chunks=8000, seed=3):
+            self.answers(admission, question, ctx)
+        slots = (TIERS - 1) * _CAPACITY
         copies, keys = held_by(admission)
         assert not copies, "it keeps copies"
         assert keys <= self.keys_per_slot * slots
@@ -132,11 +116,11 @@ class AdmissionContract(ABC):
         """Count the policy's steps per chunk once it has seen many more than fit."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
-        for question in make_questions(2 * capacity, tiers=_TIERS, chunks=chunks, seed=4):
-            _answers(admission, question, ctx)
-        asked = make_questions(300, tiers=_TIERS, chunks=chunks, seed=5)
+        for question in make_questions(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
+            self.answers(admission, question, ctx)
+        asked = make_questions(300, tiers=TIERS, chunks=chunks, seed=5)
         steps = count_steps(
-            lambda: [_answers(admission, question, ctx) for question in asked],
+            lambda: [self.answers(admission, question, ctx) for question in asked],
             packages=packages_of(admission),
         )
         return steps / sum(len(question.copies) for question in asked)
@@ -173,7 +157,7 @@ class BudgetContract(AdmissionContract):
             PolicyContext(),
             random.Random(9),
         )
-        admitted: dict[int, list[float]] = {tier: [] for tier in range(1, _TIERS)}
+        admitted: dict[int, list[float]] = {tier: [] for tier in range(1, TIERS)}
         copies = make_copies(range(_ASKED_AT_ONCE), rng, generation=1)
         rounds = round(3 * _DAY_S / _ASK_EVERY_S)
         for number in range(rounds):
@@ -182,19 +166,3 @@ class BudgetContract(AdmissionContract):
                 answers = admission.admits_many(copies, tier, ctx)
                 times.extend(ctx.now for answer in answers if answer)
         return admitted
-
-
-def _questions(count: int) -> Sequence[Question]:
-    return make_questions(count, tiers=_TIERS, chunks=96, seed=8)
-
-
-def _answers(admission: Admission, question: Question, ctx: PolicyContext) -> list[bool]:
-    question.set_scene(ctx)
-    return list(admission.admits_many(question.copies, question.tier, ctx))
-
-
-def _answers_one_by_one(
-    admission: Admission, question: Question, ctx: PolicyContext
-) -> list[bool]:
-    question.set_scene(ctx)
-    return [admission.admits(copy, question.tier, ctx) for copy in question.copies]

@@ -28,7 +28,7 @@ CONTRACTS: dict[str, type] = {
 POLICY_TESTS = [
     (policy, name)
     for policy, contract in CONTRACTS.items()
-    for name in vars(contract)
+    for name in dir(contract)
     if name.startswith("test_")
 ]
 TestShelfTierOnThePage: type[StorageTierContract] = NAMES["TestShelfTier"]

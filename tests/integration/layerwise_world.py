@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_offload.base import OffloadingSpec
@@ -34,7 +33,7 @@ from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.worker import EndedLoad, KVTierWorker
 from tests.integration.scheduler_pair import SpiedService
-from tests.integration.scheduler_setup import Setup, scheduler_with
+from tests.integration.scheduler_setup import Setup, make_request, scheduler_with
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -201,13 +200,7 @@ class LayerwiseWorld:
     # -- what a client does --------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], answer: int) -> Request:
-        request = Request(
-            request_id=f"r{len(self.requests)}",
-            prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        request = make_request(len(self.requests), prompt, answer, self._hasher)
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
         return request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -26,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier.vllm.demo.model import architecture
@@ -69,6 +72,23 @@ class Setup:
     @property
     def tokens_per_hash(self) -> int:
         return min(tokens for tokens, _ in self.groups)
+
+
+def make_request(
+    number: int,
+    prompt: Sequence[int],
+    answer: int,
+    hasher: Callable[[Request], list[BlockHash]],
+    extra: dict[str, Any] | None = None,
+) -> Request:
+    """Return the request of that ``number``, which generates ``answer`` tokens in any case."""
+    return Request(
+        request_id=f"r{number}",
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra),
+        pooling_params=None,
+        block_hasher=hasher,
+    )
 
 
 def build_scheduler(setup: Setup, model: Path, pair: Pair) -> Scheduler:

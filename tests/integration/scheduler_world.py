@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -28,7 +27,7 @@ from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob
 from kvtier.keys import make_key
 from kvtier.testing.stepped import SteppedCache
 from tests.integration.scheduler_pair import Pair, TeeConnector, options_of
-from tests.integration.scheduler_setup import Setup, build_scheduler
+from tests.integration.scheduler_setup import Setup, build_scheduler, make_request
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -95,15 +94,7 @@ class World:
         self, prompt: Sequence[int], answer: int, params: dict[str, Any] | None = None
     ) -> Request:
         extra = {"kv_transfer_params": params} if params else None
-        request = Request(
-            request_id=f"r{len(self.requests)}",
-            prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(
-                max_tokens=answer, ignore_eos=True, extra_args=extra
-            ),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        request = make_request(len(self.requests), prompt, answer, self._hasher, extra)
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
         return request

@@ -1,4 +1,4 @@
-"""A store, an engine in another process, and ``kvtier cache``."""
+"""Threads for I/O, a store, an engine in another process, and ``kvtier cache``."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def pool() -> Iterator[IoPool]:
     pool = IoPool(2, name="kvtier-test")
+    yield pool
+    assert pool.close(timeout_s=10)
+
+
+@pytest.fixture
+def store(tmp_path: Path, pool: IoPool) -> Iterator[Store]:
     store = Store(tmp_path / "store", pool)
     yield store
     store.stop()
-    assert pool.close(timeout_s=10)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +21,14 @@ from kvtier.memory.slot_layout import shard_of
 from kvtier.memory.streams import Fence, open_stream
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
 from kvtier.types import Job, Outcome, Why
+from tests.unit.regions import open_regions
 
 PAGES = ((0, 96), (1, 160))
 BLOCK_NBYTES = 256
 BLOCKS = 32
 
 MakeRegion = Callable[..., HostRegion]
+MakeDevice = Callable[..., "Device"]
 
 
 def make_kv(fill: bool = True) -> KVBlocks:
@@ -43,25 +44,20 @@ def make_kv(fill: bool = True) -> KVBlocks:
 
 @pytest.fixture
 def make_region() -> Iterator[MakeRegion]:
-    regions: list[HostRegion] = []
+    with open_regions() as open_region:
 
-    def make(*, blocks_per_chunk: int, ranks: int = 1, slots: int = 16) -> HostRegion:
-        shard = BLOCK_NBYTES * blocks_per_chunk
-        geometry = RegionGeometry(
-            slots=slots,
-            slot_nbytes=-(-shard * ranks // 4096) * 4096,
-            stripe_nbytes=shard,
-            stripes=ranks,
-            ranks=ranks,
-        )
-        name = f"copy-{os.getpid()}-{len(regions)}-{blocks_per_chunk}"
-        region = HostRegion.create(name, geometry, attachers=0, timeout_s=1)
-        regions.append(region)
-        return region
+        def make(*, blocks_per_chunk: int, ranks: int = 1) -> HostRegion:
+            shard = BLOCK_NBYTES * blocks_per_chunk
+            geometry = RegionGeometry(
+                slots=16,
+                slot_nbytes=-(-shard * ranks // 4096) * 4096,
+                stripe_nbytes=shard,
+                stripes=ranks,
+                ranks=ranks,
+            )
+            return open_region(geometry)
 
-    yield make
-    for region in regions:
-        region.close()
+        yield make
 
 
 def block_bytes(kv: KVBlocks, group: int, block: int) -> bytes:
@@ -272,33 +268,54 @@ def store_job(*plans: BlockCopyPlan, stamp: int = 8) -> Job:
     return Job(1, Why.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
 
 
+class Device:
+    """A device whose blocks are copied to RAM slots and back.
+
+    Args:
+        region: The slots.
+        pool: Copies.
+        blocks_per_chunk: Blocks of a slot.
+    """
+
+    def __init__(self, region: HostRegion, pool: IoPool, blocks_per_chunk: int) -> None:
+        self.region = region
+        self.control = region.control
+        self.kv = make_kv()
+        self.copier = BlockCopier(
+            self.kv, region, share=shard_of(0), blocks_per_chunk=blocks_per_chunk
+        )
+        self.store = DeviceStore(self.copier, self.control, rank=0, pool=pool)
+        self.load = DeviceLoad(self.copier, self.control, rank=0, pool=pool)
+
+
 @pytest.fixture
-def pool() -> Iterator[IoPool]:
-    pool = IoPool(1, name="kvtier-test")
-    yield pool
-    assert pool.close(timeout_s=5)
+def make_device(make_region: MakeRegion, pool: IoPool) -> Iterator[MakeDevice]:
+    devices: list[Device] = []
+
+    def make(*, blocks_per_chunk: int) -> Device:
+        region = make_region(blocks_per_chunk=blocks_per_chunk)
+        devices.append(Device(region, pool, blocks_per_chunk))
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.copier.close()
 
 
-def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(
-    make_region: MakeRegion, pool: IoPool
-) -> None:
-    region = make_region(blocks_per_chunk=1)
-    control = region.control
-    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=1)
+def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(make_device: MakeDevice) -> None:
+    device = make_device(blocks_per_chunk=1)
+    control = device.control
     plan = plan_copy([3, 4], [2, 0], [0, 0], [0, 1], blocks_per_chunk=1)
     control.issue([0, 1])
-    store = DeviceStore(copier, control, rank=0, pool=pool)
-    moved = asyncio.run(store.run(store_job(plan)))
+    moved = asyncio.run(device.store.run(store_job(plan)))
     assert list(moved.outcomes) == [Outcome.DONE] * 2
     assert control.stored([0, 1], [8, 8]) == [True, True]
     assert control.quiet([0, 1]) == [True, True]
-    load = DeviceLoad(copier, control, rank=0, pool=pool)
-    loaded = asyncio.run(load.run(load_job(plan, [8, 8])))
+    loaded = asyncio.run(device.load.run(load_job(plan, [8, 8])))
     assert list(loaded.outcomes) == [Outcome.DONE] * 2
-    refused = asyncio.run(load.run(load_job(plan, [8, 9])))
+    refused = asyncio.run(device.load.run(load_job(plan, [8, 9])))
     assert list(refused.outcomes) == [Outcome.DONE, Outcome.FAILED]
     assert control.loaded([0, 1], [8, 9]) == [True, False]
-    copier.close()
 
 
 @pytest.mark.parametrize(
@@ -310,53 +327,40 @@ def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(
     ],
 )
 def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
-    make_region: MakeRegion, pool: IoPool, blocks: list[int], first: int, whole: list[bool]
+    make_device: MakeDevice, blocks: list[int], first: int, whole: list[bool]
 ) -> None:
-    region = make_region(blocks_per_chunk=2)
-    control = region.control
-    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=2)
+    device = make_device(blocks_per_chunk=2)
+    control = device.control
     plan = plan_copy(blocks, [len(blocks), 0], [first, 0], [0, 1], blocks_per_chunk=2)
     control.issue([0, 1])
-    store = DeviceStore(copier, control, rank=0, pool=pool)
-    moved = asyncio.run(store.run(store_job(plan)))
+    moved = asyncio.run(device.store.run(store_job(plan)))
     assert [outcome is Outcome.DONE for outcome in moved.outcomes] == whole
     assert bool(moved.error) is not all(whole)
     assert control.stored([0, 1], [8, 8]) == whole
     assert control.quiet([0, 1]) == [True, True]
-    copier.close()
 
 
-def test_a_revoked_store_is_acknowledged_but_never_whole(
-    make_region: MakeRegion, pool: IoPool
-) -> None:
-    region = make_region(blocks_per_chunk=1)
-    control = region.control
-    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=1)
+def test_a_revoked_store_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
+    device = make_device(blocks_per_chunk=1)
+    control = device.control
     plan = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
     control.issue([0])
-    store = DeviceStore(copier, control, rank=0, pool=pool)
     job = store_job(plan)
-    store.revoke(job.job_id)
-    assert asyncio.run(store.run(job)).outcomes == [Outcome.EXPIRED]
+    device.store.revoke(job.job_id)
+    assert asyncio.run(device.store.run(job)).outcomes == [Outcome.EXPIRED]
     assert control.stored([0], [8]) == [False]
     assert control.quiet([0]) == [True]
-    copier.close()
 
 
-def test_a_store_that_fails_is_acknowledged_but_never_whole(
-    make_region: MakeRegion, pool: IoPool
-) -> None:
-    region = make_region(blocks_per_chunk=1)
-    control = region.control
-    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=1)
+def test_a_store_that_fails_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
+    device = make_device(blocks_per_chunk=1)
+    control = device.control
     plan = plan_copy([BLOCKS + 5], [1, 0], [0, 0], [0], blocks_per_chunk=1)
     control.issue([0])
-    store = DeviceStore(copier, control, rank=0, pool=pool)
     with pytest.raises((IndexError, RuntimeError)):
-        asyncio.run(store.run(store_job(plan)))
+        asyncio.run(device.store.run(store_job(plan)))
     assert control.stored([0], [8]) == [False]
     assert control.quiet([0]) == [True]
-    copier.close()
 
 
 @pytest.fixture
@@ -374,21 +378,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[BlockCopyPlan]:
 
 
 def test_the_stores_of_a_job_are_copied_in_one_call(
-    make_region: MakeRegion, pool: IoPool, calls: list[BlockCopyPlan]
+    make_device: MakeDevice, calls: list[BlockCopyPlan]
 ) -> None:
-    region = make_region(blocks_per_chunk=2)
-    control, kv = region.control, make_kv()
-    copier = BlockCopier(kv, region, share=shard_of(0), blocks_per_chunk=2)
+    device = make_device(blocks_per_chunk=2)
+    control = device.control
     plans = [
         plan_copy([3, 4, 5], [2, 1], [0, 0], [4, 1], blocks_per_chunk=2),
         plan_copy([6, 7], [2, 0], [0, 0], [5], blocks_per_chunk=2),
         plan_copy([8, 9], [0, 2], [0, 0], [2], blocks_per_chunk=2),
     ]
     control.issue([1, 2, 4, 5])
-    store = DeviceStore(copier, control, rank=0, pool=pool)
-
-    store.revoke(3)
-    moved = asyncio.run(store.run(store_job(*plans)))
+    device.store.revoke(3)
+    moved = asyncio.run(device.store.run(store_job(*plans)))
     assert len(calls) == 1
     # The half of a chunk in slot 1, and what was revoked, concern themselves alone.
     done, refused = Outcome.DONE, Outcome.REFUSED
@@ -397,27 +398,20 @@ def test_the_stores_of_a_job_are_copied_in_one_call(
     assert control.quiet([1, 2, 4, 5]) == [True] * 4
     for group, slot, blocks in ((0, 4, (3, 4)), (0, 5, (6, 7)), (1, 2, (8, 9))):
         for place, block in enumerate(blocks):
-            at, wanted = place * BLOCK_NBYTES, block_bytes(kv, group, block)
-            assert bytes(region.slot(slot)[at : at + len(wanted)]) == wanted
-    copier.close()
+            at, wanted = place * BLOCK_NBYTES, block_bytes(device.kv, group, block)
+            assert bytes(device.region.slot(slot)[at : at + len(wanted)]) == wanted
 
 
-def test_the_stores_of_a_job_fail_together_and_the_next_do_not(
-    make_region: MakeRegion, pool: IoPool
-) -> None:
-    region = make_region(blocks_per_chunk=1)
-    control = region.control
-    copier = BlockCopier(make_kv(), region, share=shard_of(0), blocks_per_chunk=1)
+def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: MakeDevice) -> None:
+    device = make_device(blocks_per_chunk=1)
+    control = device.control
     good = plan_copy([3], [1, 0], [0, 0], [0], blocks_per_chunk=1)
     bad = plan_copy([BLOCKS + 5], [1, 0], [0, 0], [1], blocks_per_chunk=1)
     control.issue([0, 1])
-    store = DeviceStore(copier, control, rank=0, pool=pool)
-
     with pytest.raises((IndexError, RuntimeError)):
-        asyncio.run(store.run(store_job(good, bad)))
+        asyncio.run(device.store.run(store_job(good, bad)))
     assert control.stored([0, 1], [8, 8]) == [False, False]
     assert control.quiet([0, 1]) == [True, True]
     control.issue([0])
-    again = asyncio.run(store.run(store_job(good, stamp=9)))
+    again = asyncio.run(device.store.run(store_job(good, stamp=9)))
     assert again.outcomes == [Outcome.DONE]
-    copier.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,29 +23,25 @@ from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier
 from kvtier.memory.slot_layout import STRIPES, share_pages
 from tests.unit.kv_pages import Model
+from tests.unit.regions import open_regions
 
 BLOCKS, SLOTS, LAYERS = 16, 8, 2
 SHAPE = (BLOCKS, 2, 32, 128)
 PAGE_NBYTES = 2 * 32 * 128 * 4
 NAMES = [f"layer.{number}" for number in range(LAYERS)]
-NUMBERS = itertools.count()
 
 OpenRegion = Callable[..., HostRegion]
 
 
 @pytest.fixture
 def open_region() -> Iterator[OpenRegion]:
-    regions: list[HostRegion] = []
+    with open_regions() as open_region:
 
-    def make(block_nbytes: int = LAYERS * PAGE_NBYTES, stripes: int = 1) -> HostRegion:
-        geometry = RegionGeometry(SLOTS, block_nbytes, block_nbytes // stripes, stripes, 1)
-        name = f"worker-{os.getpid()}-{next(NUMBERS)}"
-        regions.append(HostRegion.create(name, geometry, attachers=0, timeout_s=1))
-        return regions[-1]
+        def make(block_nbytes: int = LAYERS * PAGE_NBYTES, stripes: int = 1) -> HostRegion:
+            stripe_nbytes = block_nbytes // stripes
+            return open_region(RegionGeometry(SLOTS, block_nbytes, stripe_nbytes, stripes, 1))
 
-    yield make
-    for region in regions:
-        region.close()
+        yield make
 
 
 def make_caches() -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
 from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Job, Outcome, Why
+from tests.unit.regions import open_regions
 
 BLOCKS, SLOTS, PAGE_NBYTES = 16, 8, 4096
 STAMP = 8
@@ -22,10 +22,8 @@ SOON_S = 10.0
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    geometry = RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1, 1)
-    region = HostRegion.create(f"device-{os.getpid()}", geometry, attachers=0, timeout_s=1)
-    yield region
-    region.close()
+    with open_regions() as open_region:
+        yield open_region(RegionGeometry(SLOTS, PAGE_NBYTES, PAGE_NBYTES, 1, 1))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -69,13 +69,6 @@ class Patient:
     def ledger(self) -> list[Injection]:
         lines = self.options.ledger.read_text().splitlines()
         return [Injection.model_validate_json(line) for line in lines]
-
-
-@pytest.fixture
-def pool() -> Iterator[IoPool]:
-    pool = IoPool(2, name="kvtier-patient")
-    yield pool
-    assert pool.close(timeout_s=10)
 
 
 @pytest_asyncio.fixture

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,20 @@ from kvtier.memory import HostRegion, RegionGeometry, backing
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
 
-def name_of(request: pytest.FixtureRequest) -> str:
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
     return f"test-{os.getpid()}-{request.node.name}"
 
 
-def test_every_process_sees_the_same_slots_and_control_words(
-    request: pytest.FixtureRequest,
-) -> None:
-    name = name_of(request)
+@pytest.fixture
+def region(name: str) -> Iterator[HostRegion]:
+    """A region that one more process attaches to."""
+    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+    yield region
+    region.close()
+
+
+def test_every_process_sees_the_same_slots_and_control_words(name: str) -> None:
     first = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
     second = HostRegion.attach(name, SMALL, timeout_s=10)
     first.slot(3)[:5] = b"bytes"
@@ -48,8 +55,7 @@ def test_engines_with_names_longer_than_a_socket_takes_have_regions_of_their_own
         region.close()
 
 
-def test_an_attacher_that_comes_first_waits(request: pytest.FixtureRequest) -> None:
-    name = name_of(request)
+def test_an_attacher_that_comes_first_waits(name: str) -> None:
     attached: list[HostRegion] = []
     waiter = threading.Thread(
         target=lambda: attached.append(HostRegion.attach(name, SMALL, timeout_s=10))
@@ -62,71 +68,58 @@ def test_an_attacher_that_comes_first_waits(request: pytest.FixtureRequest) -> N
     region.close()
 
 
-def test_a_region_that_nobody_creates_is_an_error_that_says_what_to_look_for(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_a_region_that_nobody_creates_is_an_error_that_says_what_to_look_for(name: str) -> None:
     with pytest.raises(CapacityError, match=r"first worker failed to create it"):
-        HostRegion.attach(name_of(request), SMALL, timeout_s=0.01)
+        HostRegion.attach(name, SMALL, timeout_s=0.01)
 
 
-def test_a_second_region_of_one_name_is_refused(request: pytest.FixtureRequest) -> None:
-    name = name_of(request)
-    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+def test_a_second_region_of_one_name_is_refused(name: str, region: HostRegion) -> None:
     with pytest.raises(UnsupportedError, match="its own engine_id"):
         HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
-    region.close()
 
 
 def test_a_process_that_dies_while_attaching_leaves_its_place_to_another(
-    request: pytest.FixtureRequest,
+    name: str, region: HostRegion
 ) -> None:
-    name = name_of(request)
-    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
         dying.connect(f"\0kvtier-region-{name}")
     HostRegion.attach(name, SMALL, timeout_s=10).close()
-    region.close()
 
 
 def test_processes_that_disagree_about_the_shape_are_told_so(
-    request: pytest.FixtureRequest,
+    name: str, region: HostRegion
 ) -> None:
-    name = name_of(request)
-    region = HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
     other = RegionGeometry(slots=5, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
     with pytest.raises(UnsupportedError, match="same configuration file"):
         HostRegion.attach(name, other, timeout_s=10)
-    region.close()
 
 
-def test_a_region_larger_than_memory_is_refused_before_anything_is_allocated(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_a_region_larger_than_memory_is_refused_before_anything_is_allocated(name: str) -> None:
     huge = RegionGeometry(1 << 40, 4096, stripe_nbytes=4096, stripes=1, ranks=1)
     with pytest.raises(CapacityError, match=r"available memory leaves .*tiers\[0\].capacity"):
-        HostRegion.create(name_of(request), huge, attachers=0, timeout_s=1)
+        HostRegion.create(name, huge, attachers=0, timeout_s=1)
     # The name is free again.
-    HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1).close()
+    HostRegion.create(name, SMALL, attachers=0, timeout_s=1).close()
 
 
 def test_the_control_groups_limit_counts_too(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [("available memory", 1 << 40), ("the control group's memory.max", 4096)]
     monkeypatch.setattr(backing, "_memory_limits", lambda: iter(limits))
     with pytest.raises(CapacityError, match=r"memory\.max leaves 4KiB"):
-        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1, huge_pages="off")
+        HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
 
 
 def test_memory_that_cannot_be_allocated_is_a_clear_error(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(descriptor: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(CapacityError, match=r"No space left.*lower tiers\[0\].capacity"):
-        HostRegion.create(name_of(request), SMALL, attachers=0, timeout_s=1, huge_pages="off")
+        HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
 
 
 CREATE_AND_WAIT = textwrap.dedent(
@@ -151,10 +144,7 @@ def regions() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.is_dir()}
 
 
-def test_a_killed_process_leaves_nothing_and_its_name_can_be_used_again(
-    request: pytest.FixtureRequest,
-) -> None:
-    name = name_of(request)
+def test_a_killed_process_leaves_nothing_and_its_name_can_be_used_again(name: str) -> None:
     shared_before = regions()
     for _ in range(2):
         child = subprocess.Popen(

@@ -10,16 +10,9 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
+from tests.unit.model_shapes import LLAMA_8B
 
 # Shapes as the models' authors publish them.
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 LLAMA2_7B = {**LLAMA_8B, "num_key_value_heads": None, "torch_dtype": "float16"}
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",

@@ -1,7 +1,7 @@
 """Opening a store on a disk that hangs, at each call that opening makes.
 
 Nothing here has a deadline: the engine opens a tier in a process of its own, and gives that up
-(``test_hosted_tier.py``). What matters is that a call which answers late has no other effect
+(``hosted_tier/``). What matters is that a call which answers late has no other effect
 than one that answers at once.
 """
 

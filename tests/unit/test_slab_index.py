@@ -324,13 +324,21 @@ class TestLog:
 
 
 class TestGroupCommit:
-    async def test_notes_wait_for_their_second_and_rows_do_not(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def database(self) -> Recorder:
+        return Recorder()
+
+    @pytest.fixture
+    async def group(self, database: Recorder, monkeypatch: pytest.MonkeyPatch) -> GroupCommit:
+        """A group whose next notes are due in an hour, as it has just been told of some."""
         monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
-        database = Recorder()
         group = GroupCommit(database, name="test", clock=1)
         group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[:1]))  # the first goes at once
+        return group
+
+    async def test_notes_wait_for_their_second_and_rows_do_not(
+        self, database: Recorder, group: GroupCommit
+    ) -> None:
         await group.put([0], [KEYS[0]], [7])
         group.use_nowait([0])
         group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[1:2]))
@@ -341,12 +349,8 @@ class TestGroupCommit:
         assert (dict(last.hits), list(last.departures)) == ({0: 1}, [Reason.EVICTED])
 
     async def test_a_use_of_a_chunk_that_left_is_dropped(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, database: Recorder, group: GroupCommit
     ) -> None:
-        monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
-        database = Recorder()
-        group = GroupCommit(database, name="test", clock=1)
-        group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[:1]))
         await group.put([0, 1, 2], KEYS[:3], [7, 7, 7])
         group.use_nowait([0, 1, 2])
         await group.put([0], [KEYS[3]], [7])

@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,6 @@ DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 KEYS = make_keys(range(8))
 
 OpenShelf = Callable[..., Any]
-
-
-@pytest.fixture
-def pool() -> Iterator[IoPool]:
-    pool = IoPool(2, name="kvtier-test")
-    yield pool
-    assert pool.close(timeout_s=10)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from kvtier.memory.slot_layout import (
     share_pages,
 )
 from tests.unit.kv_pages import BLOCKS, Mapping, Model, kv_of, one_run
+from tests.unit.regions import open_regions
 
 SLOTS = 8
 OpenSlots = Callable[[Model, int], HostRegion]
@@ -26,18 +26,13 @@ OpenSlots = Callable[[Model, int], HostRegion]
 
 @pytest.fixture
 def open_slots() -> Iterator[OpenSlots]:
-    regions: list[HostRegion] = []
+    with open_regions() as open_region:
 
-    def make(model: Model, blocks_per_chunk: int) -> HostRegion:
-        stripe_nbytes = model.layers * model.canonical_nbytes // STRIPES * blocks_per_chunk
-        geometry = RegionGeometry(SLOTS, STRIPES * stripe_nbytes, stripe_nbytes, STRIPES, 1)
-        name = f"slot-layout-{os.getpid()}-{len(regions)}"
-        regions.append(HostRegion.create(name, geometry, attachers=0, timeout_s=1))
-        return regions[-1]
+        def make(model: Model, blocks_per_chunk: int) -> HostRegion:
+            nbytes = model.layers * model.canonical_nbytes // STRIPES * blocks_per_chunk
+            return open_region(RegionGeometry(SLOTS, STRIPES * nbytes, nbytes, STRIPES, 1))
 
-    yield make
-    for region in regions:
-        region.close()
+        yield make
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -20,6 +19,7 @@ from kvtier.memory import ControlBlock, HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy
 from kvtier.memory.slot_layout import RankShare, shard_of
 from kvtier.types import Outcome, Why
+from tests.unit.regions import open_regions
 
 LAYERS = ("a", "b", "c", "d")
 PAGE_NBYTES = 64
@@ -99,6 +99,15 @@ def load_of(job_id: int, slots: Sequence[int], stamp: int = STAMP) -> StepLoad:
     return StepLoad(job_id, plan, [stamp] * len(slots), None)
 
 
+def started(make: MakeLoader, *loads: StepLoad, **options: Any) -> StepLoader:
+    """Return a loader of a step with ``loads``, which has begun."""
+    loader = make(**options)
+    for load in loads:
+        loader.add(load)
+    loader.start()
+    return loader
+
+
 def errors(loads: Sequence[StepLoad]) -> dict[int, str]:
     return {load.job_id: load.error for load in loads}
 
@@ -116,10 +125,7 @@ def pass_through(loader: StepLoader) -> dict[int, str]:
 def test_layers_are_copied_in_order_and_each_for_all_loads_of_the_step(
     make: MakeLoader, copier: Gated
 ) -> None:
-    loader = make()
-    loader.add(load_of(1, [2, 3]))
-    loader.add(load_of(2, [5]))
-    loader.start()
+    loader = started(make, load_of(1, [2, 3]), load_of(2, [5]))
     copier.let(8)
     assert pass_through(loader) == {1: "", 2: ""}
     assert copier.copied == [
@@ -130,9 +136,7 @@ def test_layers_are_copied_in_order_and_each_for_all_loads_of_the_step(
 def test_the_model_goes_on_as_soon_as_its_layer_is_there(
     make: MakeLoader, copier: Gated
 ) -> None:
-    loader = make()
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]))
     for number, layer in enumerate(LAYERS, start=1):
         copier.let(1)
         loader.wait_for(layer)
@@ -143,9 +147,7 @@ def test_the_model_goes_on_as_soon_as_its_layer_is_there(
 def test_the_model_does_not_go_on_before_its_layer_is_there(
     make: MakeLoader, copier: Gated
 ) -> None:
-    loader = make()
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]))
     reached = threading.Event()
 
     def compute() -> None:
@@ -164,9 +166,7 @@ def test_the_model_does_not_go_on_before_its_layer_is_there(
 
 
 def test_a_layer_that_shares_anothers_kv_waits_for_all(make: MakeLoader, copier: Gated) -> None:
-    loader = make()
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]))
     copier.let(4)
     loader.wait_for("e, which reads what c wrote")
     assert len(copier.copied) == 4
@@ -230,10 +230,7 @@ def test_a_copy_that_fails_at_any_layer_fails_its_load_and_no_other(
             raise OSError("no such memory")
 
     copier.fails = fail
-    loader = make()
-    loader.add(load_of(1, [2]))
-    loader.add(load_of(2, [5]))
-    loader.start()
+    loader = started(make, load_of(1, [2]), load_of(2, [5]))
     copier.let(8)
     assert pass_through(loader) == {1: "OSError: no such memory", 2: ""}
     assert [pages.start for first, pages in copier.copied if first == 2] == [*range(layer)]
@@ -241,10 +238,7 @@ def test_a_copy_that_fails_at_any_layer_fails_its_load_and_no_other(
 
 
 def test_a_slot_that_bears_another_stamp_is_not_copied(make: MakeLoader, copier: Gated) -> None:
-    loader = make()
-    loader.add(load_of(1, [2], stamp=STAMP + 1))
-    loader.add(load_of(2, [5], stamp=0))
-    loader.start()
+    loader = started(make, load_of(1, [2], stamp=STAMP + 1), load_of(2, [5], stamp=0))
     assert pass_through(loader) == {
         1: "a slot's stamp is not the one promised",
         2: "there was no RAM slot for a chunk after all",
@@ -261,10 +255,7 @@ def test_a_slot_that_is_given_away_at_any_layer_fails_its_load(
             control.withdraw([3])
 
     copier.fails = reuse
-    loader = make()
-    loader.add(load_of(1, [2, 3]))
-    loader.add(load_of(2, [5]))
-    loader.start()
+    loader = started(make, load_of(1, [2, 3]), load_of(2, [5]))
     copier.let(8)
     assert pass_through(loader) == {1: "a slot was given away while it was read", 2: ""}
 
@@ -272,9 +263,7 @@ def test_a_slot_that_is_given_away_at_any_layer_fails_its_load(
 def test_a_layer_that_does_not_come_in_time_fails_the_step_and_delays_it_once(
     make: MakeLoader, copier: Gated
 ) -> None:
-    loader = make(timeout_s=NEVER_S)
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]), timeout_s=NEVER_S)
     for layer in LAYERS:
         loader.wait_for(layer)
     assert copier.copied == [], "the model went on without"
@@ -287,9 +276,7 @@ def test_a_step_ends_only_when_nothing_is_written_any_more(
     make: MakeLoader, copier: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loads, "_LEAVE_TIMEOUT_S", NEVER_S)
-    loader = make(timeout_s=NEVER_S)
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]), timeout_s=NEVER_S)
     loader.wait_for("a")
     with pytest.raises(KvtierError, match="did not end"):
         loader.end()
@@ -298,9 +285,7 @@ def test_a_step_ends_only_when_nothing_is_written_any_more(
 def test_a_model_that_does_not_wait_for_a_layer_is_found_out(
     make: MakeLoader, copier: Gated
 ) -> None:
-    loader = make()
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]))
     copier.let(4)
     for layer in ("a", "b", "d"):
         loader.wait_for(layer)
@@ -329,9 +314,7 @@ def test_a_thread_that_could_not_be_prepared_copies_all_the_same(
 def test_closing_amid_a_step_lets_the_copy_end_and_begins_no_other(
     make: MakeLoader, copier: Gated
 ) -> None:
-    loader = make()
-    loader.add(load_of(1, [2]))
-    loader.start()
+    loader = started(make, load_of(1, [2]))
     assert copier.begun.acquire(timeout=SOON_S)
     closing = threading.Thread(target=loader.close, kwargs={"timeout_s": SOON_S})
     closing.start()
@@ -364,11 +347,8 @@ def region(request: pytest.FixtureRequest) -> Iterator[HostRegion]:
     geometry = RegionGeometry(
         slots=6, slot_nbytes=4096, stripe_nbytes=stripe, stripes=stripes, ranks=1
     )
-    region = HostRegion.create(
-        f"steps-{os.getpid()}-{stripes}", geometry, attachers=0, timeout_s=1
-    )
-    yield region
-    region.close()
+    with open_regions() as open_region:
+        yield open_region(geometry)
 
 
 every_striping = pytest.mark.parametrize("region", [1, 8], indirect=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,16 +14,15 @@ from kvtier.errors import ClosedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LayoutFingerprint
+from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096
 
 
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
-    geometry = RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1, 1)
-    region = HostRegion.create(f"storage-{os.getpid()}", geometry, attachers=0, timeout_s=1)
-    yield region
-    region.close()
+    with open_regions() as open_region:
+        yield open_region(RegionGeometry(4, SLOT_NBYTES, SLOT_NBYTES, 1, 1))
 
 
 def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_does(

@@ -81,13 +81,6 @@ def nothing(_: object) -> None:
 
 
 @pytest.fixture
-def pool() -> Iterator[IoPool]:
-    pool = IoPool(1, name="kvtier-test")
-    yield pool
-    assert pool.close(timeout_s=5)
-
-
-@pytest.fixture
 def copier() -> Copier:
     return Copier()
 

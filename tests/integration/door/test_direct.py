@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,11 @@ from kvtier.errors import ConfigError
 from kvtier.vllm.spec import KVTierConnectorSpec, KVTierOffloadingSpec
 from kvtier.vllm.specs import SlotLoadStoreSpec
 from kvtier.vllm.worker import EndedLoad
-from tests.integration.test_door import (
-    CHUNK_NBYTES,
+from tests.integration.door.doors import (
     PAGE_NBYTES,
     Door,
+    OpenDoor,
+    Settings,
     fill_and_store,
     key,
     offloading_config,
@@ -30,27 +31,13 @@ OpenDirect = Callable[[], Door]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "kvtier.yaml"
-    file.write_text(
-        f"tiers:\n- kind: ram\n  capacity: {4 * CHUNKS * CHUNK_NBYTES}B\n"
-        f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {64 * CHUNK_NBYTES}B\n"
-        "transfer:\n  load_path: direct\n"
-    )
-    return file
+def path(settings: Settings) -> Path:
+    return settings(ram=4 * CHUNKS, extra="transfer:\n  load_path: direct\n")
 
 
 @pytest.fixture
-def open_direct(path: Path) -> Iterator[OpenDirect]:
-    doors: list[Door] = []
-
-    def open_one() -> Door:
-        doors.append(Door(offloading_config(path), KVTierConnectorSpec))
-        return doors[-1]
-
-    yield open_one
-    for door in doors:
-        door.close()
+def open_direct(path: Path, open_door: OpenDoor) -> OpenDirect:
+    return lambda: open_door(path, KVTierConnectorSpec)
 
 
 @pytest.fixture
@@ -60,6 +47,14 @@ def keys(open_direct: OpenDirect) -> list[bytes]:
     keys = fill_and_store(door, 50, CHUNKS)
     door.close()
     return keys
+
+
+def ask_for(door: Door, count: int) -> tuple[list[bytes], ReqContext]:
+    """Store so many chunks, and look them up for a request."""
+    keys = fill_and_store(door, 10, count)
+    context = door.request()
+    assert door.lookup(keys, context) == count
+    return keys, context
 
 
 def begin_load(door: Door, keys: list[bytes]) -> ReqContext:
@@ -150,9 +145,7 @@ def test_a_store_that_cannot_be_started_is_acknowledged_and_a_miss(
 
 def test_a_load_that_cannot_be_started_is_a_failed_load(open_direct: OpenDirect) -> None:
     door = open_direct()
-    keys = fill_and_store(door, 10, 1)
-    context = door.request()
-    assert door.lookup(keys, context) == 1
+    keys, context = ask_for(door, 1)
     spec = door.manager.prepare_load(keys, context)
     assert door.worker.submit_load(7, spec, GPULoadStoreSpec([1, 2], [2], [0]))
     ended = end_load(door, keys, context)
@@ -164,9 +157,7 @@ def test_a_copy_that_breaks_is_a_failed_load_and_not_an_engines_end(
     open_direct: OpenDirect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = open_direct()
-    keys = fill_and_store(door, 10, 2)
-    context = door.request()
-    assert door.lookup(keys, context) == 2
+    keys, context = ask_for(door, 2)
     spec = door.manager.prepare_load(keys, context)
 
     def fail(*_: object, **__: object) -> None:
@@ -184,9 +175,7 @@ def test_a_load_that_cannot_be_planned_fails_and_its_request_goes_on_without(
     open_direct: OpenDirect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = open_direct()
-    keys = fill_and_store(door, 10, 2)
-    context = door.request()
-    assert door.lookup(keys, context) == 2
+    keys, context = ask_for(door, 2)
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")

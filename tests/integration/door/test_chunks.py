@@ -1,0 +1,102 @@
+"""Chunks that go through a door and come back, from RAM, from disk and after a restart."""
+
+from __future__ import annotations
+
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, key
+
+
+def test_a_chunk_comes_back_from_ram_and_from_nvme_bit_for_bit(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=4))
+    first = fill_and_store(door, 10, 4)
+    assert door.load(first, [20, 21, 22, 23]) == [CacheHitSource.HOST] * 4
+    fill_and_store(door, 30, 4)
+    door.settle()
+    # RAM holds the second four now, so two of the first four fit the budget at a time.
+    assert door.load(first, [12, 13, 14, 15]) == [CacheHitSource.DISK] * 2
+    for block, content in zip([12, 13], [10, 11], strict=True):
+        assert door.holds(block, content)
+    assert door.figures(1).hit_tokens == 2 * 32
+    assert door.figures(0).hit_chunks == 4
+
+
+def test_a_request_says_what_of_its_chunks_to_keep_and_what_not_to_store(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=4, extra="placement:\n  retain_quota: 50%\n"))
+    assert door.store([key(1)], [0], {"retain_s": 600}) == 1
+    assert door.store([key(2)], [0], {"skip_store": True}) == 0
+    assert door.manager.statistics().retained_chunks == 1
+    for first in range(10, 30, 2):
+        fill_and_store(door, first, 2)
+    assert door.load([key(1)], [3]) == [CacheHitSource.HOST]
+    assert door.load([key(2)], [3]) == []
+
+
+def test_a_new_engine_on_the_store_loads_what_the_old_one_stored(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=16)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    door.close()
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 8
+    assert all(again.holds(block, 50 + block) for block in range(8))
+
+
+def test_after_a_reset_nothing_old_is_found_now_or_after_a_restart(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=16)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    door.settle()
+    door.manager.reset_cache()
+    assert door.load(keys, list(range(8))) == []
+    assert door.store(keys[:2], [0, 1]) == 2
+    door.close()
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 2
+
+
+def test_chunks_of_several_blocks_and_partial_ends(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=64, nvme=256, extra="engine:\n  blocks_per_chunk: 4\n")
+    door = open_door(path, cache=OffloadingCacheConfig(32, 4))
+    for block in range(8):
+        door.fill(block, 40 + block)
+    context = door.request()
+    plan = door.manager.prepare_store([key(1), key(2)], context)
+    assert door.worker.submit_store(
+        0, GPULoadStoreSpec(list(range(8)), [8], [0]), plan.store_spec
+    )
+    door.finish(0)
+    door.manager.complete_store({key(1), key(2)}, context)
+    spec = door.manager.prepare_load([key(1), key(2)], context)
+    # Blocks 2 to 6 of the request: both chunks are partial.
+    assert door.worker.submit_load(1, spec, GPULoadStoreSpec([10, 11, 12, 13, 14], [5], [2]))
+    door.finish(1)
+    assert all(door.holds(10 + i, 42 + i) for i in range(5))
+
+
+def test_dirty_chunks_are_brought_down_at_shutdown_when_written_on_evict(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(ram=16, extra="placement:\n  write: evict\n")
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 8)
+    assert door.figures(1).stored_chunks == 0
+    door.close()
+    again = open_door(path)
+    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 8

@@ -1,0 +1,118 @@
+"""What a door refuses or warns of when it opens, and whose store it finds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingModelConfig,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.errors import (
+    CapacityError,
+    ConfigError,
+    KvtierError,
+    StoreLockedError,
+    UnsupportedError,
+)
+from kvtier.memory import backing
+from kvtier.vllm import KVTierOffloadingSpec
+from kvtier.vllm import manager as door_module
+from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, offloading_config
+
+
+def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
+    settings: Settings,
+    open_door: OpenDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    door = open_door(settings())
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "drawn at random")
+    warned: list[str] = []
+    monkeypatch.setattr(door_module.logger, "warning", warned.append)
+    door.request()
+    door.request()
+    assert len(warned) == 1
+    assert "PYTHONHASHSEED" in warned[0]
+
+
+def test_huge_pages_that_are_required_and_not_reserved_are_an_error_at_the_start(
+    settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings()
+    path.write_text(path.read_text().replace("kind: ram", "kind: ram\n  huge_pages: require"))
+    monkeypatch.setattr(backing, "_free_huge_pages", lambda: 0)
+    with pytest.raises(CapacityError, match="huge_pages to auto"):
+        open_door(path)
+
+
+def test_metrics_can_be_switched_off(settings: Settings, open_door: OpenDoor) -> None:
+    door = open_door(settings(extra="metrics:\n  enabled: false\n"))
+    assert door.manager.get_stats() is None
+
+
+def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings()
+    open_door(path)
+    with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
+        open_door(path)
+
+
+def test_a_store_of_another_model_gets_its_own_namespace(
+    settings: Settings, open_door: OpenDoor, tmp_path: Path
+) -> None:
+    path = settings(ram=16, nvme=32)
+    door = open_door(path)
+    keys = fill_and_store(door, 50, 4)
+    door.close()
+    other = open_door(path, model=OffloadingModelConfig("other/model", "float32"))
+    assert other.load(keys, list(range(4))) == []
+    other.close()
+    assert len(list(tmp_path.glob("store/*/slots.bin"))) in {1, 2}
+
+
+def test_only_layers_of_the_same_element_types_find_what_was_stored(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    path = settings(extra="  own_process: false\n")
+    door = open_door(path, held=("fp8", "auto"))
+    keys = fill_and_store(door, 50, 1)
+    door.close()
+    again = open_door(path, held=("fp8", "auto"))
+    assert again.load(keys, [0]) == [CacheHitSource.DISK]
+    again.close()
+    assert open_door(path, held=("auto", "fp8")).load(keys, [0]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"pp_size": 2, "world_size": 2}, UnsupportedError, "tensor parallelism only"),
+        ({"canonical_layout": True}, UnsupportedError, "canonical_layout"),
+        ({"worker_kv_bytes_per_block": 0}, UnsupportedError, "no KV cache"),
+        ({"cache": OffloadingCacheConfig(32, 2)}, ConfigError, "kvtier vllm-args"),
+        ({"extra_config": {}}, ConfigError, "kvtier_config"),
+        ({"worker_kv_bytes_per_block": 1 << 30}, ConfigError, "smaller than one chunk"),
+    ],
+)
+def test_what_kvtier_cannot_serve_is_refused_at_start(
+    settings: Settings, changes: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        KVTierOffloadingSpec(offloading_config(settings(), **changes))
+
+
+def test_a_broken_file_is_refused_with_its_place(settings: Settings) -> None:
+    path = settings(extra="placment:\n  write: through\n")
+    with pytest.raises(KvtierError, match=r"kvtier\.yaml:\d+.*did you mean"):
+        KVTierOffloadingSpec(offloading_config(path))

@@ -1,0 +1,48 @@
+"""A tier in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import Arena
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier
+from kvtier.types import LayoutFingerprint
+from tests.unit.hosted_tier.hosting import CAPACITY, SLOT
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena()
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def context(pool: IoPool, arena: Arena) -> TierContext:
+    return TierContext(
+        SLOT, LayoutFingerprint({"model": "m"}), pool, piece_nbytes=SLOT, memory=arena.shared
+    )
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> NvmeTierConfig:
+    return NvmeTierConfig(
+        path=tmp_path / "store", capacity_bytes=CAPACITY * SLOT, direct_io="off"
+    )
+
+
+@pytest.fixture
+async def shelf(
+    options: NvmeTierConfig, context: TierContext, arena: Arena
+) -> AsyncIterator[Shelf[HostedTier]]:
+    shelf = Shelf(lambda: HostedTier.open(options, context), context.pool, arena)
+    await shelf.open()
+    yield shelf
+    await shelf.tier.aclose()

@@ -1,0 +1,159 @@
+"""How a tier in a process of its own is closed, also when either process is dead or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvtier.config import NvmeTierConfig, TierConfig
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier, client, connection, process
+from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, opened
+
+
+async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
+    shelf: Shelf[HostedTier],
+) -> None:
+    keys = make_keys(range(3))
+    await shelf.put(keys, range(3))
+    shelf.tier.touch([0])
+    shelf.tier.forget([1])
+    assert await shelf.reopen() == [(keys[2], 2), (keys[0], 0)]
+
+
+async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_sent(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+    kill(shelf.tier, signal.SIGSTOP)
+    for _ in range(200):
+        shelf.tier.touch([*range(CAPACITY)] * 64)
+    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    assert shelf.tier.host_pid is not None
+    with pytest.raises(ProcessLookupError):
+        kill(shelf.tier, signal.SIGKILL)
+
+
+async def test_a_host_that_is_killed_while_it_closes_loses_nothing_that_was_committed(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(range(3))
+    assert await shelf.put(keys, range(3)) == [DONE] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+        patch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+        kill(shelf.tier, signal.SIGSTOP)
+        await shelf.tier.aclose()
+    assert sorted(await shelf.open()) == sorted(zip(keys, range(3), strict=True))
+    assert await shelf.get(keys, range(3)) == [DONE] * 3
+
+
+async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    pool = IoPool(1, name="kvtier-own")
+    tier = await opened(options, replace(context, pool=pool))
+    await tier.aopen()
+    assert await context.pool.run(lambda: pool.close(timeout_s=10), priority=0)
+    await tier.aclose()
+    assert tier._host is not None
+    assert tier._host.process.returncode == 0
+
+
+async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
+    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never_ends(process: object) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(connection, "aend", never_ends)
+    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 0.01)
+    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    held = shelf.tier._host
+    assert held is not None
+    await pool.run(lambda: held.process.wait(10), priority=0)
+
+
+async def test_a_host_that_starts_again_too_late_is_ended(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[process.HostProcess] = []
+    start = client._start
+
+    def close_meanwhile(
+        options: TierConfig, context: TierContext
+    ) -> tuple[process.HostProcess, process.Opened]:
+        found = start(options, context)
+        started.append(found[0])
+        asyncio.run_coroutine_threadsafe(shelf.tier.aclose(), loop).result(10)
+        return found
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(client, "_start", close_meanwhile)
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    while not started:
+        assert await shelf.get(keys, [0]) == [FAILED]
+    assert "is closed" in shelf.error
+    assert started[0].process.returncode == 0
+
+
+ENGINE = """
+import os, sys, asyncio, signal
+from pathlib import Path
+from kvtier.config import NvmeTierConfig, TierConfig
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import Arena, make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext, TierStatistics
+from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted.frames import Batch, Frame
+from kvtier.types import LayoutFingerprint
+
+async def main():
+    slot, capacity = 8192, 16
+    arena, pool = Arena(), IoPool(2, name="engine")
+    context = TierContext(
+        slot, LayoutFingerprint({"model": "m"}), pool, piece_nbytes=slot, memory=arena.shared
+    )
+    options = NvmeTierConfig(
+        path=Path(sys.argv[1]), capacity_bytes=capacity * slot, direct_io="off"
+    )
+    shelf = Shelf(lambda: HostedTier.open(options, context), pool, arena)
+    await shelf.open()
+    await shelf.put(make_keys(range(4)), range(4))
+    asyncio.ensure_future(shelf.put(make_keys(range(4, 12)), range(4, 12)))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_when_the_engine_is_killed_its_host_finishes_and_makes_way(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    command = [sys.executable, "-c", ENGINE, str(options.path)]
+    engine = await context.pool.run(
+        lambda: subprocess.run(command, check=False, timeout=60),
+        priority=0,
+    )
+    assert engine.returncode == -signal.SIGKILL
+    began_s = time.monotonic()
+    tier = await opened(options, context)  # waits for the lock that the old host holds
+    found = {key for key, _ in tier.recovered()}
+    assert time.monotonic() - began_s < 9
+    assert found >= set(make_keys(range(4)))
+    await tier.aclose()

@@ -1,0 +1,145 @@
+"""A tier in a process of its own: what happens when the process dies, hangs or lies.
+
+That it is a storage tier like any other is in tests/contract/test_tiers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import CapacityError
+from kvtier.testing.chunks import make_buffers, make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierStatistics
+from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted.frames import Batch, Frame
+from kvtier.types import Why
+from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
+
+
+async def test_the_work_is_done_in_another_process(shelf: Shelf[HostedTier]) -> None:
+    assert shelf.tier.host_pid not in {None, os.getpid()}
+    assert await shelf.put(make_keys([1]), [0]) == [DONE]
+
+
+async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
+    shelf: Shelf[HostedTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = make_keys(range(4))
+    assert await shelf.put(keys, range(4)) == [DONE] * 4
+    first = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)  # so that the next call is certainly under way
+    reading = asyncio.ensure_future(shelf.get(keys, range(4)))
+    await asyncio.sleep(0)
+    kill(shelf.tier, signal.SIGKILL)
+    assert await reading == [FAILED] * 4
+    assert "exit code -9" in shelf.error
+    assert await shelf.get(keys, range(4)) == [DONE] * 4
+    assert shelf.tier.host_pid != first
+    assert "starting its I/O process again" in caplog.text
+    counted = shelf.tier.statistics()
+    assert counted.written_bytes == counted.read_bytes == 4 * SLOT
+
+
+async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(
+    shelf: Shelf[HostedTier], options: NvmeTierConfig
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    options.path.rename(options.path.with_name("moved"))
+    options.path.write_text("not a directory")
+    while await shelf.get(keys, [0]) == [FAILED]:
+        if "could not be started again" in shelf.error:
+            break
+    assert str(options.path) in shelf.error
+
+
+async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
+    shelf: Shelf[HostedTier],
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    pid = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)
+    reading = asyncio.ensure_future(shelf.get(keys, [0]))
+    await asyncio.sleep(0)
+    kill(shelf.tier, signal.SIGKILL)
+    await reading
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
+    shelf: Shelf[HostedTier],
+) -> None:
+    keys = make_keys(range(2))
+    await shelf.put(keys, range(2))
+    kill(shelf.tier, signal.SIGKILL)
+    assert await shelf.get(keys, range(2)) == [FAILED] * 2
+    shelf.tier.touch([0])
+    shelf.tier.forget([0])
+    await asyncio.sleep(0)
+    assert await shelf.get(keys[1:], [1]) == [DONE]
+    assert await shelf.reopen() == [(keys[1], 1)]
+
+
+def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
+    return Frame({**header, "op": "no such thing"})
+
+
+def understand_nothing(*counters: int) -> TierStatistics:
+    raise TypeError(f"{len(counters)} counters")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "misunderstand"),
+    [(Batch, "frame", send_nonsense), (connection, "TierStatistics", understand_nothing)],
+    ids=["the host does not understand", "the engine does not understand"],
+)
+async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
+    shelf: Shelf[HostedTier],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    method: str,
+    misunderstand: Callable[..., object],
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    first = shelf.tier.host_pid
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, misunderstand)
+        assert await shelf.get(keys, [0]) == [FAILED]
+    assert await shelf.get(keys, [0]) == [DONE]
+    assert shelf.tier.host_pid != first
+
+
+async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
+    shelf: Shelf[HostedTier],
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        kill(shelf.tier, number)
+    keys = make_keys([1])
+    assert await shelf.put(keys, [0]) == [DONE]
+    assert await shelf.get(keys, [0]) == [DONE]
+
+
+async def test_a_buffer_outside_the_shared_memory_is_refused(
+    shelf: Shelf[HostedTier],
+) -> None:
+    with pytest.raises(CapacityError, match="not in the shared memory"):
+        await shelf.tier.write(make_keys([1]), [0], make_buffers(1, SLOT), why=Why.STORE)
+
+
+async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
+    shelf: Shelf[HostedTier],
+) -> None:
+    with pytest.raises(CapacityError, match="slots 99 to 99"):
+        await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), why=Why.STORE)

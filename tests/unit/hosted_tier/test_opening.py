@@ -1,0 +1,189 @@
+"""How a process is started and the store opened in it, and what is said if it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import (
+    ConfigError,
+    StoreDamagedError,
+    StoreLockedError,
+    TierUnavailableError,
+)
+from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier, host, process
+from kvtier.tiers.hosted.frames import Frame, FrameParser
+from kvtier.tiers.slab import SlabTier
+from kvtier.types import LayoutFingerprint
+from tests.unit.hosted_tier.hosting import SLOT, opened
+
+
+async def test_the_host_logs_through_the_engine(
+    options: NvmeTierConfig, context: TierContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        tier = await opened(options, context)
+    assert "slots of 8.00 KiB recovered" in caplog.text
+    await tier.aclose()
+
+
+def test_without_shared_memory_there_is_no_process(
+    options: NvmeTierConfig, pool: IoPool
+) -> None:
+    with pytest.raises(ConfigError, match="needs shared memory"):
+        HostedTier.open(options, TierContext(SLOT, LayoutFingerprint({}), pool))
+
+
+async def test_errors_of_opening_cross_over_as_they_are(
+    options: NvmeTierConfig, context: TierContext, pool: IoPool
+) -> None:
+    holder = await pool.run(lambda: SlabTier.open(options, context), priority=0)
+    with pytest.raises(StoreLockedError, match=f"in use by pid {os.getpid()}") as locked:
+        await opened(options, context)
+    assert locked.value.holder.startswith(f"pid {os.getpid()}")
+    assert locked.value.tier == "nvme"
+    await holder.aclose()
+    [layout] = options.path.glob("*/layout.json")
+    layout.write_text("{")
+    with pytest.raises(StoreDamagedError, match=r"layout\.json"):
+        await opened(options, context)
+
+
+@dataclass
+class Survivors:
+    """A tier in which so many chunks survived."""
+
+    chunks: int
+
+    def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
+        return ((number.to_bytes(36), number) for number in range(self.chunks))
+
+
+class CountingWriter:
+    """An engine that takes what it is sent."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    def write(self, data: bytes) -> None:
+        self.frames += 1
+
+    async def drain(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("chunks", "frames", "cleanings"), [(0, 0, 0), (8, 1, 0), (9, 2, 1)], ids=str
+)
+async def test_the_host_cleans_its_heap_only_of_what_many_chunks_left_there(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, frames: int, cleanings: int
+) -> None:
+    monkeypatch.setattr(host, "_RECOVERED_AT_ONCE", 8)
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    engine = CountingWriter()
+    await host._tell_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
+    assert (engine.frames, len(collected)) == (frames, cleanings)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Chatterbox:
+    """A host that always has something to say, of which nothing is that the store is open.
+
+    Each word takes a second on a clock of the test's own.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.timeouts_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def settimeout(self, timeout_s: float) -> None:
+        self.timeouts_s.append(timeout_s)
+
+    def sendall(self, data: bytes) -> None:
+        self.now_s += 1
+
+    def recv(self, nbytes: int) -> bytes:
+        self.now_s += 1
+        header = {"op": "log", "level": logging.DEBUG, "logger": "kvtier", "text": "wait"}
+        return Frame(header).encode()
+
+
+def test_the_deadline_is_that_of_the_whole_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 4)
+    talk = Chatterbox()
+    hosting = process.HostProcess(cast("Any", None), cast("Any", talk), FrameParser())
+    with pytest.raises(TimeoutError):
+        hosting.open({}, clock=talk.clock)
+    assert talk.timeouts_s == [4, 3, 2, 1]
+
+
+def test_a_store_that_is_not_open_in_time_is_an_error_that_says_so(
+    options: NvmeTierConfig, context: TierContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_OPEN_TIMEOUT_S", 0.01)
+    late = r"tier nvme: .* not opened the store after 0\.01 s and was ended; .* start the eng"
+    with pytest.raises(TierUnavailableError, match=late):
+        HostedTier.open(options, context)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOMEM, "Cannot allocate memory; free memory"),
+        (errno.EMFILE, "Too many open files; allow the engine more open files"),
+        (errno.ENOENT, f"No such file or directory; check that {sys.executable} is there"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_an_error_with_a_remedy(
+    options: NvmeTierConfig,
+    context: TierContext,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    words: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    error = f"tier nvme: .*{re.escape(words)}.*own_process: false"
+    before = open_descriptors()
+    with pytest.raises(TierUnavailableError, match=error):
+        HostedTier.open(options, context)
+    assert open_descriptors() == before, "a socket was left open"
+
+
+async def test_a_message_that_cannot_be_formatted_is_shown_and_ends_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent: list[Frame] = []
+    handler = host._LogToEngine(asyncio.get_running_loop(), sent.append)
+    wrong = logging.LogRecord("a", logging.INFO, "here.py", 1, "%d", ("no number",), None)
+    right = logging.LogRecord("a", logging.INFO, "here.py", 1, "%d", (7,), None)
+    handler.handle(wrong)
+    handler.handle(right)
+    await asyncio.sleep(0)
+    assert [frame.header["text"] for frame in sent] == ["7"]
+    assert "no number" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""A reset is carried out, owed or said to be lost, whatever the process does."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+
+from kvtier.config import TierConfig
+from kvtier.errors import ClosedError, TierUnavailableError
+from kvtier.testing.chunks import make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier, client, connection, process
+from tests.unit.hosted_tier.hosting import CORRUPT, DONE, FAILED, kill
+
+
+async def test_a_reset_reaches_a_store_whose_host_has_died(shelf: Shelf[HostedTier]) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    kill(shelf.tier, signal.SIGKILL)
+    await shelf.tier.reset()
+    assert await shelf.reopen() == []
+
+
+def refuse_to_start(options: TierConfig, context: TierContext) -> None:
+    raise TierUnavailableError(options.name, "no more processes")
+
+
+@pytest.mark.parametrize("used_before_closing", [True, False])
+async def test_a_reset_for_which_no_host_could_be_started_is_owed(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch, used_before_closing: bool
+) -> None:
+    keys = make_keys(range(3))
+    await shelf.put(keys[:2], [0, 1])
+    kill(shelf.tier, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_start", refuse_to_start)
+        with pytest.raises(TierUnavailableError, match="no more processes"):
+            await shelf.tier.reset()
+        assert await shelf.get(keys[:1], [0]) == [FAILED]
+    if used_before_closing:
+        assert await shelf.get(keys[:1], [0]) == [CORRUPT]
+        assert await shelf.put(keys[2:], [1]) == [DONE]
+    assert await shelf.reopen() == ([(keys[2], 1)] if used_before_closing else [])
+
+
+async def test_a_reset_that_closing_cannot_make_up_for_either_is_said_to_be_lost(
+    shelf: Shelf[HostedTier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await shelf.put(make_keys([1]), [0])
+    kill(shelf.tier, signal.SIGKILL)
+    monkeypatch.setattr(client, "_start", refuse_to_start)
+    with pytest.raises(TierUnavailableError):
+        await shelf.tier.reset()
+    await shelf.tier.aclose()
+    assert "no more processes; the reset was not carried out" in caplog.text
+
+
+async def test_nothing_is_read_or_written_between_a_reset_that_failed_and_one_that_did_not(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    called: list[str] = []
+    failures = iter([True, True, True])
+    call = connection.Connection.call
+
+    def fail_at_first(self: connection.Connection, op: str, *make: Any) -> Any:
+        called.append(op)
+        if op == "reset" and next(failures, False):
+            raise TierUnavailableError("nvme", "the index was neither cleared nor moved away")
+        return call(self, op, *make)
+
+    monkeypatch.setattr(connection.Connection, "call", fail_at_first)
+    with pytest.raises(TierUnavailableError):
+        await shelf.tier.reset()
+    assert await shelf.get(keys, [0]) == [FAILED]
+    assert await shelf.get(keys, [0]) == [CORRUPT]
+    assert called == ["reset", "reset", "reset", "reset", "read"]
+
+
+async def test_a_reset_that_a_hung_host_keeps_from_ending_starts_none_for_a_closed_tier(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+    await shelf.tier.aopen()
+    first = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)
+    resetting = asyncio.ensure_future(shelf.tier.reset())
+    await asyncio.sleep(0)
+    await shelf.tier.aclose()
+    with pytest.raises(ClosedError):
+        await resetting
+    assert shelf.tier.host_pid == first

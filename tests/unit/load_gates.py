@@ -1,0 +1,54 @@
+"""What judges loads, and times it is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.manager import LoadChoice, LoadWorth
+from kvtier.types import Outcome, TransferResult
+
+CHUNK = 1 << 20
+TOKENS = 16
+US_PER_TOKEN = 100e-6
+CHUNK_S = TOKENS * US_PER_TOKEN
+"""What computing a chunk takes: a tier is as fast as computing at 655 MB/s."""
+
+
+def worth(*, margin: float = 1.0, recompute_s: float | None = US_PER_TOKEN) -> LoadWorth:
+    return LoadWorth(
+        tiers=3,
+        chunk_nbytes=CHUNK,
+        chunk_tokens=TOKENS,
+        recompute_s_per_token=recompute_s,
+        margin=margin,
+    )
+
+
+def measure(
+    gate: LoadWorth, tier: int, chunks: int, seconds: float, *, now: float = 0.0, job: int = 1
+) -> None:
+    """Let a load of ``chunks`` chunks take ``seconds``, a third of it in the queue."""
+    gate.sent(job, tier, chunks)
+    result = TransferResult(
+        job, [Outcome.DONE] * chunks, queued_s=seconds / 3, seconds=seconds * 2 / 3
+    )
+    gate.returned(result, timeout_s=10.0, now=now)
+
+
+def expire(
+    gate: LoadWorth, job: int, chunks: int, *, ran: bool = True, now: float = 0.0
+) -> None:
+    """Let a load that was sent reach its deadline of ten seconds, running or in the queue."""
+    late = TransferResult(job, [Outcome.EXPIRED] * chunks, settled=not ran)
+    gate.returned(late, timeout_s=10.0, now=now)
+
+
+def kept(gate: LoadWorth, sources: Sequence[int], *, groups: int = 1, now: float = 0.0) -> int:
+    choice = gate.choose(sources, counted=len(sources) // groups, now=now)
+    return len(sources) if choice is None else choice.kept
+
+
+def choice_of(gate: LoadWorth, sources: Sequence[int], *, now: float = 0.0) -> LoadChoice:
+    choice = gate.choose(sources, counted=len(sources), now=now)
+    assert choice is not None
+    return choice

@@ -1,0 +1,108 @@
+"""``kvtier sim sweep``: the grid, its files, and what none of them may replace."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import _sim
+from kvtier.sim.sweep import COLUMNS
+from tests.unit.sim_cli.commands import kvtier, refusal, sweep
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sweep_writes_what_single_runs_say_and_how_to_repeat_them(
+    trace: Path, jobs: int
+) -> None:
+    printed = sweep(trace, "--jobs", jobs)
+    with trace.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [(row["policy"], row["capacity"]) for row in rows] == [
+        ("lru", "5%"),
+        ("lru", "20"),
+        ("arc", "5%"),
+        ("arc", "20"),
+    ]
+    for row in rows:
+        cell = ("--policy", row["policy"], "--capacity", row["capacity"], "--json")
+        single = json.loads(kvtier("sim", "run", trace, *cell))
+        assert int(row["hits"]) == single["hits"]
+        assert float(row["prefix_hit_ratio"]) == single["prefix_hit_ratio"]
+        assert row["seed"] == "0"
+        assert len(row["trace_sha256"]) == 64
+    assert "prefix hit ratio" in printed
+    assert printed.endswith(f"\nwrote {trace.with_suffix('.csv')}\n")
+
+
+def test_two_traces_of_one_name_are_two(trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / trace.name
+    other.parent.mkdir()
+    kvtier("trace", "generate", "chat", "-o", other, "--sessions", 40, "--seed", 8)
+    page = tmp_path / "page.html"
+    printed = sweep(trace, other, "--html", page, "--plot", tmp_path / "two.svg")
+    assert printed.count("chat: prefix hit ratio") == 2
+    assert (tmp_path / "two.svg").read_text().count('id="axes_') == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "why"),
+    [
+        ("--csv", "no/such/x.csv", "cannot be written: there is no directory"),
+        ("--csv", "", "cannot be written: is a directory"),
+        ("--html", "no/such/x.html", "cannot be written: there is no directory"),
+        ("--plot", "no/such/x.png", "cannot be written: there is no directory"),
+        ("--plot", "x.docx", "no such picture format"),
+        ("--plot", "x", "no such picture format"),
+        ("--plot", "x.gif", "no such picture format; name it .png, .svg or .pdf"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    file: str,
+    why: str,
+) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(_sim, "sweep", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr(_sim, "read", lambda *_: ran.append(0))
+    csv_too = () if option == "--csv" else ("--csv", tmp_path / "x.csv")
+    grid = ("--policies", "lru", "--capacities", "5%", *csv_too)
+    assert why in refusal("sim", "sweep", trace, *grid, option, tmp_path / file)
+    assert ran == []
+    assert not (tmp_path / "x.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (("--csv", "chat.jsonl"), "--csv {}/chat.jsonl: is the trace itself; name another"),
+        (("--csv", "link"), "--csv {}/link: is the trace itself; name another file"),
+        (("--csv", "hard"), "--csv {}/hard: is the trace itself; name another file"),
+        (
+            ("--csv", "x", "--html", "y/../x"),
+            "--html {}/y/../x: is the file of --csv as well; name another file",
+        ),
+    ],
+)
+def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
+    trace: Path, tmp_path: Path, files: tuple[str, ...], why: str
+) -> None:
+    before = trace.read_bytes()
+    (tmp_path / "y").mkdir()
+    (tmp_path / "link").symlink_to(trace)
+    (tmp_path / "hard").hardlink_to(trace)
+    named = [name if name.startswith("--") else f"{tmp_path}/{name}" for name in files]
+    grid = ("--policies", "lru", "--capacities", "5%")
+    assert refusal("sim", "sweep", trace, *grid, *named).startswith(why.format(tmp_path))
+    assert trace.read_bytes() == before
+
+
+def test_outputs_that_keep_nothing_may_be_one(trace: Path) -> None:
+    grid = ("--policies", "lru", "--capacities", "5%")
+    kvtier("sim", "sweep", trace, *grid, "--csv", "/dev/null", "--html", "/dev/null")

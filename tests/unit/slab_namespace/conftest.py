@@ -1,0 +1,48 @@
+"""A store's directory, and tiers that are closed after the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.iopool import IoPool
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab.direct_io import BlockIo
+from tests.unit.slab_namespace.opening import SLOT, Opener, close, fingerprint
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def own(root: Path) -> Path:
+    return root / fingerprint("m").namespace()
+
+
+@pytest.fixture
+def open_tier(root: Path, pool: IoPool) -> Iterator[Opener]:
+    opened: list[SlabTier] = []
+
+    def open_tier(
+        *,
+        model: str = "m",
+        ranks: int = 1,
+        slots: int = 8,
+        slot_nbytes: int = SLOT,
+        io: BlockIo | None = None,
+        path: Path = root,
+    ) -> SlabTier:
+        options = NvmeTierConfig(path=path, capacity_bytes=slots * SLOT, direct_io="off")
+        context = TierContext(slot_nbytes, fingerprint(model, ranks), pool)
+        opened.append(SlabTier.open(options, context, io=io))
+        return opened[-1]
+
+    yield open_tier
+    for tier in opened:
+        close(tier)

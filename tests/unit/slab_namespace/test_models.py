@@ -1,0 +1,176 @@
+"""Several models in one directory: they see nothing of each other and share the capacity."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing.faulty_io import FaultyIo
+from tests.unit.slab_namespace.opening import (
+    SLOT,
+    Opener,
+    close,
+    edit_layout,
+    fill,
+    fingerprint,
+    slots_of,
+    warnings_in,
+)
+
+
+def test_two_models_have_the_store_open_side_by_side(open_tier: Opener) -> None:
+    for model in ("a", "b"):
+        fill(open_tier(model=model))
+
+
+def test_another_model_sees_nothing_of_the_first(open_tier: Opener, root: Path) -> None:
+    tier = open_tier(model="a")
+    fill(tier)
+    assert slots_of(open_tier(model="b")) == []
+    assert len([path for path in root.iterdir() if path.is_dir()]) == 2
+
+
+def test_a_model_upgrade_stays_within_capacity(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier(model="old/model")
+    fill(tier)
+    close(tier)
+    open_tier(model="new")
+    total = sum(path.stat().st_size for path in root.rglob("slots.bin"))
+    assert total <= 8 * SLOT
+    [warning] = warnings_in(caplog)
+    assert "old/model" in warning
+    assert "32.0 KiB" in warning
+    assert [path.name for path in root.iterdir() if path.is_dir()] == [
+        fingerprint("new").namespace()
+    ]
+
+
+def test_another_number_of_ranks_does_not_cost_the_cache(open_tier: Opener, own: Path) -> None:
+    before = open_tier(ranks=1)
+    fill(before)
+    close(before)
+    with pytest.raises(
+        ConfigError, match=r"for 1 ranks .* an engine of 2 cannot read"
+    ) as caught:
+        open_tier(ranks=2)
+    assert str(own) in str(caught.value)
+    assert len(slots_of(open_tier(ranks=1))) == 8
+
+
+def test_two_numbers_of_ranks_share_a_store_that_has_room_for_both(
+    open_tier: Opener, root: Path
+) -> None:
+    before = open_tier(ranks=1, slots=4)
+    fill(before, 4)
+    close(before)
+    open_tier(ranks=2, slots=9, slot_nbytes=5 * SLOT)  # one slot: nine pages in all
+    kept = {path.name for path in root.iterdir() if path.is_dir()}
+    assert kept == {fingerprint("m", ranks).namespace() for ranks in (1, 2)}
+
+
+def test_the_least_recently_opened_model_leaves_first(open_tier: Opener, root: Path) -> None:
+    tiers = {model: open_tier(model=model, slots=3) for model in ("recent", "ancient")}
+    for opened_ns, model in enumerate(("ancient", "recent")):
+        close(tiers[model])
+        os.utime(root / fingerprint(model).namespace() / "lock", ns=(0, opened_ns))
+    # The new model's one slot takes five of nine pages: room for one of the others, not both.
+    open_tier(model="new", slots=9, slot_nbytes=5 * SLOT)
+    kept = {path.name for path in root.iterdir() if path.is_dir()}
+    assert kept == {fingerprint(model).namespace() for model in ("recent", "new")}
+
+
+def test_a_model_in_use_is_not_removed_for_another(open_tier: Opener) -> None:
+    old = open_tier(model="old")
+    fill(old)
+    open_tier(model="new")
+    close(old)
+    assert slots_of(open_tier(model="old")) == list(range(8))
+
+
+def test_what_two_engines_filled_side_by_side_is_within_the_cap_when_one_starts_alone(
+    open_tier: Opener, root: Path
+) -> None:
+    tiers = [open_tier(model=model) for model in ("a", "b")]
+    for tier in tiers:
+        fill(tier)
+    close(tiers[0])
+    first = open_tier(model="a")
+    assert slots_of(first) == list(range(8)), "the other one is in use and left alone"
+    for tier in (first, tiers[1]):
+        close(tier)
+    assert slots_of(open_tier(model="a")) == list(range(8))
+    assert len(list(root.glob("*/slots.bin"))) == 1
+
+
+def test_nothing_is_removed_for_a_slab_that_will_not_fit(open_tier: Opener) -> None:
+    tier = open_tier(model="old")
+    fill(tier)
+    close(tier)
+    io = FaultyIo()
+    io.offer(free_nbytes=0)
+    with pytest.raises(ConfigError, match="does not fit"):
+        open_tier(model="new", slots=9, io=io)
+    assert slots_of(open_tier(model="old")) == list(range(8))
+
+
+def test_an_index_needs_room_besides_the_slots_when_these_are_made_or_grow(
+    open_tier: Opener,
+) -> None:
+    io = FaultyIo()
+    io.offer(free_nbytes=19 << 20)
+    with pytest.raises(ConfigError, match=r"32\.0 KiB, with 20\.0 MiB for the index, does not"):
+        open_tier(io=io)
+    close(open_tier())
+    close(open_tier(io=io))
+    with pytest.raises(ConfigError, match=r"free; lower capacity or make room"):
+        open_tier(slots=9, io=io)
+
+
+@pytest.fixture
+def future(open_tier: Opener, root: Path) -> Path:
+    """What another version of kvtier made, beside the cache of a model called old."""
+    close(open_tier(model="future"))
+    directory = root / fingerprint("future").namespace()
+    edit_layout(directory, version=2)
+    close(open_tier(model="old", slots=3))
+    return directory
+
+
+def test_what_another_version_made_counts_and_stays(
+    open_tier: Opener, future: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)  # 20 pages; with the old ones 23
+    assert (future / "slots.bin").stat().st_size == 8 * SLOT
+    told, removed = warnings_in(caplog)
+    assert f"{future} (32.0 KiB) was made by another version of kvtier" in told
+    assert "removing the cache of model old" in removed
+
+
+def test_what_another_version_has_open_counts_against_its_own_engine(
+    open_tier: Opener, root: Path, future: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (future / "lock").open("rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)
+    assert warnings_in(caplog) == []
+    assert (root / fingerprint("old").namespace()).is_dir()
+
+
+def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier(model="old", ranks=2, slots=2)
+    fill(tier, 2)
+    close(tier)
+    (root / fingerprint("old", 2).namespace() / "slots.bin").unlink()
+    open_tier(model="old", slots=2)
+    assert [path.name for path in root.iterdir() if path.is_dir()] == [
+        fingerprint("old").namespace()
+    ]
+    assert warnings_in(caplog) == []

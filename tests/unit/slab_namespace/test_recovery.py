@@ -1,0 +1,163 @@
+"""What a start finds again: after another capacity, a damaged index, without checksums."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import ConfigError
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_sources
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.types import Outcome, Why
+from tests.unit.slab_namespace.opening import (
+    KEYS,
+    SLOT,
+    Opener,
+    close,
+    damage,
+    fill,
+    fingerprint,
+    slots_of,
+    warnings_in,
+)
+
+
+def test_what_a_removal_cut_short_left_is_used_again(open_tier: Opener, own: Path) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    (own / "slots.bin").unlink()
+    assert slots_of(open_tier()) == []
+
+
+def test_growing_keeps_what_is_there(open_tier: Opener, own: Path) -> None:
+    tier = open_tier(slots=8)
+    fill(tier)
+    close(tier)
+    tier = open_tier(slots=11)
+    assert tier.capacity_slots == 11
+    assert slots_of(tier) == list(range(8))
+    assert (own / "slots.bin").stat().st_size == 11 * SLOT
+    assert (own / "slots.bin").stat().st_blocks * 512 >= 11 * SLOT
+
+
+def test_shrinking_drops_the_slots_beyond(open_tier: Opener, own: Path) -> None:
+    tier = open_tier(slots=8)
+    fill(tier)
+    close(tier)
+    tier = open_tier(slots=5)
+    assert slots_of(tier) == list(range(5))
+    assert (own / "slots.bin").stat().st_size == 5 * SLOT
+    close(tier)
+    assert slots_of(open_tier(slots=8)) == list(range(5))
+
+
+def test_a_capacity_below_one_slot_is_a_configuration_error(open_tier: Opener) -> None:
+    with pytest.raises(ConfigError, match=r"capacity of 4\.00 KiB is less than one slot"):
+        open_tier(slots=1, slot_nbytes=8192)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00garbage" * 4096)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2 + 100)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(garbage, id="garbage"),
+        pytest.param(cut_short, id="cut-short"),
+        pytest.param(damage("PRAGMA user_version=99"), id="newer-version"),
+        pytest.param(damage("PRAGMA application_id=1"), id="another-application"),
+        pytest.param(damage("ALTER TABLE chunks ADD COLUMN x"), id="more-columns"),
+        pytest.param(damage("DROP TABLE meta"), id="fewer-tables"),
+        pytest.param(damage(f"UPDATE chunks SET last_use={2**63 - 1}"), id="runaway-clock"),
+    ],
+)
+def test_a_damaged_index_costs_the_cache_and_not_the_start(
+    open_tier: Opener,
+    own: Path,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path], None],
+) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    for _ in range(2):
+        spoil(own / "index.sqlite")
+        caplog.clear()
+        tier = open_tier()
+        assert slots_of(tier) == []
+        [warning] = warnings_in(caplog)
+        assert "index.sqlite.damaged" in warning
+        fill(tier)
+        close(tier)
+        assert [path.name for path in own.glob("*damaged*")] == ["index.sqlite.damaged"]
+    assert slots_of(open_tier()) == list(range(8))
+
+
+def test_values_of_another_type_are_no_chunk(open_tier: Opener, own: Path) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    damage("UPDATE chunks SET checksum='x' WHERE slot=3")(own / "index.sqlite")
+    tier = open_tier()
+    sources = make_sources(KEYS, SLOT)
+    result = asyncio.run(tier.read(KEYS, range(8), sources, why=Why.LOAD))
+    expected = [Outcome.CORRUPT if slot == 3 else Outcome.DONE for slot in range(8)]
+    assert list(result.outcomes) == expected
+
+
+class TestWithoutChecksums:
+    @pytest.fixture
+    def open_unchecked(self, root: Path, pool: IoPool) -> Iterator[Opener]:
+        opened: list[SlabTier] = []
+
+        def open_unchecked() -> SlabTier:
+            options = NvmeTierConfig(
+                path=root, capacity_bytes=8 * SLOT, direct_io="off", checksum="off"
+            )
+            opened.append(SlabTier.open(options, TierContext(SLOT, fingerprint("m"), pool)))
+            return opened[-1]
+
+        yield open_unchecked
+        for tier in opened:
+            close(tier)
+
+    def test_what_was_stored_with_checksums_is_not_trusted(
+        self, open_tier: Opener, open_unchecked: Opener, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tier = open_tier()
+        fill(tier)
+        close(tier)
+        assert slots_of(open_unchecked()) == []
+        assert "written with checksum: xxh3" in warnings_in(caplog)[0]
+
+    def test_what_was_stored_without_cannot_be_checked_later(
+        self, open_tier: Opener, open_unchecked: Opener
+    ) -> None:
+        tier = open_unchecked()
+        fill(tier)
+        close(tier)
+        assert slots_of(open_tier()) == []
+
+    def test_a_machine_that_went_down_costs_the_cache(
+        self, open_unchecked: Opener, own: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tier = open_unchecked()
+        fill(tier)
+        close(tier)
+        note = "INSERT OR REPLACE INTO meta VALUES ('boot', 'an earlier one')"
+        damage(note)(own / "index.sqlite")
+        assert slots_of(open_unchecked()) == []
+        assert "the machine went down" in warnings_in(caplog)[0]

@@ -1,0 +1,89 @@
+"""A manager that leaves loads alone which are not worth their time."""
+
+from __future__ import annotations
+
+from kvtier.manager import Lookup, ManagerLimits
+from kvtier.testing.workbench import Workbench, prefix
+from kvtier.types import Job, Outcome, TransferResult
+from tests.unit.load_gates import CHUNK_S, worth
+
+
+def slow_bench(*, ram: int = 16, seconds: float = 1.0) -> Workbench:
+    """A ladder whose disk was seen to take ``seconds`` for a chunk, and that holds a prompt."""
+    bench = Workbench(
+        ram,
+        64,
+        worth=worth(),
+        limits=ManagerLimits(pin_budget=ram, reserve=0.0, queue=1024),
+    )
+    bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(8))])
+    bench.manager.recover(1, [(prefix(1, of=9)[0], 60)])
+    bench.look(prefix(1, of=9), "probe")
+    for job in bench.step():
+        finish_in(bench, job, seconds)
+    bench.manager.end_request("probe")
+    return bench
+
+
+def finish_in(bench: Workbench, job: Job, seconds: float) -> None:
+    done = [Outcome.DONE] * len(job.keys)
+    bench.manager.apply(TransferResult(job.job_id, done, seconds=seconds))
+    bench.check()
+
+
+def test_a_prefix_on_a_slow_disk_is_a_miss_at_the_second_lookup() -> None:
+    bench = slow_bench()
+    assert bench.look(prefix(8)) == [Lookup.PENDING] * 8
+    assert bench.step() == []
+    assert bench.look(prefix(8)) == [Lookup.MISS]
+    snapshot = bench.manager.snapshot()
+    assert snapshot.worth.skipped_chunks[1] == 8
+    assert (snapshot.granted, snapshot.waiting) == (0, 0)
+
+
+def test_a_prefix_on_a_fast_disk_is_brought_up() -> None:
+    bench = slow_bench(seconds=CHUNK_S / 10)
+    bench.look(prefix(8))
+    (job,) = bench.step()
+    assert len(job.keys) == 8
+    assert bench.manager.snapshot().worth.skipped_chunks[1] == 0
+
+
+def test_what_a_window_costs_is_weighed_against_the_tokens_of_the_prefix() -> None:
+    bench = slow_bench(seconds=CHUNK_S * 0.7)
+    window = prefix(2, group=1)
+    bench.manager.recover(1, [(key, 40 + at) for at, key in enumerate(window)])
+    bench.look([*prefix(8), *window])
+    assert sum(len(job.keys) for job in bench.step()) == 10
+
+
+def test_the_part_in_ram_is_loaded_and_the_part_on_a_slow_disk_is_not() -> None:
+    bench = slow_bench()
+    bench.store(prefix(3))
+    bench.settle()
+    bench.look(prefix(8))
+    assert bench.step() == []
+    assert bench.look(prefix(8)) == [Lookup.HIT] * 3 + [Lookup.MISS]
+    assert bench.manager.snapshot().worth.skipped_chunks[1] == 5
+
+
+def test_a_request_that_waits_for_room_is_counted_once() -> None:
+    bench = slow_bench(ram=4, seconds=CHUNK_S * 2)
+    bench.look(prefix(8))
+    for _ in range(5):
+        bench.step()
+    bench.look(prefix(8))
+    assert bench.manager.snapshot().worth.skipped_chunks[1] == 8
+
+
+def test_a_reset_forgets_what_is_on_its_way_and_keeps_the_estimates() -> None:
+    bench = slow_bench(seconds=CHUNK_S / 10)
+    bench.look(prefix(8))
+    bench.manager.end_step()
+    bench.manager.reset()
+    bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(8, of=3))])
+    before = bench.manager.snapshot().worth.prices[1]
+    assert before is not None
+    bench.look(prefix(8, of=3), "other")
+    (job,) = bench.step()
+    assert len(job.keys) == 8

@@ -1,0 +1,278 @@
+"""What kvtier learns of an engine from what a vLLM of each version gives it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.errors import UnsupportedError
+from kvtier.vllm import compat
+from kvtier.vllm.compat import EngineFacts
+from tests.unit.vllm_modules import Load, vllm_with
+
+PARALLEL = {
+    "rank": 1,
+    "world_size": 2,
+    "tp_size": 2,
+    "pp_size": 1,
+    "pcp_size": 1,
+    "dcp_size": 1,
+}
+EXTRA = {"kvtier_config": "/etc/kvtier.yaml", "blocks_per_chunk": 4}
+FACTS = EngineFacts(
+    engine_id="e1",
+    extra_config=EXTRA,
+    records_events=True,
+    model_name="some/model",
+    kv_dtype="bfloat16",
+    kv_layout="LBHNC",
+    canonical_layout=False,
+    groups=((32, ("layer.0", "layer.1")),),
+    group_ids=(0,),
+    counting_group=0,
+    tokens_per_hash=16,
+    blocks_per_chunk=4,
+    worker_kv_bytes_per_block=4096,
+    **PARALLEL,
+)
+
+
+def offloading_config(**later: Any) -> SimpleNamespace:
+    """Return what vLLM 0.26 gives a spec, and what came ``later``."""
+    return SimpleNamespace(
+        groups=(SimpleNamespace(tokens_per_block=32, layer_names=("layer.0", "layer.1")),),
+        worker_kv_bytes_per_block=4096,
+        enable_kv_cache_events=True,
+        extra_config=EXTRA,
+        engine_id="e1",
+        model=SimpleNamespace(name="some/model", dtype="bfloat16"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=4),
+        parallel=SimpleNamespace(**PARALLEL),
+        **later,
+    )
+
+
+def vllm_config() -> SimpleNamespace:
+    """Return what vLLM 0.25 gives a spec first."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e1"),
+        model_config=SimpleNamespace(model="some/model"),
+        cache_config=SimpleNamespace(cache_dtype="torch.bfloat16"),
+        parallel_config=SimpleNamespace(
+            rank=1,
+            world_size=2,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+    )
+
+
+class Full:
+    """Stands for vLLM's ``FullAttentionSpec``."""
+
+
+INTERFACE = {"vllm__v1__kv_cache_interface": SimpleNamespace(FullAttentionSpec=Full)}
+
+
+def kv_cache_config(*sizes: int, stride: int = 0, blocks: int = 10) -> SimpleNamespace:
+    """Return what vLLM 0.25 gives a spec second."""
+    return SimpleNamespace(
+        num_blocks=blocks,
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=["layer.0", "layer.1"], kv_cache_spec=Full())
+        ],
+        kv_cache_tensors=[SimpleNamespace(size=size, block_stride=stride) for size in sizes],
+    )
+
+
+def old_spec() -> SimpleNamespace:
+    """Return what vLLM 0.25's base class makes of a spec."""
+    return SimpleNamespace(
+        extra_config=EXTRA,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+        gpu_block_size=(32,),
+        hash_block_size=16,
+        block_size_factor=1,
+    )
+
+
+def layer_of(backend: str = "FLASH_ATTN", **types: Any) -> SimpleNamespace:
+    """Return a layer of vLLM's, with the element types it says it has."""
+    attention = SimpleNamespace(get_name=lambda: backend)
+    return SimpleNamespace(get_attn_backend=lambda: attention, **types)
+
+
+FP8 = layer_of(kv_cache_dtype="fp8")
+SKIPPED = layer_of(kv_cache_dtype="auto")
+
+
+def worker_of(
+    *layers: SimpleNamespace,
+    version: str = "0.27.1",
+    layout: str = "HND",
+    dtype: str = "f",
+    **cache: Any,
+) -> Load:
+    """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={
+                f"layer.{number}": layer for number, layer in enumerate(layers or (FP8, FP8))
+            }
+        ),
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(**cache),
+    )
+    return vllm_with(
+        vllm=SimpleNamespace(__version__=version),
+        vllm__config=SimpleNamespace(get_current_vllm_config_or_none=lambda: config),
+        vllm__v1__attention__backends__utils=SimpleNamespace(
+            get_kv_cache_layout=lambda: layout
+        ),
+    )
+
+
+def test_a_vllm_that_says_all_is_read() -> None:
+    config = offloading_config(canonical_layout=False, kv_cache_layout="LBHNC")
+    assert compat.read_engine(None, [config]) == FACTS
+    asked = offloading_config(canonical_layout=True, kv_cache_layout=None)
+    facts = compat.read_engine(None, [asked])
+    assert facts.canonical_layout
+    assert facts.kv_layout == ""
+
+
+def test_vllms_own_configuration_says_the_same() -> None:
+    spec = old_spec()
+    arguments = [vllm_config(), kv_cache_config(20_480, 20_480)]
+    compat.adopt_chunk_size(spec, arguments)
+    facts = compat.read_engine(spec, arguments, load=vllm_with(**INTERFACE))
+    assert facts == dataclasses.replace(FACTS, kv_layout=None)
+    assert spec.block_size_factor == 4
+    assert facts.chunk_tokens == 128
+
+
+def hybrid(extra: dict[str, Any], *blocks: int, ids: bool = True) -> SimpleNamespace:
+    """Return what a spec is told of groups with every other id, of ``blocks`` tokens."""
+    config = offloading_config()
+    config.extra_config = EXTRA | extra
+    config.groups = tuple(
+        SimpleNamespace(
+            tokens_per_block=tokens,
+            layer_names=(f"layer.{at}",),
+            **({"group_id": 2 * at + 1} if ids else {}),
+        )
+        for at, tokens in enumerate(blocks)
+    )
+    return config
+
+
+def test_tokens_are_counted_by_the_first_group_that_reads_the_whole_prefix() -> None:
+    told = {compat.FULL_GROUPS: [3, 5]}
+    facts = compat.read_engine(None, [hybrid(told, 16, 64, 32)])
+    assert (facts.group_ids, facts.counting_group, facts.chunk_tokens) == ((1, 3, 5), 3, 256)
+    facts = compat.read_engine(None, [hybrid({compat.FULL_GROUPS: []}, 16, 64)])
+    assert (facts.counting_group, facts.chunk_tokens) == (1, 64), "windows only"
+
+
+def test_tokens_are_counted_by_the_first_group_where_a_spec_is_not_told_which_do() -> None:
+    facts = compat.read_engine(None, [hybrid({}, 16, 64)])
+    assert (facts.counting_group, facts.chunk_tokens) == (1, 64)
+    facts = compat.read_engine(None, [hybrid({}, 16, 64, ids=False)])
+    assert (facts.group_ids, facts.counting_group) == ((0, 1), 0)
+
+
+def test_a_group_reads_the_whole_prefix_if_its_layers_do() -> None:
+    same = SimpleNamespace(kv_cache_specs={"layer.0": Full()})
+    kinds = [object(), Full(), SimpleNamespace(), same]
+    groups = [SimpleNamespace(kv_cache_spec=kind) for kind in kinds]
+    config = SimpleNamespace(kv_cache_groups=groups)
+    assert compat.full_attention_groups(config, load=vllm_with(**INTERFACE)) == [1, 3]
+
+
+def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
+    cases = [
+        (kv_cache_config(20_480, 20_480), 4096),
+        (kv_cache_config(40_960, 40_960, stride=4096), 4096),
+        (kv_cache_config(blocks=0), 0),
+    ]
+    for config, nbytes in cases:
+        arguments = [vllm_config(), config]
+        facts = compat.read_engine(old_spec(), arguments, load=vllm_with(**INTERFACE))
+        assert facts.worker_kv_bytes_per_block == nbytes
+
+
+def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
+    workers = [
+        worker_of(),
+        worker_of(SKIPPED, FP8),
+        worker_of(FP8, SKIPPED),
+        worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8")),
+        worker_of(FP8, layer_of("INDEXER", dtype="torch.uint8")),
+        worker_of(FP8, layer_of("INDEXER", dtype="torch.int8")),
+        worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
+        worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f32", "f16"))),
+        worker_of(dtype="torch.float16"),
+    ]
+    contents = [compat.kv_content(FACTS, load=load) for load in workers]
+    assert len(set(contents)) == len(contents)
+    assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
+    renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
+    assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+
+
+def test_a_vllm_that_tells_a_spec_the_layout_may_change_its_version() -> None:
+    before, after = (worker_of(version=version) for version in ("0.29.0", "0.32.0"))
+    assert compat.kv_content(FACTS, load=before) == compat.kv_content(FACTS, load=after)
+
+
+def test_a_layout_that_a_spec_is_not_told_is_what_it_follows_from() -> None:
+    facts = compat.read_engine(None, [offloading_config()])
+    assert facts.kv_layout is None
+    workers = [worker_of(), worker_of(version="0.28.0"), worker_of(layout="NHD")]
+    contents = [compat.kv_content(facts, load=load) for load in workers]
+    assert contents[0].startswith("f HND 0.27.1 ")
+    assert len(set(contents)) == len(contents)
+
+
+def test_scales_that_are_computed_at_every_start_are_refused() -> None:
+    compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=False))
+    with pytest.raises(UnsupportedError, match="remove --calculate-kv-scales"):
+        compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=True))
+
+
+def test_a_worker_that_is_not_told_either_refuses() -> None:
+    facts = compat.read_engine(None, [offloading_config()])
+    outside = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)
+    unknown = dataclasses.replace(facts, groups=((32, ("layer.7",)),))
+    for engine, load in [
+        (facts, vllm_with(vllm__config=outside)),
+        (FACTS, vllm_with(vllm__config=outside)),
+        (unknown, worker_of()),
+    ]:
+        with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
+            compat.kv_content(engine, load=load)
+
+
+def test_a_spec_that_knows_its_chunk_size_is_left_alone() -> None:
+    spec = SimpleNamespace(extra_config=EXTRA)
+    compat.adopt_chunk_size(spec, [offloading_config()])
+    assert vars(spec) == {"extra_config": EXTRA}
+
+
+def test_a_configuration_without_something_kvtier_needs_is_refused() -> None:
+    config = offloading_config(kv_cache_layout="LBHNC")
+    del config.cache.tokens_per_hash
+    with pytest.raises(UnsupportedError, match=r"tokens_per_hash.*0\.25 to 0\.33"):
+        compat.read_engine(None, [config])
+
+
+def test_a_spec_built_from_something_else_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"builds an offloading spec from \(int, int, str\)"
+    ):
+        compat.read_engine(None, [1, 2, "x"])
