@@ -20,6 +20,7 @@ from itertools import chain, islice
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
+from kvtier.manager.demotion_jobs import DemotionJobs
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.ledger import JobRecord
@@ -35,6 +36,7 @@ from kvtier.manager.plans import (
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.quarantine import Quarantine
 from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.reserves import Reserves
 from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
@@ -95,7 +97,9 @@ class TieredOffloadingManager:
         self._resident = self._ram.copies
         self._truth = truth
         self._promoter = Promoter(self._ladder)
-        self._demoter = Demoter(self._ladder)
+        self._demotion_jobs = DemotionJobs(self._ladder)
+        self._reserves = Reserves(self._ladder, self._demotion_jobs)
+        self._demoter = Demoter(self._ladder, self._demotion_jobs, self._reserves)
         self._storer = Storer(self._ladder, self._promoter, self._demoter)
         self._loader = Loader(self._ladder, self._promoter, self._demoter)
         self._quarantine = Quarantine(self._ladder)
@@ -347,9 +351,10 @@ class TieredOffloadingManager:
         if record.epoch != ladder.epoch:
             self._apply_stale(record, result)
         elif record.why is _PROMOTE:
-            self._demoter.adopt(self._ram, self._promoter.apply(record, result))
+            self._reserves.adopt(self._ram, self._promoter.apply(record, result))
         else:
-            self._demoter.apply(record, result)
+            arrived = self._demotion_jobs.apply(record, result)
+            self._reserves.adopt(ladder.tiers[record.destination], arrived)
         if result.settled:
             ledger.close(result.job_id)
 
