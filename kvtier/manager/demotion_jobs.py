@@ -1,4 +1,4 @@
-"""Jobs that copy chunks down: planned for whoever sends them, and what became of each."""
+"""Jobs that copy chunks down: planned for who sends them, and what became of each."""
 
 from __future__ import annotations
 
