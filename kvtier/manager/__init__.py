@@ -15,7 +15,8 @@ from kvtier.manager.plans import (
 )
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.worth import LoadChoice, LoadWorth, SkipCause, WorthFigures
+from kvtier.manager.weighing import LoadChoice, SkipCause
+from kvtier.manager.worth import LoadWorth, WorthFigures
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = [

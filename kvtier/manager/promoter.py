@@ -33,7 +33,7 @@ from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.promotion_jobs import PromotionJobs
 from kvtier.manager.requests import Phase, RequestState
-from kvtier.manager.worth import LoadChoice
+from kvtier.manager.weighing import LoadChoice
 
 __all__ = ["Promoter"]
 
