@@ -80,36 +80,6 @@ class Promoter:
         if self._queue:
             self._serve()
 
-    def _queue_up(self) -> None:
-        """Let the requests that want something brought up wait for their turn."""
-        for request in self._asking:
-            if request.wanting:
-                request.phase = Phase.QUEUED
-                request.queued_s = self._ladder.ctx.now
-                self._queue[request] = None
-            else:
-                request.asked.clear()
-        self._asking.clear()
-
-    def _serve(self) -> None:
-        """Grant what those in the queue asked for, as far as the budget goes."""
-        blocked = False
-        limits, now = self._ladder.limits, self._ladder.ctx.now
-        for request in list(self._queue):
-            request.lookups += 1
-            # Neither alone says how long a wait is: an engine that computes takes tens of
-            # milliseconds for a step, an idle one takes a thousand steps a second.
-            patient = (
-                request.lookups < limits.patience_lookups
-                or now - request.queued_s < limits.patience_s
-            )
-            if blocked and patient:
-                continue
-            if self._start(request, whole=patient):
-                del self._queue[request]
-            else:
-                blocked = True
-
     def release(self, request: RequestState) -> None:
         """End whatever is kept or planned for ``request``; it may ask afresh afterwards."""
         if request.phase == Phase.ASKING and not request.asked:
@@ -143,6 +113,36 @@ class Promoter:
         self._asking.clear()
         self._queue.clear()
         self._grants.clear()
+
+    def _queue_up(self) -> None:
+        """Let the requests that want something brought up wait for their turn."""
+        for request in self._asking:
+            if request.wanting:
+                request.phase = Phase.QUEUED
+                request.queued_s = self._ladder.ctx.now
+                self._queue[request] = None
+            else:
+                request.asked.clear()
+        self._asking.clear()
+
+    def _serve(self) -> None:
+        """Grant what those in the queue asked for, as far as the budget goes."""
+        blocked = False
+        limits, now = self._ladder.limits, self._ladder.ctx.now
+        for request in list(self._queue):
+            request.lookups += 1
+            # Neither alone says how long a wait is: an engine that computes takes tens of
+            # milliseconds for a step, an idle one takes a thousand steps a second.
+            patient = (
+                request.lookups < limits.patience_lookups
+                or now - request.queued_s < limits.patience_s
+            )
+            if blocked and patient:
+                continue
+            if self._start(request, whole=patient):
+                del self._queue[request]
+            else:
+                blocked = True
 
     def _start(self, request: RequestState, *, whole: bool) -> bool:
         """Grant ``request`` what it asked for.
