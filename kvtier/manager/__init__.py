@@ -1,4 +1,25 @@
-"""Bookkeeping of all tiers: pure decisions, no I/O."""
+"""Bookkeeping of all tiers: pure decisions, no I/O.
+
+:mod:`~kvtier.manager.tiered` is what an engine calls. Behind it, by what happens to a chunk:
+
+* It is stored: :mod:`~kvtier.manager.storer`.
+* It goes down: :mod:`~kvtier.manager.placing` says where to, the
+  :mod:`~kvtier.manager.demoter` queues what goes at once, the
+  :mod:`~kvtier.manager.reserves` send victims ahead of need, by
+  :mod:`~kvtier.manager.demotion_jobs`.
+* It is asked for: :mod:`~kvtier.manager.answers`, and :mod:`~kvtier.manager.promises` of room.
+* It comes up: the :mod:`~kvtier.manager.promoter` says whose turn it is,
+  :mod:`~kvtier.manager.worth` and :mod:`~kvtier.manager.weighing` how much pays by the
+  :mod:`~kvtier.manager.estimates`, :mod:`~kvtier.manager.grants` keep it, and
+  :mod:`~kvtier.manager.promotion_jobs` bring it.
+* It is loaded: :mod:`~kvtier.manager.loader`.
+* It outlives its turn, or a reset: :mod:`~kvtier.manager.retention`,
+  :mod:`~kvtier.manager.quarantine`.
+
+What they share is the :mod:`~kvtier.manager.ladder`: its tiers (:mod:`~kvtier.manager.tier`,
+:mod:`~kvtier.manager.holds`, :mod:`~kvtier.manager.kids`, :mod:`~kvtier.manager.slots`), the
+:mod:`~kvtier.manager.ledger` of jobs in flight, and the :mod:`~kvtier.manager.events`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +36,8 @@ from kvtier.manager.plans import (
 )
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.worth import LoadChoice, LoadWorth, SkipCause, WorthFigures
+from kvtier.manager.weighing import LoadChoice, SkipCause
+from kvtier.manager.worth import LoadWorth, WorthFigures
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = [

@@ -47,6 +47,7 @@ class Ladder:
         retention: RAM copies kept until a deadline.
         ctx: What policies may know.
         epoch: Counts resets.
+        step: Counts scheduling steps.
         out_of_service: Slower tiers that nothing is to be read from for now, by index.
         corrupt: Slots whose content a restart must not bring back, as (tier index, slot).
         gaps: Per tier, how soon what it evicted was asked for again.
@@ -82,6 +83,7 @@ class Ladder:
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
         self.epoch = 0
+        self.step = 0
         self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
         self.follows_reuse = follow_reuse

@@ -5,20 +5,11 @@ again and be loaded by another request while the first one's workers still read 
 slot, and each load must take back its own pins.
 
 **Streamed loads.** A chunk that only a slower tier has may be a hit at once, if a RAM slot can
-be *promised* for it. The load that is planned next, in the same step, allots the slots, plans
-the jobs that fill them, and tells the workers which slots and which stamps to expect; a
-worker copies each chunk as soon as its slot bears its stamp. So a chunk goes from the disk to
-the device within one job of the worker, without a scheduling step in between, and its copy in
-RAM is a by-product that stays if the placement wants it.
-
-A promise is a number, not a slot: nothing is evicted for a request that may not be scheduled.
-What a request was told is a hit in this step, in RAM or below, is counted against what could be
-evicted, and promises, streams in flight and the slots of reads that are stuck against
-``pin_budget``; so its load finds room, a tier that does not answer leaves RAM to others, and
-one that would not waits its turn with the :class:`~kvtier.manager.promoter.Promoter`. An engine
-that looks up many requests before it loads for the first, or stores what it was told is a hit,
-can still break that. Then a chunk has no slot, which the plan says, and its load fails by
-itself.
+be promised for it (:mod:`kvtier.manager.promises`). The load that is planned next, in the same
+step, allots the slots, plans the jobs that fill them, and tells the workers which slots and
+which stamps to expect; a worker copies each chunk as soon as its slot bears its stamp. So a
+chunk goes from the disk to the device within one job of the worker, without a scheduling step
+in between, and its copy in RAM is a by-product that stays if the placement wants it.
 
 **What counts as a hit.** Only when a load ends is it known what of it came, so hits are counted
 then: the chunks before the first one that did not come, for the engine computes from there on.
@@ -27,19 +18,19 @@ Where the chunks are of several KV cache groups it computes everything.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
 from kvtier.keys import ChunkKey, of_one_group
 from kvtier.manager.demoter import Demoter
+from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
+from kvtier.manager.promises import Promises
 from kvtier.manager.promoter import Promoter
+from kvtier.manager.promotion_jobs import PromotionJobs
 from kvtier.manager.requests import RequestState
-from kvtier.manager.rising import plan_rise
-from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Loader"]
@@ -71,91 +62,26 @@ class _Load:
 
 
 class Loader:
-    """Plans loads and ends them.
+    """Plans loads and ends them."""
 
-    Attributes:
-        promised_to: The request that was promised slots last in this step.
-    """
-
-    def __init__(self, ladder: Ladder, promoter: Promoter, demoter: Demoter) -> None:
+    def __init__(
+        self,
+        ladder: Ladder,
+        *,
+        grants: Grants,
+        promises: Promises,
+        promotions: PromotionJobs,
+        promoter: Promoter,
+        demoter: Demoter,
+    ) -> None:
         self._ladder = ladder
         self._ram = ladder.ram
+        self._grants = grants
+        self._promises = promises
+        self._promotions = promotions
         self._promoter = promoter
         self._demoter = demoter
         self._loads: dict[str, list[_Load]] = {}
-        self._promises: Counter[RequestState] = Counter()
-        self.promised_to: RequestState | None = None
-        self._left = 0
-        self._fits = 0
-        self._plain: dict[int, int] = {}
-
-    # -- promises ---------------------------------------------------------------------------
-
-    def promise(self, request: RequestState, key: ChunkKey, tier: TierState) -> bool:
-        """Promise a RAM slot for a chunk of ``tier`` until the step ends, if one is sure."""
-        ladder = self._ladder
-        if not ladder.limits.streams or request.wanting:
-            return False
-        if key in request.asked:
-            return True
-        if request is not self.promised_to:
-            # An engine asks for one request after the other, so this is not done for every key.
-            self._turn_to(request)
-        plain = self._plain[tier.index]
-        if self._left <= 0 or len(request.asked) >= self._fits or plain <= 0:
-            return False
-        self._left -= 1
-        self._plain[tier.index] = plain - 1
-        self._promises[request] += 1
-        return True
-
-    def promise_all(self, request: RequestState, tiers: Sequence[int]) -> bool:
-        """Do :meth:`promise` for chunks that ``request`` did not ask for yet, or for none.
-
-        Args:
-            request: The request, which has just been asked for the first time in this step.
-            tiers: Index of the tier that each chunk is in, at least one.
-        """
-        if not self._ladder.limits.streams or request.wanting:
-            return False
-        self._turn_to(request)
-        chunks = len(tiers)
-        if chunks > min(self._left, self._fits - len(request.asked)):
-            return False
-        counts = Counter(tiers) if len(self._plain) > 1 else {tiers[0]: chunks}
-        if any(self._plain[tier] < some for tier, some in counts.items()):
-            return False
-        for tier, some in counts.items():
-            self._plain[tier] -= some
-        self._left -= chunks
-        self._promises[request] += chunks
-        return True
-
-    def has_overpromised(self, request: RequestState) -> bool:
-        """Say whether what ``request`` found in RAM is what was to make room for the rest."""
-        return request in self._promises and len(request.asked) > self._fits
-
-    def _turn_to(self, request: RequestState) -> None:
-        """Work out what can be promised to ``request``."""
-        ladder, promoter = self._ladder, self._promoter
-        promised = self._promises.total()
-        held = promoter.granted + promoter.streaming + promised + ladder.ledger.stuck
-        others = (other for other in promoter.asked_for() if other is not request)
-        self.promised_to = request
-        self._left = ladder.limits.pin_budget - held
-        self._fits = self._ram.room - sum(len(other.asked) for other in others)
-        self._plain = {
-            tier.index: ladder.worth.plain_chunks(tier.index) - promised
-            for tier in ladder.tiers[1:]
-        }
-
-    def end_step(self) -> None:
-        """Take back what was promised in this step and not used."""
-        if self._promises:
-            self._promises.clear()
-        self.promised_to = None
-
-    # -- loads ------------------------------------------------------------------------------
 
     def prepare(
         self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
@@ -164,7 +90,7 @@ class Loader:
         copies = self._ram.whole(keys)
         if len(copies) < len(keys):
             return self._stream(keys, copies, req_id, request)
-        handed_over = request is not None and self._promoter.hand_over(request, copies)
+        handed_over = request is not None and self._grants.hand_over(request, copies)
         self._use(copies, pinned=handed_over)
         load = _load_of(keys, copies)
         self._begin(load, req_id, request)
@@ -180,7 +106,7 @@ class Loader:
         if not loads:
             del self._loads[req_id]
         copies = load.copies
-        self._promoter.streaming -= load.streamed
+        self._grants.streaming -= load.streamed
         loaded = self._ladder.truth.loaded(load.slots, load.generations)
         if not all(loaded):
             self._condemn([copy for copy, ok in zip(copies, loaded, strict=True) if not ok])
@@ -202,10 +128,8 @@ class Loader:
     def clear(self) -> None:
         """Forget every load; for a reset of the cache, after which no completion comes."""
         self._loads.clear()
-        self._promoter.streaming = 0
-        self.end_step()
-
-    # -- internals --------------------------------------------------------------------------
+        self._grants.streaming = 0
+        self._promises.end_step()
 
     def _use(self, copies: Sequence[ChunkCopy], *, pinned: bool = False) -> None:
         """Pin resident ``copies``, unless they are, and count them as used."""
@@ -233,10 +157,9 @@ class Loader:
 
     def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)
-        self.promised_to = None
-        self._promoter.streaming += load.streamed
+        self._promises.redeem(request)
+        self._grants.streaming += load.streamed
         if request is not None:
-            self._promises.pop(request, None)
             self._promoter.release(request)
             request.remember(load.copies)
 
@@ -275,8 +198,8 @@ class Loader:
         members = self._ram.copies
         absent = [key for key in keys if key not in members]
         sources, tiers = self._ladder.find_below(absent, within)
-        rises = plan_rise(self._ladder, sources, tiers) if sources else None
-        return len(sources) if rises else 0
+        jobs = self._promotions.plan(sources, tiers) if sources else None
+        return len(sources) if jobs else 0
 
     def _await(self, copy: ChunkCopy | None) -> ChunkCopy | None:
         """Pin ``copy`` if it is on its way up; return None if it is of no use to a load."""
@@ -297,7 +220,7 @@ class Loader:
         self._ram.counters.load_failed += len(copies)
         for copy in copies:
             if copy.state == _RESIDENT:
-                self._promoter.take_from_all(copy)
+                self._grants.take_from_all(copy)
                 self._ladder.retention.forget(copy)
                 self._ladder.drop(self._ram, copy)
 

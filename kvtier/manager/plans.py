@@ -13,6 +13,7 @@ from kvtier.manager.counters import TierSnapshot
 from kvtier.manager.worth import WorthFigures
 
 __all__ = [
+    "NOTHING_TO_STORE",
     "NO_GENERATION",
     "NO_SLOT",
     "LoadPlan",
@@ -59,6 +60,9 @@ class StorePlan(NamedTuple):
     slots: Sequence[int]
     generation: int
     evicted: Sequence[ChunkKey]
+
+
+NOTHING_TO_STORE: Final = StorePlan((), (), NO_GENERATION, ())
 
 
 class LoadPlan(NamedTuple):

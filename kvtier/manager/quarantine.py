@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvtier.manager.ladder import Ladder
+from kvtier.manager.ledger import JobRecord
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
+from kvtier.types import TransferResult
 
 __all__ = ["Quarantine"]
 
@@ -54,6 +56,23 @@ class Quarantine:
                 self._ladder.ram.unpin(copy)
             else:
                 self._held.append(copy)
+
+    def apply(self, record: JobRecord, result: TransferResult) -> None:
+        """Free the slots of a job of before a reset."""
+        if not result.settled:
+            record.late = True
+            return
+        if record.destination:
+            # It may have written after the reset emptied the tier.
+            self._ladder.corrupt.extend(
+                (record.destination, copy.slot) for copy in record.destinations
+            )
+        for tier, copies in (
+            (record.source, record.sources),
+            (record.destination, record.destinations),
+        ):
+            for copy in copies:
+                self._ladder.tiers[tier].unpin(copy)
 
     def _moving(self) -> Counter[int]:
         """Return how many storage jobs hold each copy's slot, by the copy's id."""

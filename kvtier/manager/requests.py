@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.policies import ChunkCopy
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import JobId
 
-__all__ = ["Phase", "RequestState"]
+__all__ = ["DEFERRED", "Phase", "RequestState"]
 
 
 class Phase:
@@ -26,6 +26,10 @@ class Phase:
     """Answers show RAM alone: hits are kept for it, all else is recomputed."""
     FAILED: ClassVar[int] = 4
     """A load of its did not work: every answer is a miss until it ends."""
+
+
+DEFERRED: Final = (Phase.QUEUED, Phase.WAITING)
+"""In these a request is asked about in vain."""
 
 
 class RequestState:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy
 
-__all__ = ["Run"]
+__all__ = ["Run", "without"]
 
 
 class Run(NamedTuple):
@@ -55,3 +55,13 @@ class Run(NamedTuple):
             [slot for run in runs for slot in run.slots],
             min(run.departed for run in runs),
         )
+
+
+def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+    """Return those of ``copies`` that are not among ``some``, a part of them."""
+    if len(some) == len(copies):
+        return ()
+    if not some:
+        return copies
+    taken = set(some)
+    return [copy for copy in copies if copy not in taken]

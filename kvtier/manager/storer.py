@@ -15,9 +15,9 @@ from itertools import chain, compress, count
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.manager.demoter import Demoter
+from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.plans import StorePlan
-from kvtier.manager.promoter import Promoter
+from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.requests import RequestState
 from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState
@@ -27,7 +27,6 @@ __all__ = ["Storer"]
 
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
-_NOTHING = StorePlan((), (), 0, ())
 _slot_of = operator.attrgetter("slot")
 _ROOT: tuple[ChunkKey | None, int] = (None, -1)
 
@@ -35,10 +34,10 @@ _ROOT: tuple[ChunkKey | None, int] = (None, -1)
 class Storer:
     """Plans stores into RAM and completes them."""
 
-    def __init__(self, ladder: Ladder, promoter: Promoter, demoter: Demoter) -> None:
+    def __init__(self, ladder: Ladder, grants: Grants, demoter: Demoter) -> None:
         self._ladder = ladder
         self._ram = ladder.ram
-        self._promoter = promoter
+        self._grants = grants
         self._demoter = demoter
         self._writes: dict[int, Run] = {}  # in flight, by generation
 
@@ -48,7 +47,7 @@ class Storer:
         """Do :meth:`TieredOffloadingManager.prepare_store`."""
         members = self._ram.copies
         if not keys:
-            return _NOTHING
+            return NOTHING_TO_STORE
         if not self._ladder.holds_any(keys):
             plan = self._store_new(keys, keys, request)
             if plan is not None and request is not None and not request.broken:
@@ -57,12 +56,12 @@ class Storer:
         new = [key for key in keys if key not in members]
         if not new:
             self._pass_over(keys, request)
-            return _NOTHING
+            return NOTHING_TO_STORE
         stranded = self._stranded(keys, request)
         plan = self._store_rest(new, keys, request)
         if plan is not None:  # else all are offered again
             self._count_stranded(stranded, request)
-            if plan is not _NOTHING:
+            if plan is not NOTHING_TO_STORE:
                 self._touch_offered(keys)
         return plan
 
@@ -136,7 +135,7 @@ class Storer:
             self._give_up([copy for copy, ok in zip(copies, whole, strict=True) if not ok])
             run = self._ram.run_of(list(compress(copies, whole)))
         self._demoter.publish(run)
-        self._promoter.settle_arrived(run.copies)
+        self._grants.settle_arrived(run.copies)
 
     def clear(self) -> None:
         """Forget what is being stored; for a reset of the cache, after which none completes."""
@@ -164,7 +163,7 @@ class Storer:
         """Take back what did not arrive whole."""
         for copy in copies:
             self._ram.counters.failed += 1
-            self._promoter.settle(copy, arrived=False)
+            self._grants.settle_missing(copy)
             self._ram.abort(copy)
 
     def _store_new(
@@ -179,7 +178,7 @@ class Storer:
         room = self._ladder.make_room(ram, head) if head else None
         if room is None:
             self._refuse(len(new))
-            return _NOTHING
+            return NOTHING_TO_STORE
         slots, evicted = room
         self._refuse(len(new) - fits)
         new = head

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.counters import TierCounters, TierSnapshot
+from kvtier.manager.holds import Holds
+from kvtier.manager.kids import Kids, is_idle_leaf
 from kvtier.manager.run import Run
-from kvtier.manager.slots import SlotAllocator
-from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
+from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.policies.base import is_idle, is_unpinned
 from kvtier.policies.leaves import is_unpinned_leaf
 from kvtier.policies.terms import NO_TERMS, RequestTerms
@@ -23,70 +24,65 @@ _MADE_AHEAD = 1 << 18
 """Most copies made before they are needed: 80 ms and 46 MB."""
 
 
-class TierState:
-    """Slots, copies and order of one tier.
-
-    ``copies`` holds what is resident and what is being written. ``idle`` counts the copies that
-    could leave right now; every change of pins or dirt goes through this class to keep it true,
-    which lets a store that cannot succeed be refused without a scan. ``leaving`` holds victims
-    that were picked but must first reach a slower tier; they are hits until then, but no longer
-    in the eviction order. ``passing`` counts the transient copies, which leave by themselves.
-    ``wanted`` is the most slots somebody asked for in vain in this step. ``departed`` counts
-    the copies that left without having been victims: while it stands still, who was pinned is
-    here.
+class TierState(Holds):
+    """Copies, order and counters of one tier, with what holds the copies.
 
     A slot keeps its copy object when its chunk is evicted, and the next chunk takes it over:
     nothing refers to a copy that could be evicted, and making an object costs more than all
     else that becomes of a chunk here. What is dropped may still be referred to, so the slot
     then gets a new one. RAM's objects are made when the tier is, like its memory, so that the
     scheduler does not wait for them while RAM fills.
+
+    Args:
+        name: The tier's name.
+        index: Its place in the ladder; 0 is RAM.
+        capacity: Its slots.
+        eviction: Orders its copies.
+
+    Attributes:
+        copies: What is resident and what is being written, by key.
+        writing: How many of them are not whole yet.
+        leaving: Victims that were picked but must first reach a slower tier: hits until then,
+            but no longer in the eviction order.
+        departed: Counts the copies that left without having been victims: while it stands
+            still, who was pinned is here.
+        wanted: Most slots that somebody asked for in vain in this step.
+        quarantined: Slots kept from reuse until a worker acknowledged its jobs.
+        counters: What happened in the tier.
     """
 
     __slots__ = (
         "_copy_at",
-        "_kids_of_absent",
+        "_kids",
         "copies",
         "counters",
         "departed",
-        "dirty",
         "eviction",
-        "idle",
         "index",
         "leaving",
         "name",
-        "passing",
         "quarantined",
-        "slots",
         "wanted",
         "writing",
     )
 
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
+        super().__init__(capacity)
         self.name = name
         self.index = index
-        self.slots = SlotAllocator(capacity)
+        self.eviction = eviction
         self.copies: dict[ChunkKey, ChunkCopy] = {}
         self._copy_at: list[ChunkCopy | None] = [None] * capacity
         if not index:
             ahead = range(min(capacity, _MADE_AHEAD))
             self._copy_at[: len(ahead)] = [ChunkCopy(b"", slot) for slot in ahead]
-        self.eviction = eviction
-        # A child may come down before its parent, which must then know of it.
-        self._kids_of_absent: dict[ChunkKey, int] = {}
-        self.idle = 0
-        self.dirty = 0
+        self._kids = Kids(self.copies) if eviction.leaf_only else None
         self.writing = 0
         self.leaving: set[ChunkCopy] = set()
-        self.passing = 0
         self.departed = 0
         self.wanted = 0
         self.quarantined = 0
         self.counters = TierCounters()
-
-    @property
-    def room(self) -> int:
-        """Slots that are free or could be made free right now."""
-        return self.slots.free + self.idle
 
     def begin_writing(
         self,
@@ -178,127 +174,16 @@ class TierState:
                 if pins:
                     idle -= 1
         self.idle += idle
-        if self.eviction.leaf_only:
-            for copy in copies:
-                copy.kids += self._kids_of_absent.pop(copy.key, 0)
-                self._count_kid(copy, 1)
+        if self._kids is not None:
+            self._kids.arrive(copies)
         self.writing -= len(copies)
         self.counters.stored += len(copies)
         self.eviction.on_insert_many(copies, ctx)
-
-    def pin(self, copy: ChunkCopy) -> None:
-        """Forbid evicting ``copy`` until the matching :meth:`unpin`."""
-        if not copy.pins and not copy.dirty and copy.state == _RESIDENT:
-            self.idle -= 1
-        copy.pins += 1
-
-    def unpin(self, copy: ChunkCopy) -> None:
-        """Take back one :meth:`pin`; the last frees the slot of a copy that left."""
-        copy.pins -= 1
-        if copy.pins:
-            return
-        if copy.state == _GONE:
-            self.slots.release((copy.slot,))
-        elif not copy.dirty and copy.state == _RESIDENT:
-            self.idle += 1
-
-    def pin_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`pin` for ``copies``."""
-        held = 0
-        for copy in copies:
-            if not copy.pins and not copy.dirty:
-                held += 1
-            copy.pins += 1
-        self.idle -= held
-
-    def pin_dirty(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`pin` for ``copies`` that are all dirty, and so never idle."""
-        for copy in copies:
-            copy.pins += 1
-
-    def unpin_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`unpin` for ``copies``."""
-        freed = 0
-        for copy in copies:
-            copy.pins = pins = copy.pins - 1
-            if pins or copy.dirty:
-                continue
-            if copy.state == _RESIDENT:
-                freed += 1
-            elif copy.state == _GONE:
-                self.slots.release((copy.slot,))
-        self.idle += freed
-
-    def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`stop_passing`, :meth:`mark_dirty`, :meth:`pin` for resident ``copies``."""
-        held = dirtied = 0
-        for copy in copies:
-            if copy.transient:
-                self.stop_passing(copy)
-            pins, dirty = copy.pins, copy.dirty
-            copy.pins = pins + 1
-            copy.dirty = dirty + 1
-            if not dirty:
-                dirtied += 1
-                if not pins:
-                    held += 1
-        self.idle -= held
-        self.dirty += dirtied
-
-    def mark_dirty(self, copy: ChunkCopy) -> None:
-        """Note that ``copy`` must still reach one more slower tier."""
-        if not copy.dirty:
-            self.dirty += 1
-            if not copy.pins and copy.state == _RESIDENT:
-                self.idle -= 1
-        copy.dirty += 1
-
-    def mark_dirty_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`mark_dirty` for resident ``copies``."""
-        held = dirtied = 0
-        for copy in copies:
-            if not copy.dirty:
-                dirtied += 1
-                if not copy.pins:
-                    held += 1
-            copy.dirty += 1
-        self.idle -= held
-        self.dirty += dirtied
-
-    def mark_clean(self, copy: ChunkCopy) -> None:
-        """Note that ``copy`` reached one of them, or will not."""
-        copy.dirty -= 1
-        if not copy.dirty:
-            self.dirty -= 1
-            if not copy.pins and copy.state == _RESIDENT:
-                self.idle += 1
 
     def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
         """Return the run of ``copies``."""
         keys = [copy.key for copy in copies]
         return Run(copies, keys, [copy.slot for copy in copies], self.departed)
-
-    def stop_passing(self, copy: ChunkCopy) -> None:
-        """Let a copy stay that was to leave after its load; nothing for any other."""
-        if copy.transient:
-            copy.transient = False
-            self.passing -= 1
-
-    def sent(self, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`unpin` and :meth:`mark_clean` for what a job was to bring down."""
-        others = []
-        for copy in copies:
-            if copy.pins == 1 and copy.dirty == 1:
-                copy.pins = copy.dirty = 0
-            else:
-                others.append(copy)
-        cleaned = len(copies) - len(others)
-        self.dirty -= cleaned
-        self.idle += cleaned
-        for copy in others:
-            if copy.dirty:
-                self.mark_clean(copy)
-            self.unpin(copy)
 
     def drop(self, copy: ChunkCopy) -> None:
         """Make ``copy`` a miss; its slot is free once nothing pins it."""
@@ -318,7 +203,8 @@ class TierState:
         if copy.transient:
             self.passing -= 1
         del self.copies[copy.key]
-        self._leave_kids(copy)
+        if self._kids is not None:
+            self._kids.orphan(copy)
         if not copy.pins:
             self.slots.release((copy.slot,))
 
@@ -339,10 +225,10 @@ class TierState:
         Returns:
             The victims; fewer when there are no more.
         """
-        if self.eviction.leaf_only:
-            victims = self._pick_leaves(count, is_unpinned_leaf, ctx)
-        else:
+        if self._kids is None:
             victims = self.eviction.pick_many(count, is_unpinned, ctx)
+        else:
+            victims = self._kids.pick_many(self.eviction, count, is_unpinned_leaf, ctx)
         self.leaving.update(victims)
         return victims
 
@@ -463,33 +349,20 @@ class TierState:
         Nobody refers to them but their slots, so their state is left to the next write.
         """
         deque(map(self.copies.__delitem__, keys), maxlen=0)
-        if self.eviction.leaf_only:
+        if self._kids is not None:
             for victim in victims:
-                self._leave_kids(victim)
+                self._kids.orphan(victim)
         self.counters.evicted += len(victims)
 
     def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        if not self.eviction.leaf_only:
+        if self._kids is None:
             return self.eviction.pick_many(count, is_idle, ctx)
-        return self._pick_leaves(count, _idle_leaf, ctx)
-
-    def _pick_leaves(
-        self, count: int, evictable: Evictable, ctx: PolicyContext
-    ) -> list[ChunkCopy]:
-        """Pick leaf by leaf: a parent becomes a candidate when its last child was picked."""
-        victims: list[ChunkCopy] = []
-        while len(victims) < count:
-            victim = self.eviction.pick(evictable, ctx)
-            if victim is None:
-                break
-            self._count_kid(victim, -1)
-            victims.append(victim)
-        return victims
+        return self._kids.pick_many(self.eviction, count, is_idle_leaf, ctx)
 
     def _enter_order(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
         """Put a picked copy back into the order."""
-        if self.eviction.leaf_only:
-            self._count_kid(copy, 1)
+        if self._kids is not None:
+            self._kids.enter(copy)
         self.eviction.on_stay(copy, ctx)
 
     def _leave_order(self, copy: ChunkCopy) -> None:
@@ -499,29 +372,5 @@ class TierState:
             self.leaving.discard(copy)
             return
         self.eviction.on_remove(copy)
-        if self.eviction.leaf_only:
-            self._count_kid(copy, -1)
-
-    def _count_kid(self, copy: ChunkCopy, change: int) -> None:
-        if copy.parent is None:
-            return
-        parent = self.copies.get(copy.parent)
-        if parent is not None:
-            parent.kids += change
-        else:
-            self._count_kids_of_absent(copy.parent, change)
-
-    def _leave_kids(self, copy: ChunkCopy) -> None:
-        """Remember the children that ``copy``, which has left, leaves behind."""
-        if copy.kids:
-            self._count_kids_of_absent(copy.key, copy.kids)
-            copy.kids = 0
-
-    def _count_kids_of_absent(self, key: ChunkKey, change: int) -> None:
-        kids = self._kids_of_absent.pop(key, 0) + change
-        if kids:
-            self._kids_of_absent[key] = kids
-
-
-def _idle_leaf(copy: ChunkCopy) -> bool:
-    return is_unpinned_leaf(copy) and not copy.dirty
+        if self._kids is not None:
+            self._kids.leave(copy)

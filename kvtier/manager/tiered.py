@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 from mypy_extensions import mypyc_attr
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.answers import Answers
 from kvtier.manager.demoter import Demoter
+from kvtier.manager.demotion_jobs import DemotionJobs
 from kvtier.manager.events import ResidencyEvent
-from kvtier.manager.ladder import Ladder, first_whole
-from kvtier.manager.ledger import JobRecord
+from kvtier.manager.grants import Grants
+from kvtier.manager.ladder import Ladder
 from kvtier.manager.loader import Loader
 from kvtier.manager.plans import (
+    NOTHING_TO_STORE,
     LoadPlan,
     Lookup,
     ManagerLimits,
@@ -34,9 +37,12 @@ from kvtier.manager.plans import (
     SlotTruth,
     StorePlan,
 )
+from kvtier.manager.promises import Promises
 from kvtier.manager.promoter import Promoter
+from kvtier.manager.promotion_jobs import PromotionJobs
 from kvtier.manager.quarantine import Quarantine
-from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.requests import DEFERRED, RequestState
+from kvtier.manager.reserves import Reserves
 from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
@@ -48,12 +54,6 @@ __all__ = ["TieredOffloadingManager"]
 
 _depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
-_ASKING = Phase.ASKING
-_SETTLED = Phase.SETTLED
-_DEFERRED = (Phase.QUEUED, Phase.WAITING)
-_HIT = Lookup.HIT
-_MISS = Lookup.MISS
-_PENDING = Lookup.PENDING
 _PROMOTE = Why.PROMOTE
 
 
@@ -84,7 +84,7 @@ class TieredOffloadingManager:
         worth: LoadWorth | None = None,
         counting_group: int = 0,
     ) -> None:
-        self._ladder = Ladder(
+        self._ladder = ladder = Ladder(
             tiers,
             placement=placement,
             limits=limits,
@@ -94,14 +94,26 @@ class TieredOffloadingManager:
             worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
             counting_group=counting_group,
         )
-        self._ram = self._ladder.ram
+        self._ram = ladder.ram
         self._resident = self._ram.copies
-        self._truth = truth
-        self._promoter = Promoter(self._ladder)
-        self._demoter = Demoter(self._ladder)
-        self._storer = Storer(self._ladder, self._promoter, self._demoter)
-        self._loader = Loader(self._ladder, self._promoter, self._demoter)
-        self._quarantine = Quarantine(self._ladder)
+        self._grants = Grants(ladder)
+        self._promotions = PromotionJobs(ladder, self._grants)
+        self._promoter = Promoter(ladder, self._grants, self._promotions)
+        self._promises = Promises(ladder, self._grants, self._promoter)
+        self._answers = Answers(ladder, self._promoter, self._promises)
+        self._demotions = DemotionJobs(ladder)
+        self._reserves = Reserves(ladder, self._demotions)
+        self._demoter = Demoter(ladder, self._demotions, self._reserves)
+        self._storer = Storer(ladder, self._grants, self._demoter)
+        self._loader = Loader(
+            ladder,
+            grants=self._grants,
+            promises=self._promises,
+            promotions=self._promotions,
+            promoter=self._promoter,
+            demoter=self._demoter,
+        )
+        self._quarantine = Quarantine(ladder)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests ---------------------------------------------------------------------------
@@ -126,22 +138,7 @@ class TieredOffloadingManager:
         and the ``prepare_load`` that follows them in the same step.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
-        phase = request.phase
-        if phase != _ASKING:
-            if phase == Phase.FAILED:
-                return _MISS
-            if phase != _SETTLED:
-                return self._promoter.defer(request, key)
-            request.asked_at = self._promoter.step
-        within = request.terms.load_tiers
-        if within is not None and not self._ladder.held_within(key, within):
-            return _MISS
-        copy = self._resident.get(key)
-        if copy is None or copy.state != _RESIDENT:
-            return self._look_below(request, copy, key)
-        if self._ram.leaving:
-            self._ram.stay(copy, self._ladder.ctx)
-        return _HIT if phase == _SETTLED else self._note_hit(request, key)
+        return self._answers.one(request, key)
 
     def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
         """Return how many leading ``keys`` can be loaded now, or None to be asked again.
@@ -149,18 +146,7 @@ class TieredOffloadingManager:
         The batch form of :meth:`lookup` for a full-attention prefix.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
-        phase = request.phase
-        if phase in _DEFERRED:
-            return None if keys else 0
-        if phase == Phase.FAILED or not self._is_plain(request):
-            return self._look_on(request, keys, 0)
-        hits = self._ram.lead(keys, self._ladder.ctx)
-        if phase == _ASKING:
-            return self._ask(request, keys, hits)
-        request.asked_at = self._promoter.step
-        if hits < len(keys):
-            self._count_miss(request)
-        return hits
+        return self._answers.lead(request, keys)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin ``keys``, which lookups of this step called hits, and say where they are.
@@ -218,7 +204,7 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             if request.is_stale:
-                return StorePlan((), (), 0, ())
+                return NOTHING_TO_STORE
             request.has_kv = True
         self._ladder.serve(req_id, request)
         return self._storer.prepare(keys, request)
@@ -262,6 +248,7 @@ class TieredOffloadingManager:
             now: Seconds on a monotonic clock, for policies.
         """
         ladder = self._ladder
+        ladder.step += 1
         ladder.ctx.now = now
         for req_id in started:
             request = self._requests.get(req_id)
@@ -275,7 +262,7 @@ class TieredOffloadingManager:
         if ladder.limits.retained:
             ladder.retention.expire(now)
         self._promoter.end_step()
-        self._loader.end_step()
+        self._promises.end_step()
         self._demoter.flush()
         if ladder.follows_reuse:
             self._note_reuse(now)
@@ -348,11 +335,12 @@ class TieredOffloadingManager:
             timeout_s = ladder.limits.load_timeout_s
             ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
         if record.epoch != ladder.epoch:
-            self._apply_stale(record, result)
+            self._quarantine.apply(record, result)
         elif record.why is _PROMOTE:
-            self._demoter.adopt(self._ram, self._promoter.apply(record, result))
+            self._reserves.adopt(self._ram, self._promotions.apply(record, result))
         else:
-            self._demoter.apply(record, result)
+            arrived = self._demotions.apply(record, result)
+            self._reserves.adopt(ladder.tiers[record.destination], arrived)
         if result.settled:
             ledger.close(result.job_id)
 
@@ -431,8 +419,8 @@ class TieredOffloadingManager:
         return ManagerSnapshot(
             tiers=[tier.snapshot() for tier in self._ladder.tiers],
             requests=len(self._requests),
-            waiting=sum(request.phase in _DEFERRED for request in self._requests.values()),
-            granted=self._promoter.granted,
+            waiting=sum(request.phase in DEFERRED for request in self._requests.values()),
+            granted=self._grants.granted,
             retained=len(self._ladder.retention),
             jobs=len(self._ladder.ledger),
             worth=self._ladder.worth.figures(),
@@ -445,50 +433,6 @@ class TieredOffloadingManager:
             self._ladder.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
-
-    def _is_plain(self, request: RequestState) -> bool:
-        """Return whether every tier counts for ``request``, and no slot is promised to it."""
-        ladder = self._ladder
-        if ladder.out_of_service or request.terms.load_tiers is not None:
-            return False
-        return not (ladder.limits.streams and request.asked)
-
-    def _ask(self, request: RequestState, keys: Sequence[ChunkKey], hits: int) -> int | None:
-        """Note what of ``keys``, of which ``hits`` lead, a request asks for the first time."""
-        if hits:
-            self._promoter.note_many(request, keys[:hits])
-        if hits == len(keys):
-            return hits
-        below = self._ladder.lead_below(keys[hits:])
-        found = hits + len(below)
-        deferred = False
-        if below:
-            if not self._loader.promise_all(request, below):
-                if self._ladder.limits.streams:  # a part of them can be promised
-                    return self._look_on(request, keys, hits)
-                deferred = request.wanting = True
-            self._promoter.note_many(request, keys[hits:found])
-        if self._ladder.holds_any(keys[found : found + 1]):
-            # What is in RAM behind that, or on its way there, is found one by one.
-            more = self._look_on(request, keys, found)
-            return None if deferred else more
-        if found < len(keys):
-            self._ladder.asked(keys[found])
-            self._count_miss(request)
-        return None if deferred else found
-
-    def _look_on(
-        self, request: RequestState, keys: Sequence[ChunkKey], found: int
-    ) -> int | None:
-        """Do :meth:`lookup_prefix` one by one, from the first of ``keys`` not yet found on."""
-        deferred = False
-        for key in islice(keys, found, None):
-            answer = self.lookup(key, request.req_id)
-            if answer is _MISS:
-                break
-            deferred = deferred or answer is not _HIT
-            found += 1
-        return None if deferred else found
 
     def _note_reuse(self, now: float) -> None:
         for gaps in self._ladder.gaps:
@@ -505,57 +449,3 @@ class TieredOffloadingManager:
             # Whether it has KV again is not said when it is scheduled again, so it still counts
             # as having some.
             request.is_stale = False
-
-    def _note_hit(self, request: RequestState, key: ChunkKey) -> Lookup:
-        """Note that ``request`` found ``key`` whole in RAM."""
-        self._promoter.note(request, key)
-        if self._loader.promised_to is request and self._loader.has_overpromised(request):
-            request.wanting = True  # it waits its turn instead, for all of it
-            return _PENDING
-        return _HIT
-
-    def _look_below(
-        self, request: RequestState, copy: ChunkCopy | None, key: ChunkKey
-    ) -> Lookup:
-        """Answer for a chunk that is not whole in RAM."""
-        if request.phase == _ASKING:
-            self._ladder.asked(key)
-            if copy is None:
-                readable = self._ladder.readable(request.terms.load_tiers)
-                found = first_whole(readable, key)
-                if found is not None:
-                    promised = self._loader.promise(request, key, found[0])
-                    self._promoter.note(request, key)
-                    if promised:
-                        return _HIT
-                    request.wanting = True
-                    return _PENDING
-            elif copy.state == CopyState.WRITING:
-                self._promoter.note(request, key)
-                request.wanting = True
-                return _PENDING
-        self._count_miss(request)
-        return Lookup.MISS
-
-    def _count_miss(self, request: RequestState) -> None:
-        if not request.missed:
-            request.missed = True
-            for tier in self._ladder.tiers:
-                tier.counters.misses += 1
-
-    def _apply_stale(self, record: JobRecord, result: TransferResult) -> None:
-        """Free the slots of a job of before a reset."""
-        if not result.settled:
-            record.late = True
-            return
-        if record.destination:
-            # It may have written after the reset emptied the tier.
-            self._ladder.corrupt.extend(
-                (record.destination, copy.slot) for copy in record.destinations
-            )
-        for tier, copies in (
-            (record.source, record.sources),
-            (record.destination, record.destinations),
-        ):
-            for copy in copies:
-                self._ladder.tiers[tier].unpin(copy)

@@ -5,13 +5,8 @@ disk that is busy, worn or far away does not, and then a cache makes requests sl
 So before chunks are brought up for a request, the time of that is compared with the time of
 computing the tokens it saves, both as :mod:`kvtier.manager.estimates` has measured them.
 
-What is kept of a wanted prefix is the head for which loading minus ``margin`` x computing is
-least: a head that is loaded saves its tokens whatever becomes of the tail, a tail without its
-head saves nothing. Chunks in RAM cost nothing, but are of use only if everything before them is
-loaded as well. The times of several tiers are added although they may overlap: then making any
-tier slower never makes more be loaded, which the maximum would not promise. A head ends where
-a tier would come near the deadline of its jobs, for what is not there by then was waited for in
-vain.
+Which head of a prefix pays is said in :mod:`kvtier.manager.weighing`. Here is when it is asked,
+and how what is not known, or no longer, is found out.
 
 Where nothing is known yet, chunks are loaded: the load's deadline bounds what that can cost.
 An estimate that is not renewed is believed less and less: it halves every ten seconds, for the
@@ -28,63 +23,23 @@ wasted.
 
 from __future__ import annotations
 
-import enum
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.manager.estimates import ComputeTimes, LoadPrice, LoadTimes
+from kvtier.manager.weighing import LoadChoice, SkipCause, Weighing
 from kvtier.types import JobId, Outcome, TransferResult
 
-__all__ = ["LoadChoice", "LoadWorth", "SkipCause", "WorthFigures"]
+__all__ = ["LoadWorth", "WorthFigures"]
 
 _TRY_NBYTES: Final = 16 << 20
 _IN_TIME: Final = 0.8
 """Share of a load's deadline that may be planned for: an estimate is a mean, and a job that is
 a little late has moved its bytes for nothing."""
 _FEW_CHUNKS: Final = 8
-
-
-class SkipCause(enum.Enum):
-    """Why what is there is computed."""
-
-    SLOWER = enum.auto()
-    """Computing was expected to be faster."""
-    LATE = enum.auto()
-    """Loading pays, but would not have ended by the deadline."""
-    UNPROVEN = enum.auto()
-    """A load ran into its deadline, and none has arrived since to say how slow the tier is."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadChoice:
-    """A load that is not done, or not wholly.
-
-    Attributes:
-        cause: Why.
-        kept: Leading chunks of the request that are loaded.
-        tokens_per_chunk: Prompt tokens that each chunk stands for, on average.
-        skipped: Chunks of each slower tier that are not, by its index.
-        tokens: Prompt tokens of all that was found and is computed instead.
-        load_s: What loading all of it would have taken, by the estimate.
-        recompute_s: What computing it takes, by the estimate.
-        nbytes: Bytes that loading all of it would have moved.
-        queued_nbytes: Bytes that were to be moved before them.
-        in_time_s: What a load from one tier may take.
-    """
-
-    cause: SkipCause
-    kept: int
-    tokens_per_chunk: float
-    skipped: Mapping[int, int]
-    tokens: int
-    load_s: float
-    recompute_s: float
-    nbytes: int
-    queued_nbytes: int
-    in_time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,19 +176,26 @@ class LoadWorth:
         prices = {tier: p for tier in slow if (p := self._times[tier].price()) is not None}
         if not prices:
             return None
-        divisible = counted == len(sources)
         each_tokens = self._chunk_tokens * counted / len(sources)
         chunk_s = each_tokens * s_per_token * self._computing.waiting(now)
-        whole = self._cut(sources, prices, chunk_s, divisible=divisible)
-        kept = proven = self._probed(sources, whole)
-        if kept < len(sources):
-            kept = self._tried(sources, kept, prices, chunk_s, divisible=divisible, now=now)
+        weighing = Weighing(
+            sources=sources,
+            divisible=counted == len(sources),
+            chunk_nbytes=self._chunk_nbytes,
+            chunk_s=chunk_s,
+            gain_s=self._margin * chunk_s,
+            prices=prices,
+            outstanding_nbytes=self._outstanding_nbytes,
+            in_time_s=self._in_time_s,
+            try_chunks=self._try_chunks,
+        )
+        whole = weighing.best()
+        proven = weighing.probed(whole, {tier for tier in prices if self._times[tier].bounded})
+        kept = proven if proven == len(sources) else self._tried(weighing, proven, now)
         if kept == len(sources):
             return None
-        cause = SkipCause.UNPROVEN
-        if proven == whole:
-            cause = self._cause(sources, whole, prices, chunk_s, divisible=divisible)
-        return self._choice(sources, kept, prices, chunk_s, each_tokens, cause=cause)
+        cause = weighing.cause(whole) if proven == whole else SkipCause.UNPROVEN
+        return weighing.choice(kept, each_tokens, cause)
 
     def plain_chunks(self, tier: int) -> int:
         """Return how many chunks of ``tier`` are worth loading, whatever else is wanted.
@@ -284,113 +246,10 @@ class LoadWorth:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _cut(
-        self,
-        sources: Sequence[int],
-        prices: Mapping[int, LoadPrice],
-        chunk_s: float,
-        *,
-        divisible: bool,
-        in_time_s: float | None = None,
-    ) -> int:
-        """Return the length of the head whose loading gains most and is done in time."""
-        in_time_s = self._in_time_s if in_time_s is None else in_time_s
-        gain_s = self._margin * chunk_s
-        load_s = 0.0
-        best, best_s = 0, 0.0
-        each_s = {tier: price.s_per_byte * self._chunk_nbytes for tier, price in prices.items()}
-        taken_s: dict[int, float] = {}
-        for length, tier in enumerate(sources, start=1):
-            more_s = each_s.get(tier)
-            if more_s is not None:
-                sofar_s = taken_s.get(tier)
-                if sofar_s is None:
-                    more_s += prices[tier].seconds(self._outstanding_nbytes[tier])
-                    sofar_s = 0.0
-                taken_s[tier] = sofar_s = sofar_s + more_s
-                if sofar_s > in_time_s:
-                    break
-                load_s += more_s
-            net_s = load_s - length * gain_s
-            if net_s < best_s and (divisible or length == len(sources)):
-                best, best_s = length, net_s
-        return best
-
-    def _cause(
-        self,
-        sources: Sequence[int],
-        kept: int,
-        prices: Mapping[int, LoadPrice],
-        chunk_s: float,
-        *,
-        divisible: bool,
-    ) -> SkipCause:
-        """Say whether a head of ``kept`` would be longer if nothing had to be in time."""
-        longer = self._cut(sources, prices, chunk_s, divisible=divisible, in_time_s=math.inf)
-        return SkipCause.LATE if longer > kept else SkipCause.SLOWER
-
-    def _probed(self, sources: Sequence[int], kept: int) -> int:
-        """Return how much of a head of ``kept`` to load where a price is only a bound."""
-        left = {
-            tier: 0 if self._outstanding_nbytes[tier] else self._try_chunks
-            for tier in set(sources[:kept])
-            if self._times[tier].bounded
-        }
-        for at, tier in enumerate(sources[:kept]):
-            if tier in left:
-                if not left[tier]:
-                    return at
-                left[tier] -= 1
-        return kept
-
-    def _tried(
-        self,
-        sources: Sequence[int],
-        kept: int,
-        prices: Mapping[int, LoadPrice],
-        chunk_s: float,
-        *,
-        divisible: bool,
-        now: float,
-    ) -> int:
-        """Return ``kept``, or more for the sake of a new measurement."""
-        if any(self._outstanding_nbytes[tier] for tier in prices):
+    def _tried(self, weighing: Weighing, kept: int, now: float) -> int:
+        """Return ``kept``, or more if nothing is on its way that would be a measurement."""
+        tiers = weighing.prices
+        if any(self._outstanding_nbytes[tier] for tier in tiers):
             return kept
-        hoped = {tier: p for tier in prices if (p := self._times[tier].hoped(now)) is not None}
-        length = self._cut(sources, hoped, chunk_s, divisible=divisible)
-        known = set(sources[:kept]) - {0}
-        left = self._try_chunks
-        for at in range(kept, length):
-            left -= sources[at] != 0
-            if left < 0 or sources[at] in known:
-                return at
-        return max(length, kept)
-
-    def _choice(
-        self,
-        sources: Sequence[int],
-        kept: int,
-        prices: Mapping[int, LoadPrice],
-        chunk_s: float,
-        each_tokens: float,
-        *,
-        cause: SkipCause,
-    ) -> LoadChoice:
-        wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
-        tail = sources[kept:]
-        queued = {tier: self._outstanding_nbytes[tier] for tier in wanted}
-        return LoadChoice(
-            cause=cause,
-            kept=kept,
-            tokens_per_chunk=each_tokens,
-            skipped={tier: chunks for tier in wanted if (chunks := tail.count(tier))},
-            tokens=round(len(tail) * each_tokens),
-            load_s=sum(
-                price.seconds(queued[tier] + wanted[tier] * self._chunk_nbytes)
-                for tier, price in prices.items()
-            ),
-            recompute_s=len(sources) * chunk_s,
-            nbytes=sum(wanted.values()) * self._chunk_nbytes,
-            queued_nbytes=sum(queued.values()),
-            in_time_s=self._in_time_s,
-        )
+        hoped = {tier: p for tier in tiers if (p := self._times[tier].hoped(now)) is not None}
+        return weighing.tried(kept, hoped)

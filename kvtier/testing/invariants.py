@@ -195,7 +195,7 @@ def _check_retained(manager: TieredOffloadingManager) -> None:
 
 def _check_grants(manager: TieredOffloadingManager) -> None:
     ram = manager._ram
-    promoter = manager._promoter
+    grants = manager._grants
     granted: Counter[ChunkCopy] = Counter()
     for request in manager._requests.values():
         granted.update(request.granted.keys())
@@ -207,10 +207,10 @@ def _check_grants(manager: TieredOffloadingManager) -> None:
         _expect("grants equal a recount", repr(copy), counted=granted[copy], noted=copy.grants)
         if copy.grants and ram.copies.get(copy.key) is not copy:
             raise InvariantError("what is granted is in RAM", repr(copy))
-    _expect("granted equals a recount", ram.name, counted=len(granted), noted=promoter.granted)
+    _expect("granted equals a recount", ram.name, counted=len(granted), noted=grants.granted)
     waiting = Counter(
         (id(copy), request.req_id)
-        for copy, requests in promoter._waiters.items()
+        for copy, requests in grants._waiters.items()
         for request in requests
     )
     expected = Counter(

@@ -479,7 +479,7 @@ def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
     for req_id in waiting:
         bench.look(prefix(BELOW), req_id)
     (job,) = bench.step()
-    waiters = bench.manager._promoter._waiters
+    waiters = bench.manager._grants._waiters
     for left in (5, 4, 3):
         assert len({id(each) for each in waiters.values()}) == 1, "or each chunk costs them all"
         assert {len(each) for each in waiters.values()} == {left}

@@ -112,14 +112,14 @@ def test_a_damage_is_named(damage: Callable[[TierState], None], invariant: str) 
 
 def test_what_waits_for_nothing_is_found() -> None:
     bench = busy()
-    bench.manager._promoter._waiters.clear()
+    bench.manager._grants._waiters.clear()
     with pytest.raises(InvariantError, match="who waits is told"):
         check_manager(bench.manager)
 
 
 def test_the_sum_of_grants_is_recounted() -> None:
     bench = busy()
-    bench.manager._promoter.granted += 1
+    bench.manager._grants.granted += 1
     with pytest.raises(InvariantError, match="granted equals a recount"):
         check_manager(bench.manager)
 
