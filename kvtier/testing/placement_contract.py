@@ -20,6 +20,7 @@ from kvtier.testing.counting import (
     count_entries,
     count_steps,
     packages_of,
+    skip_if_compiled,
 )
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
 from kvtier.testing.purity import held_by
