@@ -50,6 +50,11 @@ class TierContext:
     memory: SharedMemory | None = None
     owner_pid: int = field(default_factory=os.getpid)
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the tier is in a process of its own and not in the engine's."""
+        return self.owner_pid != os.getpid()
+
 
 @dataclass(frozen=True, slots=True)
 class SlotOutcomes:

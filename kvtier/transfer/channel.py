@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.routes import Route
@@ -27,8 +28,7 @@ class EngineLimits:
     breaker_backoff_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelStatistics:
+class ChannelStatistics(NamedTuple):
     """One channel since the engine started; a snapshot.
 
     Attributes:

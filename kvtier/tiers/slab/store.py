@@ -120,7 +120,7 @@ class SlabTier(StorageTier):
         self._slots_per_piece = min(
             IOV_MAX, max(1, context.piece_nbytes // context.slot_nbytes)
         )
-        self._digest = select_digest(options.checksum)
+        self._digest = select_digest(options.checksum, alone=context.is_hosted)
         self._store = store
         self._table = SlotTable(self.capacity_slots)
         self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)

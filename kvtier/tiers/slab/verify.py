@@ -90,7 +90,7 @@ def verify(
     """
     checksum = reader.checksum()
     found = Verification(verified=checksum != "off")
-    digest = select_digest("xxh3" if found.verified else "off")
+    digest = select_digest("xxh3" if found.verified else "off", alone=True)
     slot_nbytes = space.layout.slot_nbytes
     file = SlotFile.open_to_read(space.directory / SLOTS, slot_nbytes, BlockIo())
     try:
