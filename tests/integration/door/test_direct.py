@@ -171,6 +171,7 @@ def test_a_copy_that_breaks_is_a_failed_load_and_not_an_engines_end(
     assert door.manager.lookup(keys[0], context) is MISS
 
 
+@pytest.mark.interpreted
 def test_a_load_that_cannot_be_planned_fails_and_its_request_goes_on_without(
     open_direct: OpenDirect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
@@ -24,9 +24,6 @@ from tests.integration.door.doors import (
     fill_and_store,
     key,
 )
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_a_flipped_bit_on_the_disk_is_a_miss_and_the_rest_of_the_prefix_is_used(
@@ -102,6 +99,7 @@ def test_a_reset_that_fails_is_loud_and_reaches_every_tier(
     assert door.load(keys, list(range(4))) == []
 
 
+@pytest.mark.interpreted
 def test_an_unexpected_error_is_a_miss_or_a_refusal_and_is_counted(
     settings: Settings,
     open_door: OpenDoor,
@@ -123,6 +121,7 @@ def test_an_unexpected_error_is_a_miss_or_a_refusal_and_is_counted(
     assert door.manager.statistics().internal_errors == 2
 
 
+@pytest.mark.interpreted
 def test_a_result_that_cannot_be_applied_does_not_take_the_others_with_it(
     settings: Settings,
     open_door: OpenDoor,
