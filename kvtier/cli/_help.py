@@ -25,7 +25,7 @@ _LIMIT: Final = re.compile(r"\bx>=(?=\d)")
 
 
 class _Command(TyperCommand):
-    # What is overridden here has click's types, which typer has of its own or from click.
+    # Any, because the base is click's class or, by version, typer's own copy of it.
 
     @override
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

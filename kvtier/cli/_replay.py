@@ -54,7 +54,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     format_name: FormatOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Replay TRACE with real bytes, beside a prediction of it.
+    """Replay TRACE with real bytes, and the simulator's prediction.
 
     An engine without a model asks and copies as a real one would, in real time, and compares
     every byte it loads with what was stored. Stores lie in temporary directories beside those

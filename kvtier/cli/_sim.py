@@ -96,7 +96,8 @@ def run(  # noqa: PLR0913 - each is an option of the command
     capacity: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of the tier: 5% of the trace's chunks, 9140 chunks or 64GiB."
+            metavar="SIZE",
+            help="5% (of the trace's chunks), 9140 (chunks) or 64GiB.",
         ),
     ] = None,
     touch_order: Order = "policy",

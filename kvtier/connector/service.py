@@ -396,8 +396,13 @@ class CacheService:
 
     def _no_load(self, chunks: int, req_id: str) -> LoadPlan:
         """Return a load that fails, and see that its request asks for no other."""
-        self._manager.give_up(req_id)
+        self._give_up(req_id)
         return LoadPlan([NO_SLOT] * chunks, [NO_GENERATION] * chunks, [0] * chunks)
+
+    @answered_with(_nothing)
+    def _give_up(self, req_id: str) -> None:
+        """Answer MISS from now on; a policy that failed may fail again in letting go."""
+        self._manager.give_up(req_id)
 
     def _note_service(self) -> None:
         """Tell the manager which tiers are not to be read from for now."""

@@ -18,7 +18,9 @@
 
 What they share is the :mod:`~kvtier.manager.ladder`: its tiers (:mod:`~kvtier.manager.tier`,
 :mod:`~kvtier.manager.holds`, :mod:`~kvtier.manager.kids`, :mod:`~kvtier.manager.slots`), the
-:mod:`~kvtier.manager.ledger` of jobs in flight, and the :mod:`~kvtier.manager.events`.
+:mod:`~kvtier.manager.ledger` of jobs in flight, and the :mod:`~kvtier.manager.events`. Values
+that pass between them are in ``plans``, ``requests``, ``run``, ``found`` and ``counters``;
+``reuse`` measures, and ``building`` makes a manager of a configuration.
 """
 
 from __future__ import annotations

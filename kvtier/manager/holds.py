@@ -1,8 +1,8 @@
 """What keeps copies from being evicted: pins and dirt.
 
 A copy is pinned while anybody touches it or counts on it, and dirty while a slower tier must
-still receive it. How many copies are neither is known at any time, because every change of pins
-or dirt is made here; so a store that cannot succeed is refused without a scan.
+still receive it. How many copies are neither is known at any time, because whoever makes a copy
+idle, or no longer idle, counts it; so a store that cannot succeed is refused without a scan.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ hits for wear: on chat traffic second-touch writes a fifth and loses a quarter o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import floor
@@ -27,7 +27,7 @@ _SAMPLE_PER_SLOT = 2
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Admission(ABC):
+class Admission(metaclass=ABCMeta):
     """One condition for entering a slower tier.
 
     One object serves all tiers of a cache, and judges each by itself: what it was asked for

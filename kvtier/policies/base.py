@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
@@ -168,7 +168,7 @@ def is_unpinned(copy: ChunkCopy) -> bool:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Eviction(ABC):
+class Eviction(metaclass=ABCMeta):
     """Orders the copies of one tier.
 
     For a chunk that is here the driver calls :meth:`on_hit`. For one that is not it calls
@@ -297,7 +297,7 @@ class Promotion:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Placement(ABC):
+class Placement(metaclass=ABCMeta):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
 
     One object serves a cache for as long as it runs, and is asked by one thread, with the

@@ -104,14 +104,10 @@ class PolicyRole(Generic[PolicyT]):
                 remedy = f"put the directory of {point.module} on PYTHONPATH"
             raise ConfigError(f"{problem}; {remedy}") from error
         base = self.base.__name__
-        # Not issubclass: compiled classes with ABC above them share what ABC remembers of it.
-        if not (isinstance(loaded, type) and self.base in loaded.__mro__):
+        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             problem = f"{policy}: {point.value} is no {base}"
             raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
-        # Not __abstractmethods__, which a compiled base does not have.
-        missing = ", ".join(
-            duty for duty in self.duties if getattr(loaded, duty) is getattr(self.base, duty)
-        )
+        missing = self._left_out(loaded)
         if missing:
             problem = f"{policy}: {point.value} leaves out {missing}"
             raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")
@@ -121,6 +117,14 @@ class PolicyRole(Generic[PolicyT]):
             problem = f"{policy}: {point.value} cannot be made from one number: {error}"
             raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
         return cast("type[PolicyT]", loaded)
+
+    def _left_out(self, loaded: type) -> str:
+        """Name the methods that ``loaded`` has yet to define; a compiled base does not."""
+        abstract: frozenset[str] = getattr(loaded, "__abstractmethods__", frozenset())
+        owed = {
+            duty for duty in self.duties if getattr(loaded, duty) is getattr(self.base, duty)
+        }
+        return ", ".join(sorted(owed | abstract))
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
@@ -187,7 +191,10 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     """
     factory = PLACEMENTS.named(name)
     with PLACEMENTS.making(name):
-        return factory(tiers)
+        placement = factory(tiers)
+        if not isinstance(placement.min_chunks, int):
+            raise TypeError(f"min_chunks is {placement.min_chunks!r} and no int")
+        return placement
 
 
 def build_admission(name: str, *, capacity: int) -> Admission:

@@ -12,7 +12,7 @@ takes to RAM, and prompts computed in pieces.
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
@@ -87,7 +87,7 @@ class ModelRequest:
         self.first_token_s = 0.0
 
 
-class Engine(ABC, Generic[_Model]):
+class Engine(Generic[_Model], metaclass=ABCMeta):
     """Serves requests through a manager.
 
     Args:

@@ -90,7 +90,9 @@ def parse_speed(text: str) -> tuple[str, TierSpeed]:
         )
     try:
         read, write, latency = parts
-        return name, TierSpeed(parse_rate(read), parse_rate(write), parse_duration(latency))
+        return name, TierSpeed(
+            float(parse_rate(read)), float(parse_rate(write)), parse_duration(latency)
+        )
     except UnitError as error:
         raise ConfigError(f"--tier-speed {text}: {error}") from error
 

@@ -14,7 +14,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
@@ -74,6 +74,25 @@ class EvictionContract(ABC):
         eviction, copies, ctx = self._filled(4)
         assert eviction.pick(_none, ctx) is None
         assert set(_pick_all(eviction, ctx)) == set(copies)
+
+    def test_it_returns_what_is_declared(self) -> None:
+        # Where kvtier was compiled, anything else is an error in the middle of a step.
+        eviction, copies, ctx = self._filled(8)
+        policy: Any = eviction  # mypy takes it for granted that these return nothing
+        victims = policy.pick_many(2, _any, ctx)
+        staying = [copy for copy in copies if copy not in victims]
+        staying[0].state = CopyState.GONE
+        returned = [
+            policy.on_miss(b"absent", ctx),
+            policy.on_stay(victims[0], ctx),
+            policy.on_insert(victims[1], ctx),
+            policy.on_hit(staying[1], ctx),
+            policy.on_hit_many(iter(staying[2:4]), ctx),
+            policy.on_remove(staying[0]),
+            policy.on_insert_many([], ctx),
+        ]
+        assert type(victims) is list
+        assert returned == [None] * len(returned)
 
     def test_an_empty_order_has_no_victim(self) -> None:
         assert self.make_eviction(capacity=4).pick(_any, PolicyContext()) is None

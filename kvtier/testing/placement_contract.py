@@ -89,6 +89,7 @@ class PlacementContract(DecisionContract[Placement, object]):
                 question.set_scene(ctx)
                 for places in placement.place_many(question.copies, ctx):
                     assert set(places) <= set(range(1, tiers))
+                    assert all(isinstance(tier, int) for tier in places)
                     assert len(set(places)) == len(places)
 
     def test_what_leaves_goes_to_a_target_that_was_announced(self) -> None:
@@ -101,6 +102,7 @@ class PlacementContract(DecisionContract[Placement, object]):
                     question.set_scene(ctx)
                     answers = placement.demote_many(question.copies, source, ctx)
                     assert {*answers} - {None} <= {*targets}
+                    assert all(isinstance(to, int | None) for to in (*answers, *targets))
 
     def test_a_promotion_is_a_promotion_and_an_admission_yes_or_no(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
@@ -109,6 +111,7 @@ class PlacementContract(DecisionContract[Placement, object]):
             copies, tier = question.copies, question.tier
             ways = placement.promote_many(copies, tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
+            assert all(type(way.stay) is type(way.keep_source) is bool for way in ways)
             answers = placement.admit_many(copies, tier, Why.DEMOTE, ctx)
             assert all(isinstance(answer, bool) for answer in answers)
 
@@ -116,6 +119,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         placement, ctx = self.make_policy(), PolicyContext()
         before = _of_all_chunks(placement)
         assert isinstance(placement.places_used, bool)
+        assert isinstance(placement.min_chunks, int)
         assert placement.min_chunks >= 1
         for question in some_questions(60):
             self.answers(placement, question, ctx)

@@ -56,7 +56,7 @@ class TestEvict:
     ) -> None:
         store.filled()
         ran = subprocess.run(
-            [sys.executable, "-m", "kvtier.cli", "cache", "evict", "--all", str(store.root)],
+            [sys.executable, "-m", "kvtier", "cache", "evict", "--all", str(store.root)],
             input=answer,
             capture_output=True,
             text=True,

@@ -178,7 +178,7 @@ class TestDisturbingNobody:
         inside = ["unshare", "--mount", "sh", "-c", mounted + ' && exec "$@"', place]
         if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
             pytest.skip("this user may not mount")
-        run = [sys.executable, "-m", "kvtier.cli", "cache", *command, place]
+        run = [sys.executable, "-m", "kvtier", "cache", *command, place]
         ran = subprocess.run(
             [*inside, *run], capture_output=True, text=True, check=False, cwd=ROOT
         )
@@ -279,7 +279,7 @@ def test_everything_fits_the_terminal(
 
 
 def test_it_runs_as_a_program(store: Store) -> None:
-    command = [sys.executable, "-m", "kvtier.cli", "cache", "stat", "--json"]
+    command = [sys.executable, "-m", "kvtier", "cache", "stat", "--json"]
     ran = subprocess.run(
         [*command, str(store.filled().root)], capture_output=True, check=False, cwd=ROOT
     )

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.errors import ClosedError
 from kvtier.manager import Lookup, ManagerLimits
+from kvtier.manager.plans import NO_SLOT
 from kvtier.testing.stepped import SteppedCache
 from kvtier.testing.workbench import prefix
 from kvtier.types import Job
@@ -130,6 +131,23 @@ def test_after_a_reset_that_failed_nothing_is_believed(
         assert plan is not None
         assert not plan.keys
         cache.service.end_step(started=(), preempted=())
+
+
+@pytest.mark.interpreted
+def test_a_load_that_can_neither_be_planned_nor_given_up_is_a_load_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make_cache()
+    store(cache, Context("a"), 2, ends_first=False)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug of a policy")
+
+    monkeypatch.setattr(cache.bench.manager, "prepare_load", fail)
+    monkeypatch.setattr(cache.bench.manager, "give_up", fail)
+    plan = cache.service.prepare_load(prefix(2), "b")
+    assert list(plan.slots) == [NO_SLOT] * 2
+    assert cache.service.statistics().internal_errors == 2
 
 
 @pytest.mark.interpreted

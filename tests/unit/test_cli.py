@@ -201,7 +201,7 @@ def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
         writer = os.open(output, os.O_WRONLY)
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "kvtier.cli", command],
+            [sys.executable, "-m", "kvtier", command],
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
@@ -216,7 +216,7 @@ def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
 
 
 def test_a_command_whose_output_was_closed_before_it_began_just_ends() -> None:
-    program = 'exec "$0" -m kvtier.cli example >&-'
+    program = 'exec "$0" -m kvtier example >&-'
     ran = subprocess.run(
         ["sh", "-c", program, sys.executable],
         stderr=subprocess.PIPE,

@@ -201,7 +201,7 @@ def test_an_error_without_words_is_named(
 
 
 def run_doctor(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ("-m", "kvtier.cli")
+    command = ("-m", "kvtier")
     return subprocess.run(
         # Where pytest runs, readline has set COLUMNS, which says how long lines are to be.
         ["env", "-u", "COLUMNS", sys.executable, *command, "doctor", str(file), *arguments],

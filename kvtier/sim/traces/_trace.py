@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from kvtier.errors import KvtierError
 
 __all__ = ["IdArray", "Trace", "TraceError"]
 
-IdArray = NDArray[np.int64]
+IdArray: TypeAlias = NDArray[np.int64]
 
 
 class TraceError(KvtierError):

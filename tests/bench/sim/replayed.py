@@ -81,7 +81,7 @@ def _parts(scratch: Path) -> Iterator[_Part]:
 
 
 def _replay(part: _Part, config: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kvtier.cli", "replay", str(part.path), *part.options]
+    command = [sys.executable, "-m", "kvtier", "replay", str(part.path), *part.options]
     done = subprocess.run(
         [*command, "--config", str(config), "--json"],
         stdout=subprocess.PIPE,

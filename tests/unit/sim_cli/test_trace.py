@@ -15,7 +15,7 @@ from tests.unit.sim_cli.commands import kvtier, refusal
 def test_a_bad_trace_ends_the_command_with_2_and_its_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n{"timest')
-    command = [sys.executable, "-m", "kvtier.cli", "trace", "info", str(bad)]
+    command = [sys.executable, "-m", "kvtier", "trace", "info", str(bad)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert ran.stderr.startswith(f"error: {bad}:2: not JSON")

@@ -1,8 +1,0 @@
-"""``python -m kvtier.cli``."""
-
-from __future__ import annotations
-
-from kvtier.cli import main
-
-if __name__ == "__main__":
-    main()
