@@ -14,7 +14,7 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.policies.shadow import GhostFigures, ShadowTier
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim.single import simulate_single
-from kvtier.sim.traces import generate
+from kvtier.sim.traces import Trace, generate
 from tests.unit.sim_traces import trace_of
 
 CHAINS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 7)), min_size=1, max_size=60).map(
@@ -43,9 +43,13 @@ def hashed(distinct: int) -> list[ChunkKey]:
     return [make_key(draw.randbytes(32), 0) for _ in range(distinct)]
 
 
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return generate("chat", sessions=1500, per_s=5.0, chunk_tokens=16, seed=2)
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3-fifo"])
-def test_a_ghost_of_a_large_tier_is_small_and_still_close(policy: str) -> None:
-    trace = generate("chat", sessions=1500, per_s=5.0, chunk_tokens=16, seed=2)
+def test_a_ghost_of_a_large_tier_is_small_and_still_close(policy: str, trace: Trace) -> None:
     capacity = trace.distinct // 5
     assert capacity > 2 * 4096
     keys = hashed(trace.distinct)
