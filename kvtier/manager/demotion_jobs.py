@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.manager.ladder import Ladder
-from kvtier.manager.ledger import JobRecord
+from kvtier.manager.ledger import Failure, JobRecord
 from kvtier.manager.run import Run
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy
@@ -13,7 +13,6 @@ from kvtier.types import Outcome, TransferResult, Why
 
 __all__ = ["DemotionJobs"]
 
-_DONE = Outcome.DONE
 _DEMOTE = Why.DEMOTE
 
 
@@ -95,9 +94,9 @@ class DemotionJobs:
         target = ladder.tiers[record.destination]
         if not record.late:
             self.in_flight[record.destination] -= len(record.sources)
-        arrived = record.destinations
-        if result.outcomes.count(_DONE) < len(arrived):
-            arrived = self._arrived(record, result)
+        arrived, failures = record.sort_out(result.outcomes)
+        if failures:
+            self._give_up(record, failures)
         source_tier.sent(record.sources)
         if source_tier.leaving:
             self._let_go(
@@ -120,24 +119,17 @@ class DemotionJobs:
         """Count nothing as on its way; for a reset of the cache."""
         self.in_flight = [0] * len(self.in_flight)
 
-    def _arrived(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Give up the chunks of a job that did not arrive and return the others."""
+    def _give_up(self, record: JobRecord, failures: Sequence[Failure]) -> None:
+        """Give up the chunks of a job that did not arrive."""
         source_tier = self._ladder.tiers[record.source]
         target = self._ladder.tiers[record.destination]
-        arrived: list[ChunkCopy] = []
-        for source, copy, outcome in zip(
-            record.sources, record.destinations, result.outcomes, strict=True
-        ):
-            if outcome is _DONE:
-                arrived.append(copy)
-                continue
+        for source, copy, outcome in failures:
             target.abort(copy)
             if not record.late:  # else it was counted when its deadline passed
                 target.counters.note_failure(outcome, reading=False)
             source_tier.counters.lost += 1
             if outcome is Outcome.CORRUPT and record.source:
                 self._ladder.condemn(source_tier, source)
-        return arrived
 
     def _let_go(self, tier: TierState, run: Run) -> None:
         """Let those of ``run`` leave that were leaving and have nothing to wait for."""

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy
-from kvtier.types import Job, JobId, Why
+from kvtier.types import Job, JobId, Outcome, Why
 
-__all__ = ["JobLedger", "JobRecord"]
+__all__ = ["Failure", "JobLedger", "JobRecord"]
+
+_DONE = Outcome.DONE
+Failure: TypeAlias = tuple[ChunkCopy, ChunkCopy, Outcome]
+"""The copy that was read, the one that its bytes did not arrive in, and why."""
 
 
 @dataclass(slots=True)
@@ -44,6 +49,23 @@ class JobRecord:
     epoch: int
     late: bool = False
     moved: Collection[ChunkCopy] = ()
+
+    def sort_out(
+        self, outcomes: Sequence[Outcome]
+    ) -> tuple[Sequence[ChunkCopy], list[Failure]]:
+        """Return the copies written whose bytes arrived, and what became of the others."""
+        if outcomes.count(_DONE) == len(self.destinations):
+            return self.destinations, []
+        arrived: list[ChunkCopy] = []
+        failures: list[Failure] = []
+        for source, copy, outcome in zip(
+            self.sources, self.destinations, outcomes, strict=True
+        ):
+            if outcome is _DONE:
+                arrived.append(copy)
+            else:
+                failures.append((source, copy, outcome))
+        return arrived, failures
 
 
 class JobLedger:

@@ -77,9 +77,11 @@ class PromotionJobs:
         ram = self._ladder.ram
         source_tier = self._ladder.tiers[record.source]
         source_tier.unpin_many(record.sources)
-        arrived = record.destinations
-        if result.outcomes.count(_DONE) < len(arrived):
-            arrived = self._arrived(record, result)
+        arrived, failures = record.sort_out(result.outcomes)
+        for source, copy, outcome in failures:
+            self._grants.settle_missing(copy)
+            ram.abort(copy)
+            self._blame(record, source, outcome)
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
         read = [source for source in record.sources if source.state == _RESIDENT]
@@ -126,20 +128,6 @@ class PromotionJobs:
         )
         ladder.worth.sent(job_id, index, len(copies))
         return PromotionJob(job_id, copies)
-
-    def _arrived(self, record: JobRecord, result: TransferResult) -> list[ChunkCopy]:
-        """Give up the chunks of a job that did not come up and return the others."""
-        arrived: list[ChunkCopy] = []
-        for source, copy, outcome in zip(
-            record.sources, record.destinations, result.outcomes, strict=True
-        ):
-            if outcome is _DONE:
-                arrived.append(copy)
-                continue
-            self._grants.settle_missing(copy)
-            self._ladder.ram.abort(copy)
-            self._blame(record, source, outcome)
-        return arrived
 
     def _expire(self, record: JobRecord) -> None:
         """Let nobody wait any longer for what a job past its deadline was to bring."""

@@ -242,8 +242,9 @@ class ModelEngine(Engine[TimeModel]):
         if not hits:
             heapq.heappush(self._ready, (request.number, request))
             return True
-        plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
-        self._retain(request.keys[:hits])
+        loaded = request.keys[:hits]
+        plan = self._manager.prepare_load(loaded, request.req_id)
+        self._retain(loaded)
         done_s = self._transfers.load(hits, self._now_s)
         if plan.wait_s:  # it also waits for what is still to come up
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])

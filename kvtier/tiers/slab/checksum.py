@@ -7,7 +7,7 @@ than it needs. In the engine's process slots are therefore hashed in slices smal
 the lock, at the price of holding it for less than a millisecond per piece.
 
 In a process of its own nobody computes beside a tier but its other threads, which hash and wait
-for the disk. There large slots go in large slices: a sixth less processor time at 2 MiB, for
+for the disk. There large slots go in large slices: a seventh less time to hash 2 MiB, for
 memory is read best in long stretches, and there are fewer slices to cut.
 """
 

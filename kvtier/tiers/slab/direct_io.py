@@ -7,7 +7,6 @@ before each call and bounced when they are not aligned.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -117,10 +116,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 def is_aligned(view: memoryview) -> bool:
     """Return whether O_DIRECT may use ``view``."""
-    if view.readonly:  # of which ctypes takes none
-        address: int = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    else:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return address % PAGE_NBYTES == 0
 
 
