@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import aiohttp
 import pytest
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 OURS = ("kvtier_", "vllm:")
 SETTLE_S = 30.0
+QUIET_S = 1.0
 GPU_BLOCKS = 200
 RAM_SHARE = 0.2
 SCRAPE_EVERY = 10
@@ -121,13 +123,36 @@ async def talk(
 
 
 async def rest(session: aiohttp.ClientSession) -> Scrape:
-    """Scrape until every chunk that must go down is down."""
+    """Scrape until nothing is on its way, and has not been for a while.
+
+    Figures are kept back for a moment while the engine works, so one look may see those of
+    before the last chunks were stored.
+    """
     deadline_s = time.monotonic() + SETTLE_S
+    before, since_s = await scrape(session), time.monotonic()
     while True:
         now = await scrape(session)
-        if not now.value("kvtier_dirty_chunks", tier="ram") + now.value("kvtier_queued_bytes"):
+        at_s = time.monotonic()
+        if on_its_way(now) or ours(now) != ours(before):
+            before, since_s = now, at_s
+        elif at_s - since_s >= QUIET_S:
             return now
-        assert time.monotonic() < deadline_s, "demotions do not end"
+        assert at_s < deadline_s, f"{on_its_way(now):.0f} chunks or bytes do not arrive"
+
+
+def on_its_way(now: Scrape) -> float:
+    """Return what is neither in its place nor given up."""
+    held = now.value("kvtier_held_chunks")
+    return (
+        held + now.value("kvtier_dirty_chunks", tier="ram") + now.value("kvtier_queued_bytes")
+    )
+
+
+def ours(now: Scrape) -> dict[Any, float]:
+    """Return the counters that the cache and its engine count up."""
+    return {
+        series: value for series, value in now.counters.items() if series[0].startswith(OURS)
+    }
 
 
 def assert_consistent(answered: Answered, scrapes: Sequence[Scrape]) -> None:

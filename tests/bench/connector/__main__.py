@@ -14,7 +14,9 @@ one without a connector, one whose connector does nothing, one with kvtier. They
 that what else the machine does falls on all. A step is what vLLM's engine core does between two
 rounds of its loop: schedule, compute, update. The tiers are full, so storing means evicting.
 The demo's model takes a few milliseconds for a step, most of them vLLM's Python; a larger one,
-whose steps take as long as those of a model in use, shows what a user would see.
+whose steps take as long as those of a model in use, shows what a user would see. A wave is
+compared with the same wave right before or after it: a machine that is shared gets slower and
+faster by several per cent from minute to minute, so one per cent takes many short waves.
 """
 
 from __future__ import annotations
@@ -55,10 +57,7 @@ PROMPT_TOKENS = 2048
 WARM_UP = 2
 NVME_BAR, RAM_BAR, STEP_BAR = 0.25, 0.20, 1.01
 PATHS = ("staged", "direct")
-WAVE_PROMPTS, WAVE_PROMPT_TOKENS, WAVE_TOKENS = 8, 200, 48
-LARGE = ModelShape(hidden=1024, layers=8, heads=16, kv_heads=4, inner=2816)
-"""94 million parameters, 376 MB that every step reads."""
-SHAPES = {"tiny": TINY, "large": LARGE}
+WAVE_PROMPTS = 8
 STEPS_TIMEOUT_S = 3600.0
 IDLE = {
     "kv_connector": "IdleConnector",
@@ -72,15 +71,42 @@ MORE_TOKENS = (32, 512)
 """Tokens that are computed behind those that are loaded; they make the forward pass longer."""
 
 
+class StepModel(NamedTuple):
+    """A model whose steps are measured, and the requests of a wave of them.
+
+    Generating fills a block of each request once, so a wave stores in its prefill and later.
+    """
+
+    shape: ModelShape
+    prompt_tokens: int
+    generated_tokens: int
+
+
+LARGE = ModelShape(hidden=1024, layers=8, heads=16, kv_heads=4, inner=2816)
+"""94 million parameters, 376 MB that every step reads."""
+MODELS = {"tiny": StepModel(TINY, 200, 48), "large": StepModel(LARGE, 72, 32)}
+
+
 class Figure(NamedTuple):
-    """One measurement against its bar."""
+    """One measurement against its bar.
+
+    Attributes:
+        what: What was measured.
+        median_ms: Its median.
+        least_ms: The least.
+        most_ms: The most.
+        ratio: To what it is compared with.
+        half: Between which the middle half of the pairs' ratios are.
+        bar: The most that the ratio may be.
+    """
 
     what: str
     median_ms: float
     least_ms: float
     most_ms: float
-    ratio: float | None
-    bar: float | None
+    ratio: float | None = None
+    half: tuple[float, float] | None = None
+    bar: float | None = None
 
 
 Value = Callable[[WaveReport], float]
@@ -99,15 +125,13 @@ class Bench:
         self._directory = directory
         self._rounds = rounds
         self._draw = random.Random(11)
-        self._shape = TINY
-        self._model = directory / "model"
-        write_model(self._model)
+        self.use_model("tiny")
 
     def use_model(self, name: str) -> None:
-        """Use the model of a named shape from now on."""
-        self._shape = SHAPES[name]
+        """Use one of the models from now on."""
+        self._steps = MODELS[name]
         self._model = self._directory / name
-        write_model(self._model, shape=self._shape)
+        write_model(self._model, shape=self._steps.shape)
 
     def first_tokens(self, paths: Sequence[str]) -> Iterator[Figure]:
         """Yield the time to first token: computed, from RAM, from NVMe after a restart."""
@@ -232,8 +256,8 @@ class Bench:
         return Prompt(tokens=tuple(self._draw.randrange(2, VOCABULARY) for _ in range(tokens)))
 
     def _wave(self) -> Wave:
-        prompts = tuple(self._prompt(WAVE_PROMPT_TOKENS) for _ in range(WAVE_PROMPTS))
-        return Wave(prompts=prompts, max_tokens=WAVE_TOKENS)
+        prompts = tuple(self._prompt(self._steps.prompt_tokens) for _ in range(WAVE_PROMPTS))
+        return Wave(prompts=prompts, max_tokens=self._steps.generated_tokens)
 
     def _config(self, path: str) -> Path:
         """Write a configuration whose tiers hold everything, over an empty store."""
@@ -242,8 +266,8 @@ class Bench:
 
     def _step_config(self, path: str) -> Path:
         """Write a configuration whose tiers are full before anything is measured."""
-        tokens = WAVE_PROMPTS * (WAVE_PROMPT_TOKENS + WAVE_TOKENS)
-        blocks = WAVES_IN_RAM * tokens // BLOCK_TOKENS
+        blocks = (self._steps.prompt_tokens + self._steps.generated_tokens) // BLOCK_TOKENS
+        blocks *= WAVES_IN_RAM * WAVE_PROMPTS
         return self._write_config(blocks, {"load_path": path})
 
     def _write_config(self, blocks: int, transfer: Mapping[str, str]) -> Path:
@@ -251,8 +275,8 @@ class Bench:
         store_yaml(
             file,
             store=file.with_suffix(""),
-            ram_nbytes=blocks * self._shape.kv_nbytes_per_block,
-            nvme_nbytes=blocks * self._shape.kv_nbytes_per_block,
+            ram_nbytes=blocks * self._steps.shape.kv_nbytes_per_block,
+            nvme_nbytes=blocks * self._steps.shape.kv_nbytes_per_block,
         )
         settings = yaml.safe_load(file.read_text())
         settings["transfer"] = dict(transfer)
@@ -309,7 +333,7 @@ def figure(
 ) -> Figure:
     middle = statistics.median(times_ms)
     ratio = None if base is None else middle / base
-    return Figure(what, middle, min(times_ms), max(times_ms), ratio, bar)
+    return Figure(what, middle, min(times_ms), max(times_ms), ratio, bar=bar)
 
 
 def paired(
@@ -321,7 +345,8 @@ def paired(
     """Return what waves with kvtier take, and the median of their ratios to those without."""
     with_ms = [value(cached) * 1e3 for _, cached in pairs]
     ratios = [value(cached) / value(plain) for plain, cached in pairs]
-    return figure(what, with_ms)._replace(ratio=statistics.median(ratios), bar=bar)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return figure(what, with_ms)._replace(ratio=middle, half=(low, high), bar=bar)
 
 
 def main() -> None:
@@ -329,12 +354,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s bench -- connector", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="prompts; eight waves each")
     parser.add_argument("--only", choices=["first", "layers", "steps"], help="one bench")
-    parser.add_argument("--model", choices=SHAPES, help="steps of one of the two models")
+    parser.add_argument("--model", choices=MODELS, help="steps of one of the two models")
     parser.add_argument("--path", choices=PATHS, help="one of the two load paths")
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     arguments = parser.parse_args()
     paths = [arguments.path] if arguments.path else [*PATHS]
-    table = Table("figure", "median ms", "least", "most", "ratio", "bar", "met", box=None)
+    heads = ("figure", "median ms", "least", "most", "ratio", "middle half", "bar", "met")
+    table = Table(*heads, box=None)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.dir) as scratch:
         bench = Bench(Path(scratch), arguments.rounds)
         figures: list[Figure] = []
@@ -343,7 +369,7 @@ def main() -> None:
         if arguments.only in (None, "layers"):
             figures += bench.layers()
         if arguments.only in (None, "steps"):
-            for name in [arguments.model] if arguments.model else SHAPES:
+            for name in [arguments.model] if arguments.model else MODELS:
                 bench.use_model(name)
                 figures += (
                     each._replace(what=f"{name} model: {each.what}")
@@ -355,6 +381,7 @@ def main() -> None:
             each.what,
             *(f"{ms:.2f}" for ms in (each.median_ms, each.least_ms, each.most_ms)),
             "" if each.ratio is None else f"{each.ratio:.3f}",
+            "" if each.half is None else "{:.3f}..{:.3f}".format(*each.half),
             "" if each.bar is None else f"{each.bar:g}",
             met,
         )
