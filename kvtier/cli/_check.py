@@ -36,7 +36,7 @@ def _page_problems(config: KvtierConfig) -> list[str]:
     # The doctor loads the storage tier and its packages, which few files need here.
     from kvtier.doctor import Verdict, examine_pages  # noqa: PLC0415
 
-    finding = examine_pages(config.ram)
+    finding = examine_pages(config)
     if finding.verdict is not Verdict.PROBLEM:
         return []
     return [config.origin.complain(finding.key, finding.found, finding.remedy)]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 
 from kvtier.config import KvtierConfig
 from kvtier.connector.report.observer import Observer, Positions, build_observer
@@ -19,7 +20,15 @@ from kvtier.memory import HostRegion
 from kvtier.recording import ManagerSetup, Recorder, RecordingManager
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.registry import open_tier
-from kvtier.transfer import EngineLimits, FromTier, Route, ToTier, TransferEngine
+from kvtier.transfer import (
+    BetweenTiers,
+    EngineLimits,
+    FromTier,
+    Relay,
+    Route,
+    ToTier,
+    TransferEngine,
+)
 from kvtier.types import LayoutFingerprint
 from kvtier.units import format_size
 
@@ -34,7 +43,7 @@ class Storage:
 
     Attributes:
         manager: Decides.
-        engine: Moves chunks between RAM and the slower tiers.
+        engine: Moves chunks between the tiers.
         tiers: The slower tiers, fastest first.
         pool: Threads of the tiers' blocking calls.
         region: The RAM tier.
@@ -124,14 +133,9 @@ def _start_engine(
     config: KvtierConfig, region: HostRegion, tiers: Sequence[StorageTier]
 ) -> TransferEngine:
     transfer = config.transfer
-    ram = config.tiers[0].name
-    routes: dict[tuple[str, str], Route] = {}
-    for tier in tiers:
-        routes[ram, tier.name] = ToTier(region, tier)
-        routes[tier.name, ram] = FromTier(region, tier, region.control)
     return TransferEngine(
         "storage",
-        routes,
+        _routes(config.tiers[0].name, region, tiers),
         chunk_nbytes=region.geometry.slot_nbytes,
         limits=EngineLimits(
             # The manager keeps to the configured limits itself; this is only a backstop, and
@@ -144,6 +148,21 @@ def _start_engine(
         openers=[tier.aopen for tier in tiers],
         closers=[tier.aclose for tier in tiers],
     )
+
+
+def _routes(
+    ram: str, region: HostRegion, tiers: Sequence[StorageTier]
+) -> dict[tuple[str, str], Route]:
+    """Return every way a chunk may go: down to any tier, and from any of them to RAM."""
+    routes: dict[tuple[str, str], Route] = {}
+    for tier in tiers:
+        routes[ram, tier.name] = ToTier(region, tier)
+        routes[tier.name, ram] = FromTier(region, tier, region.control)
+    if slots := region.geometry.relay:
+        relay = Relay(region, slots)
+        for upper, lower in combinations(tiers, 2):
+            routes[upper.name, lower.name] = BetweenTiers(upper, lower, relay)
+    return routes
 
 
 async def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
@@ -196,7 +215,8 @@ def _build_manager(
 def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
 ) -> None:
-    for number, tier in enumerate(tiers, start=1):
+    # The slowest first: what only one tier has is owed to the next before it is evicted.
+    for number, tier in reversed(list(enumerate(tiers, start=1))):
         with bulk_loading():
             chunks = manager.recover(number, tier.recovered())
         logger.info(

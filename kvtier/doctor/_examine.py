@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.compiled import is_compiled
-from kvtier.config import KvtierConfig, NvmeTierConfig, RamTierConfig, check_environment
+from kvtier.config import KvtierConfig, NvmeTierConfig, check_environment
 from kvtier.doctor import _build, _devices, _gds, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
@@ -18,6 +18,7 @@ from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.errors import ConfigError
 from kvtier.manager import TieredOffloadingManager
+from kvtier.transfer import relay_slots
 from kvtier.units import approximate_size
 
 __all__ = ["Examination", "examine", "examine_pages"]
@@ -67,7 +68,7 @@ def examine(
     for number, tier in stores:
         _examine_store(config, number, tier, seconds, machine, examination)
     engine_runs = any(finding.check.endswith(": in use") for finding in examination.findings)
-    for check, look in _host_checks(machine, config.ram, engine_runs=engine_runs):
+    for check, look in _host_checks(machine, config, engine_runs=engine_runs):
         _collect(check, look, examination)
     start: list[Finding] = []
     _collect(
@@ -77,15 +78,21 @@ def examine(
     return examination
 
 
-def examine_pages(ram: RamTierConfig, *, machine: Machine | None = None) -> Finding:
+def examine_pages(config: KvtierConfig, *, machine: Machine | None = None) -> Finding:
     """Say in which pages the RAM tier comes.
 
     Args:
-        ram: The RAM tier.
+        config: The configuration.
         machine: Where to look; this machine by default.
     """
     pool = _memory.huge_page_pool(machine or Machine())
-    return _memory.check_pages(ram.capacity_bytes, pool, wanted=ram.huge_pages)
+    return _memory.check_pages(_ram_bytes(config), pool, wanted=config.ram.huge_pages)
+
+
+def _ram_bytes(config: KvtierConfig) -> int:
+    """Return the memory of the RAM tier and of the relay, whose lanes are at least a piece."""
+    piece = config.transfer.piece_bytes
+    return config.ram.capacity_bytes + relay_slots(config, piece) * piece
 
 
 def _check_start(config: KvtierConfig, known: Sequence[Finding]) -> Iterator[Finding]:
@@ -189,10 +196,10 @@ def _measure(
 
 
 def _host_checks(
-    machine: Machine, ram: RamTierConfig, *, engine_runs: bool
+    machine: Machine, config: KvtierConfig, *, engine_runs: bool
 ) -> Iterator[tuple[str, Look]]:
     """Yield what to look at for the RAM tier and the process, and how it is called."""
-    ram_bytes = ram.capacity_bytes
+    ram, ram_bytes = config.ram, _ram_bytes(config)
 
     def memory() -> Iterator[Finding]:
         pool = _memory.huge_page_pool(machine)
@@ -210,7 +217,7 @@ def _host_checks(
     yield "kvtier", lambda: [_build.check_build(compiled=is_compiled(TieredOffloadingManager))]
     yield "memory", memory
     yield "memlock", pinning
-    yield "huge pages", lambda: [examine_pages(ram, machine=machine)]
+    yield "huge pages", lambda: [examine_pages(config, machine=machine)]
     yield (
         "open files",
         lambda: [_memory.check_open_files(_memory.process_limits().open_files)],

@@ -48,6 +48,14 @@ class Reserves:
             if target is not None:
                 tier.mark_dirty_many(group)
 
+    def adopt_recovered(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`adopt` for what an earlier run left; a slower tier may have it, too."""
+        if tier not in self.tiers:
+            return
+        below = self._ladder.tiers[tier.index + 1 :]
+        keys = [slower.copies.keys() for slower in below]
+        self.adopt(tier, [copy for copy in copies if not any(copy.key in has for has in keys)])
+
     def refill(self) -> None:
         """Send victims away wherever the reserve is low, or a wish for room was not met."""
         for tier in self.tiers:

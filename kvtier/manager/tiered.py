@@ -369,6 +369,8 @@ class TieredOffloadingManager:
     def recover(self, tier: int, chunks: Iterable[tuple[ChunkKey, int]]) -> int:
         """Make chunks that survived a restart hits in ``tier``, least recently used first.
 
+        The slowest tier is to come first: what no slower one has may be owed to it.
+
         Args:
             tier: Index of a slower tier.
             chunks: Keys and slots; no key and no slot twice.
@@ -381,6 +383,7 @@ class TieredOffloadingManager:
         state.slots.take(copy.slot for copy in copies)
         state.add_resident(copies, self._ladder.ctx)
         self._ladder.events.add(tier, [copy.key for copy in copies], removed=False)
+        self._reserves.adopt_recovered(state, copies)
         return len(copies)
 
     def reset(self) -> None:

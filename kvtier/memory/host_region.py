@@ -13,8 +13,8 @@ engine:
   the OOM killer later.
 
 The first worker creates the region and serves it until everybody else has it; the others
-attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then the
-:class:`~kvtier.memory.control.ControlBlock`.
+attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then ``relay_slots`` more that are no
+part of the RAM tier, then the :class:`~kvtier.memory.control.ControlBlock`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class RegionGeometry:
         ranks: Workers of the engine.
         is_portable: Whether a slot's bytes mean the same to an engine with other ranks.
         content: What the bytes are, which only a worker can tell.
+        relay_slots: Slots through which chunks go from one slower tier to another.
     """
 
     slots: int
@@ -73,16 +74,27 @@ class RegionGeometry:
     ranks: int
     is_portable: bool = False
     content: str = ""
+    relay_slots: int = 0
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of the RAM tier's slots."""
         return self.slots * self.slot_nbytes
+
+    @property
+    def relay(self) -> range:
+        """Numbers of the slots that are no part of the RAM tier."""
+        return range(self.slots, self.slots + self.relay_slots)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of all slots, which a tier's process moves chunks to and from."""
+        return self.payload_nbytes + self.relay_slots * self.slot_nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole region, control block included."""
-        return self.payload_nbytes + ControlBlock.nbytes(self.slots, self.ranks)
+        return self.shared_nbytes + ControlBlock.nbytes(self.slots, self.ranks)
 
 
 class HostRegion:
@@ -100,7 +112,7 @@ class HostRegion:
         self._map = mmap.mmap(descriptor, 0)
         self._view = memoryview(self._map)[: geometry.nbytes]
         self.control = ControlBlock(
-            self._view[geometry.payload_nbytes :], slots=geometry.slots, ranks=geometry.ranks
+            self._view[geometry.shared_nbytes :], slots=geometry.slots, ranks=geometry.ranks
         )
         self._server: _Server | None = None
 
@@ -173,19 +185,19 @@ class HostRegion:
             time.sleep(0.02)
 
     def slot(self, number: int) -> memoryview:
-        """Return the writable bytes of slot ``number``."""
+        """Return the writable bytes of slot ``number``; relay slots come after the tier's."""
         nbytes = self.geometry.slot_nbytes
         return self._view[number * nbytes : (number + 1) * nbytes]
 
     @property
     def shared(self) -> SharedMemory:
-        """The slots, for a process that is to map them."""
+        """All slots, for a process that is to map them."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        return SharedMemory(self._descriptor, address, self.geometry.payload_nbytes)
+        return SharedMemory(self._descriptor, address, self.geometry.shared_nbytes)
 
     @property
     def payload(self) -> memoryview:
-        """The writable bytes of all slots."""
+        """The writable bytes of the RAM tier's slots."""
         return self._view[: self.geometry.payload_nbytes]
 
     def close(self) -> None:

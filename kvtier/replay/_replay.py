@@ -46,6 +46,7 @@ from kvtier.sim.ladder import (
 )
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
+from kvtier.transfer import relay_slots
 from kvtier.types import LayoutFingerprint
 from kvtier.units import approximate_size
 
@@ -247,6 +248,7 @@ class _Bench:
             stripe_nbytes=options.chunk_bytes,
             stripes=1,
             ranks=1,
+            relay_slots=relay_slots(config, size),
         )
         name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
         timeout_s = config.transfer.close_timeout_s
@@ -407,7 +409,10 @@ def _measure_copies(
     )
     name = f"replay-copies-{os.getpid()}-{next(_NUMBERS)}"
     region = HostRegion.create(
-        name, replace(geometry, slots=chunks), attachers=0, timeout_s=_MEET_TIMEOUT_S
+        name,
+        replace(geometry, slots=chunks, relay_slots=0),
+        attachers=0,
+        timeout_s=_MEET_TIMEOUT_S,
     )
     kv = blocks_of_layers(memory.tensors, groups, blocks=limits.blocks)
     device = DeviceEngine(

@@ -10,6 +10,7 @@ from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.errors import UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, PageMapping, RankShare, shard_of, share_pages
+from kvtier.transfer import relay_slots
 from kvtier.vllm.compat import EngineFacts, page_mapping
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def require_same_file(
         UnsupportedError: Its shape is not the one that ``config`` gives.
     """
     slots = config.tiers[0].capacity_bytes // geometry.slot_nbytes
-    if (geometry.slots, geometry.ranks) != (slots, engine.world_size):
+    relay = relay_slots(config, geometry.slot_nbytes)
+    found = geometry.slots, geometry.ranks, geometry.relay_slots
+    if found != (slots, engine.world_size, relay):
         raise UnsupportedError(
             f"the workers' RAM tier has another shape: {geometry} instead of {slots} slots for "
             f"{engine.world_size} ranks; all processes of an engine must read the same "
@@ -95,6 +98,7 @@ def _geometry(
         ranks=engine.world_size,
         is_portable=is_portable,
         content=content,
+        relay_slots=relay_slots(config, size),
     )
 
 

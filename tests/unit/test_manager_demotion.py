@@ -461,6 +461,32 @@ def slots_of(bench: Workbench, tier: int) -> Sequence[int]:
     return sorted(copy.slot for copy in bench.tiers[tier].copies.values())
 
 
+@pytest.mark.parametrize("recovered", [False, True])
+def test_what_only_a_middle_tier_has_goes_on_from_it_also_when_it_was_recovered(
+    recovered: bool,
+) -> None:
+    bench = Workbench(4, 4, 16, write="evict", limits=limits())
+    first = prefix(4, of=0)
+    if recovered:
+        bench.manager.recover(1, zip(first, range(4), strict=True))
+    else:
+        bench.store(first)
+    for prompt in range(1, 6):
+        while bench.store(prefix(4, of=prompt)) is None:
+            bench.settle()
+        bench.settle()
+    assert {*first} <= bench.resident(2)
+    assert [tier.counters.lost for tier in bench.tiers] == [0, 0, 0]
+
+
+def test_a_recovered_chunk_owes_nothing_to_a_slower_tier_that_has_it_too() -> None:
+    bench = Workbench(4, 4, 16, write="evict", limits=limits())
+    both, alone = prefix(2, of=0), prefix(2, of=1)
+    bench.manager.recover(2, zip(both, range(2), strict=True))
+    bench.manager.recover(1, zip([*both, *alone], range(4), strict=True))
+    assert bench.tiers[1].dirty == len(alone)
+
+
 def test_recovered_chunks_keep_their_slots() -> None:
     bench = Workbench(2, 4)
     bench.manager.recover(1, [(prefix(1)[0], 2)])

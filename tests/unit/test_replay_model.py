@@ -100,18 +100,30 @@ class Machine:
         self.now_s += seconds
 
 
+@pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize(
-    ("slower", "load_path"), [(0, "direct"), (256, "direct"), (256, "staged")]
+    ("ram", "slower", "write"),
+    [(64, (), "through"), (64, (256,), "through"), (88, (16, 256), "evict")],
 )
 def test_hits_and_times_are_those_the_simulator_predicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: int, load_path: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ram: int,
+    slower: tuple[int, ...],
+    write: str,
+    load_path: str,
 ) -> None:
     trace = generate("chat", sessions=40, per_s=2.0, chunk_tokens=256, seed=3)
-    nvme = f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {slower * CHUNK_NBYTES}B\n"
+    nvmes = [
+        f"- kind: nvme\n  name: nvme{number}\n  path: {tmp_path / str(number)}\n"
+        f"  capacity: {slots * CHUNK_NBYTES}B\n"
+        for number, slots in enumerate(slower)
+    ]
     config = parse_config(
-        f"tiers:\n- kind: ram\n  capacity: {64 * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
-        + (nvme if slower else "")
-        + f"placement: {{load_if: always}}\ntransfer: {{load_path: {load_path}}}\n",
+        f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
+        + "".join(nvmes)
+        + f"placement: {{load_if: always, write: {write}}}\n"
+        f"transfer: {{load_path: {load_path}, piece: {2 * CHUNK_NBYTES}B}}\n",
         source="test",
     )
     options = ReplayOptions(
