@@ -7,7 +7,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -204,6 +204,7 @@ def replay_trace(
         )
         waits = [request.first_token_s - request.arrival_s for request in served]
         figures, moved = bench.figures(), bench.moved()
+        names = [tier.name for tier in figures]
         refs = predicted.refs
         return ReplayResult(
             trace=trace.name,
@@ -214,7 +215,7 @@ def replay_trace(
             counts=bench.counts,
             preemptions=bench.preemptions,
             tiers=tuple(
-                _traffic(tier, "ram" if number else "gpu", guess.hits, moved)
+                _traffic(tier, names[:number] or ["gpu"], guess.hits, moved)
                 for number, (tier, guess) in enumerate(
                     zip(figures, predicted.tiers, strict=True)
                 )
@@ -446,17 +447,18 @@ def _measure_copies(
 
 
 def _traffic(
-    tier: TierFigures, above: str, predicted_hits: int, moved: Mapping[str, float]
+    tier: TierFigures, above: Sequence[str], predicted_hits: int, moved: Mapping[str, float]
 ) -> ReplayedTraffic:
-    """Return what ``tier`` moved from and to the tier ``above``."""
-    up, down = transfer_type_of(tier.name, above), transfer_type_of(above, tier.name)
+    """Return what ``tier`` moved to the fastest of the tiers ``above``, and from all."""
+    up = [transfer_type_of(tier.name, above[0])]
+    down = [transfer_type_of(name, tier.name) for name in above]
     return ReplayedTraffic(
         name=tier.name,
         hits=tier.hit_chunks,
         predicted_hits=predicted_hits,
-        read_bytes=int(moved.get(f"{up}_total_bytes", 0)),
+        read_bytes=int(_sum(moved, up, "bytes")),
         read_bytes_per_s=_rate(moved, up),
-        written_bytes=int(moved.get(f"{down}_total_bytes", 0)),
+        written_bytes=int(_sum(moved, down, "bytes")),
         write_bytes_per_s=_rate(moved, down),
         failed_chunks=tier.failed_reads
         + tier.failed_writes
@@ -466,6 +468,10 @@ def _traffic(
     )
 
 
-def _rate(moved: Mapping[str, float], transfer_type: str) -> float:
-    seconds = moved.get(f"{transfer_type}_total_time", 0.0)
-    return moved[f"{transfer_type}_total_bytes"] / seconds if seconds else 0.0
+def _rate(moved: Mapping[str, float], transfer_types: Sequence[str]) -> float:
+    seconds = _sum(moved, transfer_types, "time")
+    return _sum(moved, transfer_types, "bytes") / seconds if seconds else 0.0
+
+
+def _sum(moved: Mapping[str, float], transfer_types: Sequence[str], what: str) -> float:
+    return sum(moved.get(f"{each}_total_{what}", 0.0) for each in transfer_types)

@@ -139,6 +139,7 @@ def test_hits_and_times_are_those_the_simulator_predicts(
         tier.predicted_hits for tier in result.tiers
     ]
     assert result.tiers[-1].hits > 0
+    assert all(tier.written_bytes for tier in result.tiers)
     predicted, replayed = machine.waits[0], machine.waits[-1]
     assert len(replayed) == 80
     assert replayed == pytest.approx(predicted, abs=1e-6)
