@@ -79,12 +79,15 @@ class StoreLockedError(TierError):
         holder: What the lock file says about its owner, such as ``pid 4711 on host a``.
     """
 
-    def __init__(self, tier: str, path: object, holder: str) -> None:
-        super().__init__(
-            tier,
-            f"{path} is in use by {holder}; one engine at a time may write a store: "
-            "stop the other engine or give this one another path",
-        )
+    def __init__(
+        self,
+        tier: str,
+        path: object,
+        holder: str,
+        remedy: str = "one engine at a time may write a store: stop the other engine or give "
+        "this one another path",
+    ) -> None:
+        super().__init__(tier, f"{path} is in use by {holder}; {remedy}")
         self.holder = holder
 
 

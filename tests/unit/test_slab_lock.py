@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,34 +18,8 @@ from kvtier.tiers.slab.inspect import holder_of
 from kvtier.tiers.slab.lock import Patience, acquire
 from kvtier.tiers.slab.namespace import open_root
 from tests.unit.cache_shell import READING, Shell
+from tests.unit.slab_locks import Clock, held
 from tests.unit.stores import Store
-
-
-class Clock:
-    """Time that passes when somebody sleeps; what is due then happens."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.alarms: list[tuple[float, contextlib.ExitStack]] = []
-        self.patience = Patience(timeout_s=10, clock=lambda: self.now_s, sleep=self.sleep)
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now_s += seconds
-        for at_s, stack in self.alarms:
-            if self.now_s >= at_s:
-                stack.close()
-
-
-@contextlib.contextmanager
-def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the lock of ``path``, as another process would: through another open file."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, kind)
-        yield
-    finally:
-        os.close(fd)
 
 
 @pytest.fixture
@@ -148,6 +121,8 @@ def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
     patient = functools.partial(holder_of, patience=clock.patience)
     for module in (inspect, _cache_actions):
         monkeypatch.setattr(module, "holder_of", patient)
+    patient_hold = functools.partial(maintain.hold, patience=clock.patience)
+    monkeypatch.setattr(maintain, "hold", patient_hold)
     store.filled()
     problem = f"another process is opening {store.root}; try again"
     with held(store.root / "kvtier.lock"):

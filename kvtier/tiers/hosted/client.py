@@ -272,13 +272,17 @@ class HostedTier(StorageTier):
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
+            await self._connection.bury()  # or its successor would find the store locked
             self._counted_before = self.statistics()
             self._connection = self._host = None
-        if self._host is None:
-            self._host = await self._start_again()
-        connection = Connection(self.name, self._host)
-        await connection.open()
+        host = self._host or await self._start_wanted()
+        connection = Connection(self.name, host)
         self._loop = asyncio.get_running_loop()
+        try:
+            await connection.open()
+        except asyncio.CancelledError:
+            self._connection = connection  # it is open all the same
+            raise
         self._connection = connection
         return connection
 
@@ -297,6 +301,8 @@ class HostedTier(StorageTier):
         if self._host is None and not self._reset_owed:
             return None
         async with self._connecting:
+            if self._host is None and not self._reset_owed:
+                return None  # it was started too late, and is ended
             return await self._reach_host()
 
     async def _close(self, connection: Connection) -> None:
@@ -314,6 +320,26 @@ class HostedTier(StorageTier):
         finally:
             await connection.aclose()
 
+    async def _start_wanted(self) -> HostProcess:
+        """Start a host again, and end it if the tier was closed meanwhile: nobody else would.
+
+        Raises:
+            TierUnavailableError: It was, or there is none to be had.
+        """
+        if not self._is_over():
+            host = await self._start_again()
+            if not self._is_over():
+                return host
+            unwanted = Connection(self.name, host)
+            await unwanted.open()
+            await unwanted.aclose()
+            self._host = None
+        raise TierUnavailableError(self.name, "it is closed")
+
+    def _is_over(self) -> bool:
+        """Whether the tier was closed and has nothing to make up for."""
+        return self._closed and not self._reset_owed
+
     async def _start_again(self) -> HostProcess:
         """Start a host in place of one that died; what it recovers is known already."""
         logger.warning("tier %s: starting its I/O process again", self.name)
@@ -325,11 +351,9 @@ class HostedTier(StorageTier):
             ) from error
 
     def _host_again(self) -> HostProcess:
-        host, _ = _start(self._options, self._context)
-        if self._closed and not self._reset_owed:  # meanwhile, and nobody else would end it
-            host.abandon()
-            self._require_open()
-        return host
+        # Kept from here on: who waits for it may be cancelled.
+        self._host, _ = _start(self._options, self._context)
+        return self._host
 
     def _note(self, op: str, slots: Sequence[int]) -> None:
         """Keep a frame that nobody waits for until something else is sent."""

@@ -44,10 +44,11 @@ class Connection(asyncio.Protocol):
         self._host = host
         self._transport: asyncio.WriteTransport
         self._burial: asyncio.Task[None]
-        self._lost = asyncio.Event()
+        self._buried = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
         self._calls = itertools.count()
         self._gone = False
+        self._burial_deadline_s = 0.0
 
     @property
     def usable(self) -> bool:
@@ -55,11 +56,19 @@ class Connection(asyncio.Protocol):
         return not self._gone
 
     async def open(self) -> None:
-        """Begin to listen for answers on the running loop."""
+        """Begin to listen for answers on the running loop.
+
+        Cancellation:
+            Deferred until it does, which takes a turn of the loop; others may use it.
+        """
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(
-            lambda: self, sock=self._host.connection
+        opening = loop.create_task(
+            loop.create_unix_connection(lambda: self, sock=self._host.connection)
         )
+        try:
+            await asyncio.shield(opening)
+        finally:
+            self._transport, _ = await opening
 
     def send(self, frame: Frame) -> None:
         """Send ``frame``, to which there is no answer."""
@@ -116,9 +125,26 @@ class Connection(asyncio.Protocol):
         """
         # Not close(), which first waits until a host that may hang has taken what it was sent.
         self._transport.abort()
-        await self._lost.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._burial), _BURIAL_TIMEOUT_S)
+        self._go()
+        with contextlib.suppress(TierUnavailableError):
+            await self.bury()
+
+    async def bury(self) -> None:
+        """Wait until the host has ended, which is gone as far as calls are concerned.
+
+        However many wait, and however often: not for longer than it may take since it is gone.
+
+        Raises:
+            TierUnavailableError: It has not, and what it has open stays so.
+        """
+        left_s = self._burial_deadline_s - asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait_for(self._buried.wait(), left_s)
+        except TimeoutError as error:
+            raise TierUnavailableError(
+                self._tier,
+                f"its I/O process {self._host.process.pid} is stuck in the operating system",
+            ) from error
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -133,9 +159,13 @@ class Connection(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the calls that wait, once the host has ended."""
-        self._gone = True
+        self._go()
         self._burial = asyncio.get_running_loop().create_task(self._end())
-        self._lost.set()
+
+    def _go(self) -> None:
+        if not self._gone:
+            self._gone = True
+            self._burial_deadline_s = asyncio.get_running_loop().time() + _BURIAL_TIMEOUT_S
 
     async def _end(self) -> None:
         """Fail the calls that wait, once the host's threads leave callers' memory alone."""
@@ -153,6 +183,7 @@ class Connection(asyncio.Protocol):
                 if not answer.cancelled():
                     answer.set_exception(TierUnavailableError(self._tier, error))
             self._waiting.clear()
+        self._buried.set()
 
     def _take(self, frame: Frame) -> None:
         if frame.header["op"] == "log":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,6 +42,8 @@ _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _ALL_DONE: Final = "done"
+_ATTRIBUTES: Final = {"tier": TierError, "holder": StoreLockedError}
+"""What errors of these classes have besides their words; all of it is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +147,31 @@ def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Return what :func:`decode_error` needs; an error that is not kvtier's becomes words."""
+    """Return what :func:`decode_error` needs; an error that is not kvtier's becomes words.
+
+    A class that a plugin made, which the engine's process may not know, becomes the nearest one
+    of :mod:`kvtier.errors` that is whole with the attributes there are.
+    """
     if not isinstance(error, KvtierError):
         return {"kind": "KvtierError", "text": f"{type(error).__name__}: {error}"}
-    found = {"kind": type(error).__name__, "text": str(error)}
-    if isinstance(error, TierError):
-        found["tier"] = error.tier
-    if isinstance(error, StoreLockedError):
-        found["holder"] = error.holder
-    return found
+    there = {
+        name: value
+        for name in _ATTRIBUTES
+        if isinstance(value := getattr(error, name, None), str)
+    }
+    kind = next(kind for kind in type(error).__mro__ if _is_whole(kind, there))
+    needed = {name: there[name] for name in _attributes_of(kind)}
+    return {"kind": kind.__name__, "text": str(error), **needed}
+
+
+def _is_whole(kind: type, there: Container[str]) -> bool:
+    ours = getattr(errors, kind.__name__, None) is kind
+    return ours and all(name in there for name in _attributes_of(kind))
+
+
+def _attributes_of(kind: type) -> list[str]:
+    """Return the attributes that an error of ``kind``, one of ours, has."""
+    return [name for name, owner in _ATTRIBUTES.items() if issubclass(kind, owner)]
 
 
 def decode_error(found: dict[str, str]) -> KvtierError:
@@ -161,7 +179,7 @@ def decode_error(found: dict[str, str]) -> KvtierError:
     kind = getattr(errors, found["kind"])
     # The constructors compose the text that is already composed here.
     error: KvtierError = kind.__new__(kind, found["text"])
-    for name in ("tier", "holder"):
+    for name in _ATTRIBUTES:
         if name in found:
             setattr(error, name, found[name])
     return error

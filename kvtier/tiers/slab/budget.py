@@ -24,6 +24,7 @@ from kvtier.tiers.slab.namespace import (
     SLOTS,
     Layout,
     Namespace,
+    Occupied,
     is_of_another_version,
     read_layout,
 )
@@ -40,7 +41,9 @@ _SPLIT: Final = {_RANKS, "stripes", "stripe_nbytes"}
 """Fields of a fingerprint that say how the ranks of an engine share a chunk."""
 
 
-def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: BlockIo) -> None:
+def make_room(
+    own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: BlockIo, *, patient: bool
+) -> Occupied | None:
     """Remove idle namespaces until they and this slot file fit ``capacity_bytes``.
 
     The least recently opened goes first. One that an engine has open counts against that
@@ -48,37 +51,61 @@ def make_room(own: Namespace, spec: SlotFileSpec, capacity_bytes: int, io: Block
     version of kvtier made and nobody has open counts and stays. What a removal cut short left
     goes in any case. Nothing is removed if the disk could not hold the file anyway.
 
+    Args:
+        own: The namespace that is being opened.
+        spec: Its slot file.
+        capacity_bytes: For all of them.
+        io: Does it.
+        patient: Whether a holder that is not found running is said to be in the way, for it may
+            be the I/O of an engine that died. Otherwise it counts as an engine: in a container
+            of its own one is not found either.
+
+    Returns:
+        None if all is within the capacity now. Otherwise what has to leave and cannot yet,
+        because somebody who is no engine has it; then nothing was removed.
+
     Raises:
         ConfigError: The disk has too little room, even without the idle namespaces; or one that
             would have to leave is of the same model at another number of ranks.
         OSError: The file system failed.
     """
     with contextlib.ExitStack() as stack:
-        idle, foreign_nbytes = _look_around(own, spec.tier, io, stack)
-        leaving = _choose(idle, excess=spec.nbytes + foreign_nbytes - capacity_bytes)
+        others, foreign = _look_around(own, io, stack, patient=patient)
+        leaving = _choose(others, spec.nbytes + sum(foreign.values()) - capacity_bytes)
+        occupied = [other for other in leaving if isinstance(other, Occupied)]
+        if occupied:
+            return occupied[0]
+        _warn_of_foreign(spec.tier, foreign)
         for other in filter(_has_slots, leaving):
             _require_other_model(spec.tier, own, other, io)
         _require_room(own, spec, sum(other.slots_nbytes for other in leaving), io)
         for other in leaving:
-            _remove(spec.tier, other, io)
+            if isinstance(other, Namespace):
+                _remove(spec.tier, other, io)
+    return None
 
 
 def _look_around(
-    own: Namespace, tier: str, io: BlockIo, stack: contextlib.ExitStack
-) -> tuple[list[Namespace], int]:
-    """Return idle namespaces, locked until ``stack`` ends, and the bytes of foreign ones."""
-    idle: list[Namespace] = []
-    foreign_nbytes = 0
+    own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
+) -> tuple[list[Namespace | Occupied], dict[Path, int]]:
+    """Return namespaces of no engine, and the bytes of those of another version.
+
+    The former are locked until ``stack`` ends, but for those that somebody else has.
+    """
+    others: list[Namespace | Occupied] = []
+    foreign: dict[Path, int] = {}
     for directory in own.directory.parent.iterdir():
         if directory == own.directory or not _NAMESPACE.fullmatch(directory.name):
             continue
         other = Namespace.open_idle(directory, io)
-        if other is not None:
+        if isinstance(other, Namespace):
             stack.callback(other.close)
-            idle.append(other)
+            others.append(other)
+        elif other is not None and (patient or other.by_tool):
+            others.append(other)
         elif is_of_another_version(directory, io) and _is_idle(directory, io):
-            foreign_nbytes += _nbytes_of_another_version(tier, directory)
-    return idle, foreign_nbytes
+            foreign[directory] = sum(path.lstat().st_size for path in directory.glob(SLOTS))
+    return others, foreign
 
 
 def _is_idle(directory: Path, io: BlockIo) -> bool:
@@ -103,11 +130,14 @@ def _require_room(
         raise no_room(spec, free_nbytes, index_nbytes)
 
 
-def _choose(idle: list[Namespace], *, excess: int) -> list[Namespace]:
+def _choose(others: list[Namespace | Occupied], excess: int) -> list[Namespace | Occupied]:
     """Pick the namespaces to remove; ``excess`` is by how much the new file alone is over."""
-    excess += sum(other.slots_nbytes for other in idle)
-    leaving = [other for other in idle if not _has_slots(other)]
-    for other in sorted(filter(_has_slots, idle), key=lambda other: other.last_opened):
+    excess += sum(other.slots_nbytes for other in others)
+    rests = (other for other in others if not _has_slots(other))
+    leaving: list[Namespace | Occupied] = [
+        other for other in rests if isinstance(other, Namespace)
+    ]
+    for other in sorted(filter(_has_slots, others), key=lambda other: other.last_opened):
         if excess <= 0:
             break
         leaving.append(other)
@@ -115,24 +145,25 @@ def _choose(idle: list[Namespace], *, excess: int) -> list[Namespace]:
     return leaving
 
 
-def _has_slots(namespace: Namespace) -> bool:
+def _has_slots(namespace: Namespace | Occupied) -> bool:
     """Return whether there is anything in it; its slots are the first thing a removal takes."""
     return namespace.slots_nbytes > 0
 
 
-def _nbytes_of_another_version(tier: str, directory: Path) -> int:
-    nbytes = sum(path.lstat().st_size for path in directory.glob(SLOTS))
-    logger.warning(
-        "tier %s: %s (%s) was made by another version of kvtier: it counts against the "
-        "capacity and is not removed; remove it if that version is not to come back",
-        tier,
-        directory,
-        approximate_size(nbytes),
-    )
-    return nbytes
+def _warn_of_foreign(tier: str, foreign: dict[Path, int]) -> None:
+    for directory, nbytes in foreign.items():
+        logger.warning(
+            "tier %s: %s (%s) was made by another version of kvtier: it counts against the "
+            "capacity and is not removed; remove it if that version is not to come back",
+            tier,
+            directory,
+            approximate_size(nbytes),
+        )
 
 
-def _require_other_model(tier: str, own: Namespace, other: Namespace, io: BlockIo) -> None:
+def _require_other_model(
+    tier: str, own: Namespace, other: Namespace | Occupied, io: BlockIo
+) -> None:
     """Refuse to remove what the same model stored at another number of ranks."""
     ours, theirs = read_layout(own.directory, io), read_layout(other.directory, io)
     if ours is None or theirs is None or _but_split(ours) != _but_split(theirs):

@@ -46,6 +46,7 @@ __all__ = [
     "find_namespaces",
     "holder_of",
     "index_nbytes",
+    "nothing_opened",
 ]
 
 _NAMESPACE: Final = re.compile("[0-9a-f]{16}")
@@ -209,12 +210,26 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
         OSError: The files cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        if not stack.enter_context(_shared(directory.parent / ROOT_LOCK, patience)):
-            raise ConfigError(f"another process is opening {directory.parent}; try again")
+        stack.enter_context(nothing_opened(directory.parent, patience))
         if stack.enter_context(_shared(directory / LOCK, _AT_ONCE)):
             return None
         text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
         return "".join(filter(str.isprintable, text)) or "another process"
+
+
+@contextlib.contextmanager
+def nothing_opened(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
+    """Keep engines from opening or removing a namespace of the store at ``root``, for a moment.
+
+    Raises:
+        ConfigError: A process keeps us from it for longer than ``patience`` lasts, or a
+            symbolic link is where a lock belongs.
+        OSError: The file cannot be opened.
+    """
+    with _shared(root / ROOT_LOCK, patience) as free:
+        if not free:
+            raise ConfigError(f"another process is opening {root}; try again")
+        yield
 
 
 def index_nbytes(space: StoredNamespace) -> int:

@@ -5,6 +5,9 @@ The file's text only names the holder for people: the engine, not the process th
 An engine that was killed is gone at once while its I/O process finishes the calls it is in; a
 restart waits for that, and only for that.
 
+``kvtier cache`` holds it too while it changes a namespace, and its text says so: who needs the
+room is to know that no engine serves from it.
+
 The lock of the whole store is held for moments, while one of its namespaces is opened, and is
 waited for. No wait is without a deadline: a process that was stopped keeps its locks.
 """
@@ -31,12 +34,15 @@ __all__ = [
     "PATIENCE",
     "Patience",
     "acquire",
+    "is_tool",
     "name_holder",
+    "passing_holder",
     "try_acquire",
 ]
 
 LOCK: Final = "lock"
 _HOLDER: Final = re.compile(r"pid (\d+) on host (\S+)")
+_TOOL: Final = ", for kvtier cache"
 _POLL_S: Final = 0.02
 
 
@@ -82,7 +88,8 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
     """Take the lock of ``directory`` and return the descriptor that holds it; may block.
 
     Raises:
-        StoreLockedError: Another engine has it, or the I/O of one that died takes too long.
+        StoreLockedError: Another engine or a tool has it, or the I/O of an engine that died
+            takes too long.
         ConfigError: The file system has no locks.
         OSError: The file system failed.
     """
@@ -92,7 +99,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
         try:
             return try_acquire(path, io)
         except BlockingIOError:
-            holder = path.read_bytes()[:200].decode("utf-8", "replace").strip()
+            holder = _read_holder(path)
             if _is_alive(holder):
                 break
         except OSError as error:
@@ -101,8 +108,10 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
             raise ConfigError(
                 f"tier {tier}: the file system of {directory} has no locks; use a local disk"
             ) from error
-    printable = "".join(filter(str.isprintable, holder)) or "another process"
-    raise StoreLockedError(tier, directory, printable)
+    if is_tool(holder):
+        remedy = "let it finish, or end it, and start again"
+        raise StoreLockedError(tier, directory, holder, remedy)
+    raise StoreLockedError(tier, directory, holder or "another process")
 
 
 def try_acquire(path: Path, io: BlockIo) -> int:
@@ -121,17 +130,47 @@ def try_acquire(path: Path, io: BlockIo) -> int:
     return fd
 
 
-def name_holder(fd: int, owner_pid: int, io: BlockIo) -> None:
+def passing_holder(path: Path) -> str:
+    """Return who has the lock at ``path``, empty if that may be an engine that serves.
+
+    Who is named ends without being stopped: a tool, or, so it seems, the I/O of an engine that
+    died.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    holder = _read_holder(path)
+    return holder if is_tool(holder) or not _is_alive(holder) else ""
+
+
+def is_tool(holder: str) -> bool:
+    """Return whether ``holder``, as a lock names it, is no engine."""
+    return holder.endswith(_TOOL)
+
+
+def name_holder(fd: int, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
     """Write into the lock held by ``fd`` which engine it is held for.
+
+    Args:
+        fd: The lock.
+        owner_pid: The engine, or the tool.
+        io: What writes.
+        tool: Whether it is a tool, which no engine's store is open for.
 
     Raises:
         OSError: The file system failed.
     """
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}\n".encode()
+    text = f"pid {owner_pid} on host {socket.gethostname()} since {since}"
+    data = f"{text}{_TOOL if tool else ''}\n".encode()
     # Over what is there, whose room another file would get on a full disk.
-    write_fully(io, fd, [memoryview(text)], 0)
-    io.truncate(fd, len(text))
+    write_fully(io, fd, [memoryview(data)], 0)
+    io.truncate(fd, len(data))
+
+
+def _read_holder(path: Path) -> str:
+    text = path.read_bytes()[:200].decode("utf-8", "replace").strip()
+    return "".join(filter(str.isprintable, text))
 
 
 def _is_alive(holder: str) -> bool:

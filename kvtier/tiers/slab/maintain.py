@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes
-from kvtier.tiers.slab.inspect import Entry, StoredNamespace, holder_of, index_nbytes
+from kvtier.tiers.slab.inspect import (
+    Entry,
+    StoredNamespace,
+    holder_of,
+    index_nbytes,
+    nothing_opened,
+)
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, name_holder, try_acquire
 from kvtier.tiers.slab.trail import Reason, mark_keys
 
@@ -29,6 +35,8 @@ class CompactedIndex:
 def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> Iterator[None]:
     """Keep engines out of ``space``, as one that has it open would.
 
+    One of another model that needs its room waits a while for the end of this, and says so.
+
     Args:
         space: What to lock.
         remedy: What to do if an engine has it, for the message.
@@ -38,28 +46,41 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
         ConfigError: It is in use, or just being opened.
         OSError: The file system failed.
     """
-    io = BlockIo()
     fd = _acquire(space, remedy, patience)
     try:
-        opened = os.fstat(fd)
-        name_holder(fd, os.getpid(), io)
-        # The time of the file tells when an engine last had it, which decides who gives way.
-        os.utime(fd, ns=(opened.st_atime_ns, opened.st_mtime_ns))
         yield
     finally:
-        io.close(fd)
+        BlockIo().close(fd)
 
 
 def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
     holder: str | None = None
     for _ in patience.attempts():
-        with contextlib.suppress(BlockingIOError):
-            return try_acquire(space.directory / LOCK, BlockIo())
+        # An engine that starts sees either nobody here or the right name, and removes nothing.
+        with (
+            contextlib.suppress(BlockingIOError),
+            nothing_opened(space.directory.parent, patience),
+        ):
+            return _acquire_and_name(space)
         holder = holder_of(space.directory, patience)
         if holder is not None:
             break
     who = holder or "another process"
     raise ConfigError(f"{space.directory} is in use by {who}; {remedy}")
+
+
+def _acquire_and_name(space: StoredNamespace) -> int:
+    io = BlockIo()
+    fd = try_acquire(space.directory / LOCK, io)
+    try:
+        opened = os.fstat(fd)
+        name_holder(fd, os.getpid(), io, tool=True)
+        # The time of the file tells when an engine last had it, which decides who gives way.
+        os.utime(fd, ns=(opened.st_atime_ns, opened.st_mtime_ns))
+    except BaseException:
+        io.close(fd)
+        raise
+    return fd
 
 
 def drop_chunks(

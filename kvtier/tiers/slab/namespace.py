@@ -23,7 +23,9 @@ from kvtier.tiers.slab.lock import (
     PATIENCE,
     Patience,
     acquire,
+    is_tool,
     name_holder,
+    passing_holder,
     try_acquire,
 )
 from kvtier.types import LayoutFingerprint
@@ -34,6 +36,7 @@ __all__ = [
     "SLOTS",
     "Layout",
     "Namespace",
+    "Occupied",
     "is_of_another_version",
     "nbytes_of",
     "open_root",
@@ -108,6 +111,25 @@ class Layout:
         return cls(LayoutFingerprint(fields), slot_nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """A namespace that no engine has open, and that somebody else holds the lock of.
+
+    Attributes:
+        directory: Where its files are.
+        slots_nbytes: Bytes of the slot file; 0 if there is none.
+        last_opened: When an engine opened it, as :attr:`Namespace.last_opened`.
+        holder: Who has it, for people.
+        by_tool: Whether that is a tool; if not, it seems to be the I/O of an engine that died.
+    """
+
+    directory: Path
+    slots_nbytes: int
+    last_opened: int
+    holder: str
+    by_tool: bool
+
+
 class Namespace:
     """A namespace that this object holds the lock of.
 
@@ -149,13 +171,20 @@ class Namespace:
         return namespace
 
     @classmethod
-    def open_idle(cls, directory: Path, io: BlockIo) -> Self | None:
-        """Lock ``directory`` if it is a namespace of ours that nobody has open."""
+    def open_idle(cls, directory: Path, io: BlockIo) -> Self | Occupied | None:
+        """Lock ``directory`` if it is a namespace of ours that no engine has open.
+
+        Returns:
+            It, or who has it and will be gone soon; None if an engine has it open, or it is
+            not ours.
+        """
         layout = read_layout(directory, io)
         if layout is None or layout.fingerprint.namespace() != directory.name:
             return None
         try:
-            return cls(directory, try_acquire(directory / LOCK, io), io)
+            with contextlib.suppress(BlockingIOError):
+                return cls(directory, try_acquire(directory / LOCK, io), io)
+            return _occupied(directory)
         except OSError:
             return None
 
@@ -328,6 +357,16 @@ def is_of_another_version(directory: Path, io: BlockIo) -> bool:
             return form == _FORMAT and version != _VERSION
         case _:
             return False
+
+
+def _occupied(directory: Path) -> Occupied | None:
+    holder = passing_holder(directory / LOCK)
+    if not holder:
+        return None
+    last_opened = (directory / LOCK).stat().st_mtime_ns
+    return Occupied(
+        directory, nbytes_of(directory / SLOTS), last_opened, holder, is_tool(holder)
+    )
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.config import NvmeTierConfig
-from kvtier.errors import ConfigError, StoreDamagedError, TierUnavailableError
+from kvtier.errors import (
+    ConfigError,
+    StoreDamagedError,
+    StoreLockedError,
+    TierUnavailableError,
+)
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
@@ -21,7 +26,8 @@ from kvtier.tiers.slab.index import (
     IndexSpec,
     StoredRows,
 )
-from kvtier.tiers.slab.namespace import Layout, Namespace, open_root
+from kvtier.tiers.slab.lock import PATIENCE
+from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
 from kvtier.tiers.slab.schema import blame, is_full
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.tiers.slab.trail import Reason, mark_keys
@@ -61,7 +67,8 @@ def open_store(
 
     Raises:
         ConfigError: The options cannot work here.
-        StoreLockedError: The namespace is open already.
+        StoreLockedError: The namespace is open already, or a tool has one that must leave, and
+            for too long.
         StoreDamagedError: What is at the path is not a store of this layout.
         TierUnavailableError: The medium fails.
     """
@@ -147,9 +154,35 @@ def _open_namespace(
             options.name, options.path, layout, io, owner_pid=context.owner_pid
         )
         stack.callback(namespace.close)
-        spec = _file_spec(options, context, namespace, capacity_slots)
-        make_room(namespace, spec, options.capacity_bytes, io)
+    _make_room(options, namespace, _file_spec(options, context, namespace, capacity_slots), io)
     return namespace
+
+
+def _make_room(
+    options: NvmeTierConfig, namespace: Namespace, spec: SlotFileSpec, io: BlockIo
+) -> None:
+    """Keep to the capacity, and wait a while for those that keep us from it.
+
+    The lock of the store is free in between: those who are waited for may need it.
+
+    Raises:
+        StoreLockedError: A tool takes longer than PATIENCE lasts.
+    """
+
+    def attempt(*, patient: bool) -> Occupied | None:
+        with open_root(options.name, options.path, io):
+            return make_room(namespace, spec, options.capacity_bytes, io, patient=patient)
+
+    for _ in PATIENCE.attempts():
+        if attempt(patient=True) is None:
+            return
+    if (occupied := attempt(patient=False)) is not None:
+        raise StoreLockedError(
+            options.name,
+            occupied.directory,
+            occupied.holder,
+            "the capacity is not enough beside it: let that finish, or end it, and start again",
+        )
 
 
 def _file_spec(

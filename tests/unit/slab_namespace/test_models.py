@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StoreLockedError
 from kvtier.testing.faulty_io import FaultyIo
+from kvtier.tiers.slab import opening
+from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
+from kvtier.tiers.slab.maintain import hold
+from tests.unit.slab_locks import Clock, held
 from tests.unit.slab_namespace.opening import (
     SLOT,
     Opener,
@@ -91,6 +97,108 @@ def test_a_model_in_use_is_not_removed_for_another(open_tier: Opener) -> None:
     open_tier(model="new")
     close(old)
     assert slots_of(open_tier(model="old")) == list(range(8))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of an engine that waits for room."""
+    clock = Clock()
+    monkeypatch.setattr(opening, "PATIENCE", clock.patience)
+    return clock
+
+
+@contextlib.contextmanager
+def in_hands_of_dead_engine(space: StoredNamespace) -> Iterator[None]:
+    """Hold its lock as the I/O of an engine does that died."""
+    lock = space.directory / "lock"
+    lock.write_text(f"pid {2**22 + 1} on host {os.uname().nodename}\n")  # no such pid
+    with held(lock):
+        yield
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [lambda space: hold(space, "stop it"), in_hands_of_dead_engine],
+    ids=["kvtier cache", "an engine that died"],
+)
+def test_a_start_waits_for_room_that_no_engine_uses_and_stays_within_capacity(
+    open_tier: Opener,
+    root: Path,
+    clock: Clock,
+    keep: Callable[[StoredNamespace], contextlib.AbstractContextManager[None]],
+) -> None:
+    close(open_tier(model="old"))
+    (space,) = find_namespaces(root)
+    with contextlib.ExitStack() as other:
+        other.enter_context(keep(space))
+        clock.alarms.append((103, other))
+        open_tier(model="new")
+    assert 103 <= clock.now_s < 104
+    assert [path.parent.name for path in root.glob("*/slots.bin")] == [
+        fingerprint("new").namespace()
+    ]
+
+
+def test_while_an_engine_waits_for_room_a_tool_can_go_on_in_the_store(
+    open_tier: Opener, root: Path, clock: Clock
+) -> None:
+    close(open_tier(model="old"))
+    (space,) = find_namespaces(root)
+    with contextlib.ExitStack() as tool, IndexReader(space) as reader:
+        tool.enter_context(hold(space, "stop it"))
+        tool.callback(lambda: reader.entries("stored", -1))
+        clock.alarms.append((103, tool))
+        open_tier(model="new")
+    assert 103 <= clock.now_s < 104
+
+
+def test_a_start_that_waited_for_a_tool_in_vain_says_so_and_removes_nothing(
+    open_tier: Opener, root: Path, clock: Clock
+) -> None:
+    close(open_tier(model="old"))
+    (space,) = find_namespaces(root)
+    problem = (
+        rf"{space.directory} is in use by pid {os.getpid()} on host \S+ since \S+, for kvtier "
+        "cache; the capacity is not enough beside it: let that finish, or end it"
+    )
+    with hold(space, "stop it"), pytest.raises(StoreLockedError, match=problem):
+        open_tier(model="new")
+    assert 110 <= clock.now_s < 111
+    assert [path.parent for path in root.glob("*/slots.bin")] == [space.directory]
+    open_tier(model="new")
+
+
+def test_an_engine_that_may_run_in_another_container_is_let_be_in_the_end(
+    open_tier: Opener, root: Path, clock: Clock
+) -> None:
+    close(open_tier(model="old", ranks=2))
+    (space,) = find_namespaces(root)
+    with in_hands_of_dead_engine(space):
+        open_tier(model="old")
+    assert 110 <= clock.now_s < 111
+    assert len(list(root.glob("*/slots.bin"))) == 2
+
+
+def test_a_tool_is_not_waited_for_where_there_is_room_beside_it(
+    open_tier: Opener, root: Path, clock: Clock
+) -> None:
+    close(open_tier(model="old", slots=3))
+    (space,) = find_namespaces(root)
+    with hold(space, "stop it"):
+        open_tier(model="new", slots=9, slot_nbytes=5 * SLOT)  # eight pages in all
+    assert clock.now_s == 100
+
+
+def test_a_tool_that_has_this_models_store_is_named_with_a_remedy(
+    open_tier: Opener, root: Path
+) -> None:
+    close(open_tier())
+    (space,) = find_namespaces(root)
+    with (
+        hold(space, "stop it"),
+        pytest.raises(StoreLockedError, match="for kvtier cache; let it finish, or end it"),
+    ):
+        open_tier()
 
 
 def test_what_two_engines_filled_side_by_side_is_within_the_cap_when_one_starts_alone(

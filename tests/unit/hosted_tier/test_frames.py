@@ -1,0 +1,75 @@
+"""Errors that cross over from the process of a tier, also those of somebody else's tier."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier.errors import (
+    ClosedError,
+    KvtierError,
+    StoreLockedError,
+    TierError,
+    TierUnavailableError,
+)
+from kvtier.tiers.hosted.frames import decode_error, encode_error
+
+
+class LinkDownError(TierUnavailableError):
+    """What a plugin may raise."""
+
+
+class QuotaError(KvtierError):
+    """A class of a plugin with the least there can be above it."""
+
+
+class NamelessError(StoreLockedError):
+    """One that has the name of its tier, but none of a holder."""
+
+    def __init__(self) -> None:
+        KvtierError.__init__(self, "somebody has it")
+        self.tier = "s3"
+
+
+class BareError(TierError):
+    """One that has nothing of what its class should have, but for something of its own."""
+
+    def __init__(self) -> None:
+        KvtierError.__init__(self, "no tier")
+        self.holder = 7
+
+
+class LateError(ClosedError):
+    """One whose own name is taken."""
+
+
+LateError.__name__ = "TierError"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "attributes"),
+    [
+        (TierError("s3", "no"), TierError, {"tier": "s3"}),
+        (StoreLockedError("s3", "a", "b"), StoreLockedError, {"tier": "s3", "holder": "b"}),
+        (LinkDownError("s3", "down"), TierUnavailableError, {"tier": "s3"}),
+        (QuotaError("full"), KvtierError, {}),
+        (NamelessError(), TierError, {"tier": "s3"}),
+        (BareError(), KvtierError, {}),
+        (LateError("too late"), ClosedError, {}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_an_error_arrives_as_the_nearest_class_of_kvtier_with_its_words(
+    error: KvtierError, kind: type[KvtierError], attributes: dict[str, str]
+) -> None:
+    found = decode_error(json.loads(json.dumps(encode_error(error))))
+    assert type(found) is kind
+    assert str(found) == str(error)
+    assert vars(found) == attributes
+
+
+def test_an_error_that_is_not_of_kvtier_arrives_as_words() -> None:
+    found = decode_error(encode_error(ValueError("seven")))
+    assert type(found) is KvtierError
+    assert str(found) == "ValueError: seven"

@@ -1,0 +1,124 @@
+"""One process after another: who calls meanwhile waits, is cancelled, or closes the tier."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.config import NvmeTierConfig, TierConfig
+from kvtier.iopool import IoPool
+from kvtier.testing.chunks import make_keys
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.hosted import HostedTier, client, connection, process
+from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, opened
+
+Started = tuple[process.HostProcess, process.Opened]
+start = client._start
+
+
+def call_at_start(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
+) -> list[process.HostProcess]:
+    """Have ``call`` made on the loop whenever a host has started; returns those hosts."""
+    hosts: list[process.HostProcess] = []
+    loop = asyncio.get_running_loop()
+
+    def start_and_call(options: TierConfig, context: TierContext) -> Started:
+        found = start(options, context)
+        hosts.append(found[0])
+        loop.call_soon_threadsafe(call)
+        return found
+
+    monkeypatch.setattr(client, "_start", start_and_call)
+    return hosts
+
+
+def lose(tier: HostedTier) -> connection.Connection:
+    """Lose the connection, whatever becomes of the host."""
+    lost = tier._connection
+    assert lost is not None
+    lost._transport.abort()
+    lost._go()
+    return lost
+
+
+async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    first = shelf.tier.host_pid
+    kill(shelf.tier, signal.SIGSTOP)  # it has the store open until it is killed
+    lose(shelf.tier)
+    assert await shelf.get(keys, [0]) == [DONE]
+    assert shelf.tier.host_pid != first
+
+
+async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
+    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never_ends(process: object) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(connection, "aend", never_ends)
+    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 0.05)
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    held = shelf.tier._host
+    assert held is not None
+    lose(shelf.tier)
+    for _ in range(2):
+        assert await asyncio.wait_for(shelf.get(keys, [0]), 10) == [FAILED]
+        assert f"process {held.process.pid} is stuck in the operating" in shelf.error
+        monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 600)  # the wait is over
+    await asyncio.wait_for(shelf.tier.aclose(), 10)
+    await pool.run(lambda: held.process.wait(10), priority=0)
+
+
+async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    await lose(shelf.tier).bury()
+    cancelled = asyncio.ensure_future(shelf.get(keys, [0]))
+    hosts = call_at_start(monkeypatch, cancelled.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert await shelf.get(keys, [0]) == [DONE]
+    assert len(hosts) == 1
+
+
+async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_running(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing: list[asyncio.Future[None]] = []
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    await lose(shelf.tier).bury()
+    hosts = call_at_start(
+        monkeypatch, lambda: closing.append(asyncio.ensure_future(shelf.tier.aclose()))
+    )
+    await shelf.get(keys, [0])
+    await closing[0]
+    assert [host.process.returncode for host in hosts] == [0]
+
+
+async def test_who_is_cancelled_while_a_connection_is_made_costs_no_other_call(
+    options: NvmeTierConfig, context: TierContext
+) -> None:
+    tier = await opened(options, context)
+    connecting = asyncio.ensure_future(tier.aopen())
+    await asyncio.sleep(0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    await tier.aopen()
+    await tier.reset()  # which is answered
+    await tier.aclose()
