@@ -1,7 +1,7 @@
-"""The scenarios of the other modules by every way there is: door, load path, ranks, groups.
+"""The scenarios of the other modules by every way: door, load path, ranks, groups, processes.
 
-By day they run with the connector, its default load path, one rank and full attention; the
-other combinations run by night.
+By day they run with the connector, its default load path, one rank, full attention and a
+process for the NVMe tier; the other combinations run by night.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtier.vllm.demo.runner import EngineProcess, run_engine
 from kvtier.vllm.demo.scenario import Scenario
@@ -24,14 +25,16 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way through kvtier: which door and load path, how many ranks, which model."""
+    """A way through kvtier: door and load path, ranks, which model, whose process does I/O."""
 
     door: str
     ranks: int
     windowed: bool
+    own_process: bool = True
 
     def __str__(self) -> str:
-        return f"{self.door}-{self.ranks}-{'windowed' if self.windowed else 'full'}"
+        model = "windowed" if self.windowed else "full"
+        return f"{self.door}-{self.ranks}-{model}{'' if self.own_process else '-inprocess'}"
 
 
 FULL, WINDOWED_TOO = False, True
@@ -45,6 +48,7 @@ WAYS = [
     Way("staged", 1, WINDOWED_TOO),
     Way("direct", 1, WINDOWED_TOO),
     Way("direct", 2, WINDOWED_TOO),
+    Way("direct", 1, FULL, own_process=False),
 ]
 
 
@@ -80,7 +84,23 @@ def by(way: Way, scenario: Scenario) -> Scenario:
     # Two groups have half the blocks for a request that one has.
     context = min(scenario.context_tokens, 2048) if way.windowed else scenario.context_tokens
     changed = {"ranks": way.ranks, "context_tokens": context}
-    return through(way.door, scenario.model_copy(update=changed))
+    chosen = through(way.door, scenario.model_copy(update=changed))
+    assert chosen.config is not None
+    settings = yaml.safe_load(chosen.config.read_text())
+    settings["tiers"][1]["own_process"] = way.own_process
+    chosen.config.write_text(yaml.safe_dump(settings))
+    return chosen
+
+
+def io_processes(pid: int) -> list[int]:
+    """Return the processes of tiers that a process started and that run."""
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for thread in threads for child in thread.read_text().split()]
+    return [
+        child
+        for child in children
+        if b"kvtier.tiers.hosted.host" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def test_preemption_aborts_and_a_reset_keep_every_token_equal(
@@ -126,6 +146,7 @@ def test_what_a_killed_engine_stored_is_loaded_by_the_next(
     with EngineProcess(scenario, place.directory, "killed") as engine:
         for _ in waves:
             engine.wait_for("wave")
+        assert len(io_processes(engine.pid)) == way.own_process
         os.kill(engine.pid, signal.SIGKILL)
     report = run_engine(scenario, place.directory, "after")
     asked.assert_equal(report, waves=waves)

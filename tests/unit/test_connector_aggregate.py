@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connector.aggregate import _MOST_LATE, OutputAggregator
-from kvtier.connector.metadata import FailedLoad, WorkerOutput
+from kvtier.connector.metadata import FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError
+from kvtier.keys import ChunkKey
+from tests.unit.toy_engine import TOKENS, ToyEngine
 
 
 def done(*jobs: int) -> WorkerOutput:
@@ -122,6 +125,108 @@ def test_ranks_that_never_say_what_they_owe_cost_a_bounded_amount_of_memory() ->
     job = 2 * _MOST_LATE - 1
     assert aggregator.aggregate([done(job), done(job)]).is_empty
     assert aggregator.pending == {}
+
+
+class Crew:
+    """A scheduler half, ranks that come and go, and the aggregator between them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.engine = ToyEngine(ranks=ranks)
+        self.aggregator = OutputAggregator(ranks)
+        self.stored: list[str] = []
+        self.loaded: list[str] = []
+        self._running: dict[int, tuple[TransferJob, bool]] = {}
+        service = self.engine.cache.service
+        complete_store, complete_load = service.complete_store, service.complete_load
+
+        def note_store(keys: Collection[ChunkKey], req_id: str) -> None:
+            self.stored.append(req_id)
+            complete_store(keys, req_id)
+
+        def note_load(req_id: str) -> None:
+            self.loaded.append(req_id)
+            complete_load(req_id)
+
+        service.complete_store = note_store  # type: ignore[method-assign]
+        service.complete_load = note_load  # type: ignore[method-assign]
+
+    def store(self, name: str) -> int:
+        """Begin to store the one chunk of a request, which ends; return the job."""
+        request = self.engine.arrive(name, chunk_of(name))
+        self.engine.schedule(request)
+        job_id = self._begin()
+        self.engine.finish(request)
+        return job_id
+
+    def load(self, name: str, stored: str) -> int:
+        """Begin to load what request ``stored`` had stored; return the job."""
+        request = self.engine.arrive(name, [*chunk_of(stored), 1])
+        self.engine.load(request, self.engine.match(request) or 0)
+        return self._begin()
+
+    def say(self, *outputs: WorkerOutput | None) -> None:
+        """Let every rank say something, or nothing, in one step."""
+        heard = self.aggregator.aggregate(outputs)
+        cache = self.engine.cache
+        for job_id in heard.completed_jobs:
+            job, is_store = self._running.pop(job_id)
+            slots, generations = job.slots.slots, job.slots.generations
+            if job_id in heard.failed_loads:
+                cache.truth.refuse(slots, generations)
+            cache.finish(slots, stored=generations[0] if is_store else None)
+        self.engine.half.update_connector_output(heard)
+
+    def _begin(self) -> int:
+        metadata = self.engine.step()
+        self._running |= {job_id: (job, False) for job_id, job in metadata.load_jobs.items()}
+        self._running |= {job_id: (job, True) for job_id, job in metadata.store_jobs.items()}
+        (job_id,) = begun = {*metadata.load_jobs, *metadata.store_jobs}
+        self.aggregator.begin(begun)
+        return job_id
+
+
+def chunk_of(name: str) -> list[int]:
+    return [ord(name)] * TOKENS
+
+
+def test_the_half_ends_each_job_once_and_with_its_last_rank_while_ranks_leave_and_come() -> (
+    None
+):
+    crew = Crew(3)
+    a, b, c = crew.store("a"), crew.store("b"), crew.store("c")
+    crew.say(done(a), None, done(a, b))
+    assert crew.stored == []
+
+    crew.say(WorkerOutput(expected_ranks=2), None, None)
+    assert crew.stored == [], "others than the one that left are not done"
+    d = crew.store("d")
+    crew.say(None, done(a))
+    assert crew.stored == ["a"]
+    load = crew.load("l", "a")
+    crew.say(done(b, c, d), failed(load, 1))
+    assert crew.stored == ["a"]
+
+    crew.say(WorkerOutput(expected_ranks=4), None, None, None)
+    e = crew.store("e")
+    crew.say(None, done(b), done(e), None)
+    assert crew.stored == ["a", "b"], "one of three ranks left, both others spoke"
+    crew.say(None, done(c, d, e), None, done(e))
+    assert crew.stored == ["a", "b", "c", "d"], "who came later has no part in them"
+    assert crew.loaded == []
+    crew.say(done(load), None, None, None)
+    assert crew.loaded == ["l"]
+    crew.say(done(e), None, None, None)
+    assert crew.stored == ["a", "b", "c", "d", "e"]
+
+    assert crew.aggregator.pending == {}
+    crew.engine.step()
+    assert crew.engine.is_idle()
+    assert crew.loaded == ["l"]
+    found = {
+        name: crew.engine.match(crew.engine.arrive(name.upper(), chunk_of(name)))
+        for name in "abcde"
+    }
+    assert found == {"a": 0} | dict.fromkeys("bcde", TOKENS), "what did not load is gone"
 
 
 @pytest.mark.parametrize("ranks", [0, -1])

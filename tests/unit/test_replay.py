@@ -28,6 +28,8 @@ from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_re
 from kvtier.sim.ladder import LadderResult, simulate_ladder
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
+from kvtier.tiers.hosted.process import HostProcess
+from kvtier.types import SharedMemory
 from tests.unit.listening import PlainEar, Told
 from tests.unit.test_exporter import moved_bytes
 
@@ -55,10 +57,13 @@ def make_trace(
     )
 
 
-def ladder(tmp_path: Path, *, ram: int, nvme: int, extra: str = "") -> KvtierConfig:
+def ladder(
+    tmp_path: Path, *, ram: int, nvme: int, own_process: bool = True, extra: str = ""
+) -> KvtierConfig:
     return parse_config(
         f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
         f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {nvme * CHUNK_NBYTES}B\n"
+        f"  own_process: {str(own_process).lower()}\n"
         # How fast a busy machine is must not decide what a test loads.
         f"placement:\n  load_if: always\n{extra}",
         source="test",
@@ -213,9 +218,22 @@ class TestReplay:
             if name.endswith("_total_bytes")
         }
 
-    def test_every_prefix_that_is_kept_is_loaded_bit_for_bit(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("own_process", [True, False], ids=["hosted", "in-process"])
+    def test_every_prefix_that_is_kept_is_loaded_bit_for_bit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_process: bool
+    ) -> None:
+        hosts: list[str] = []
+        start = HostProcess.start
+
+        def note(tier: str, opening: dict[str, Any], memory: SharedMemory) -> Any:
+            hosts.append(tier)
+            return start(tier, opening, memory)
+
+        monkeypatch.setattr(HostProcess, "start", note)
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3
-        result = run(make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64))
+        config = ladder(tmp_path, ram=8, nvme=64, own_process=own_process)
+        result = run(make_trace(chains, apart_s=0.05), config)
+        assert hosts == (["nvme"] if own_process else [])
         assert result.requests == 24
         # How many depends on how busy the machine is: a chunk is asked for again by the clock.
         assert 0 < result.counts.loaded_blocks <= 16 * 3
