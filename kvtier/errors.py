@@ -9,7 +9,6 @@
      +- CapacityError            something does not fit
      +- TierError                a tier could not do its work; has .tier
          +- TierUnavailableError the medium failed or did not answer
-         +- CorruptChunkError    bytes read back differ from the bytes stored
          +- StoreLockedError     another process owns the store; has .holder
          +- StoreDamagedError    the store's own files are not what they should be
 
@@ -22,7 +21,6 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
-    "CorruptChunkError",
     "KvtierError",
     "StoreDamagedError",
     "StoreLockedError",
@@ -66,10 +64,6 @@ class TierError(KvtierError):
 
 class TierUnavailableError(TierError):
     """The medium failed, or did not answer in time."""
-
-
-class CorruptChunkError(TierError):
-    """The bytes read back are not the bytes that were stored."""
 
 
 class StoreLockedError(TierError):

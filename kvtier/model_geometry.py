@@ -108,7 +108,7 @@ class ModelGeometry:
             )
         return max(1, tp // self.kv_heads)
 
-    def element_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
+    def element_nbytes(self, dtype: KvDtype) -> int:
         """Return the bytes of one element."""
         return _ELEMENT_NBYTES[self.dtype if dtype is KvDtype.AUTO else dtype]
 

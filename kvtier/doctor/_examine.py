@@ -47,7 +47,7 @@ class Examination:
 
 
 def examine(
-    config: KvtierConfig, *, seconds: float | None = 2.0, machine: Machine | None = None
+    config: KvtierConfig, *, seconds: float | None, machine: Machine | None = None
 ) -> Examination:
     """Look at everything that ``config`` needs of this machine; blocks.
 

@@ -85,9 +85,9 @@ class MeasuredRates:
 def measure_tier_rates(
     path: Path,
     *,
-    piece_bytes: int = 8 << 20,
-    threads: int = 4,
-    seconds: float = 2.0,
+    piece_bytes: int,
+    threads: int,
+    seconds: float,
     direct_io: Literal["auto", "require", "off"] = "auto",
     io: NamelessIo | None = None,
 ) -> MeasuredRates:

@@ -88,7 +88,7 @@ class Holds:
         self.idle += freed
 
     def owe_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`stop_passing`, :meth:`mark_dirty`, :meth:`pin` for resident ``copies``."""
+        """Stop passing each of the resident ``copies``, mark it dirty, and pin it."""
         held = dirtied = 0
         for copy in copies:
             if copy.transient:
@@ -103,16 +103,8 @@ class Holds:
         self.idle -= held
         self.dirty += dirtied
 
-    def mark_dirty(self, copy: ChunkCopy) -> None:
-        """Note that ``copy`` must still reach one more slower tier."""
-        if not copy.dirty:
-            self.dirty += 1
-            if not copy.pins and copy.state == _RESIDENT:
-                self.idle -= 1
-        copy.dirty += 1
-
     def mark_dirty_many(self, copies: Iterable[ChunkCopy]) -> None:
-        """Do :meth:`mark_dirty` for resident ``copies``."""
+        """Note that each of the resident ``copies`` must still reach one more slower tier."""
         held = dirtied = 0
         for copy in copies:
             if not copy.dirty:

@@ -108,7 +108,7 @@ class Ladder:
                 return True
         return False
 
-    def readable(self, within: Collection[int] | None = None) -> Sequence[TierState]:
+    def readable(self, within: Collection[int] | None) -> Sequence[TierState]:
         """Return the slower tiers that are in service, fastest first.
 
         Args:

@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.policies import ChunkCopy
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.terms import RequestTerms
 from kvtier.types import JobId
 
 __all__ = ["DEFERRED", "Phase", "RequestState"]
@@ -79,7 +79,7 @@ class RequestState:
         "wanting",
     )
 
-    def __init__(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
+    def __init__(self, req_id: str, terms: RequestTerms) -> None:
         self.req_id = req_id
         self.terms = terms
         self.phase = Phase.ASKING

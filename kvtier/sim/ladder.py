@@ -4,16 +4,14 @@ The manager is built from the same YAML by the same builder, and is told no lies
 always whole, jobs end when the time model says. What it decides is therefore what it would
 decide live at that load.
 
-Two drivers share it. :func:`simulate_ladder` replays requests at their times, with promotions
-and demotions in flight and requests that wait for them. :func:`replay_references` takes every
-chunk reference as a request of its own whose jobs end at once; that is the model of the
-reference figures, in which a two-level cache is a state machine without time.
+Requests are replayed at their times, with promotions and demotions in flight and requests that
+wait for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
-from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup, TieredOffloadingManager, TierState
+from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._steps import StepEngine, StepModel
@@ -31,7 +28,6 @@ from kvtier.sim._truth import HonestTruth
 from kvtier.sim.single import Progress
 from kvtier.sim.timing import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
-from kvtier.types import Outcome, TransferResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +38,6 @@ __all__ = [
     "StepModel",
     "TierResult",
     "default_time_model",
-    "replay_references",
     "simulate_ladder",
     "wait_quantiles",
 ]
@@ -222,44 +217,6 @@ def simulate_ladder(
         seconds=seconds,
         refs_per_second=trace.refs / seconds,
     )
-
-
-def replay_references(references: Iterable[ChunkKey], manager: TieredOffloadingManager) -> None:
-    """Take every reference as a request of its own, whose storage jobs end at once.
-
-    Args:
-        references: Chunks, in the order they are asked for.
-        manager: The manager; the counters of its tiers say what happened.
-    """
-    for number, key in enumerate(references):
-        _reference(manager, key, str(number), float(number))
-
-
-def _reference(
-    manager: TieredOffloadingManager, key: ChunkKey, req_id: str, now_s: float
-) -> None:
-    answer = manager.lookup(key, req_id)
-    while answer not in (Lookup.HIT, Lookup.MISS):
-        _settle(manager, (), now_s)
-        answer = manager.lookup(key, req_id)
-    if answer is Lookup.HIT:
-        manager.prepare_load((key,), req_id)
-        manager.complete_load(req_id)
-    else:
-        plan = manager.prepare_store((key,), req_id)
-        if plan is not None and plan.keys:
-            manager.complete_store(plan.keys)
-    manager.end_request(req_id)
-    _settle(manager, (req_id,), now_s)
-
-
-def _settle(manager: TieredOffloadingManager, started: Sequence[str], now_s: float) -> None:
-    """End the step, and run jobs at once until they lead to no more."""
-    manager.end_step(started=started, now=now_s)
-    while jobs := manager.take_jobs():
-        for job in jobs:
-            manager.apply(TransferResult(job.job_id, [Outcome.DONE] * len(job.keys)))
-        manager.end_step(now=now_s)
 
 
 def _engine(

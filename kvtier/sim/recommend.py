@@ -76,9 +76,7 @@ class _Tried:
     result: LadderResult
 
 
-def recommend(
-    trace: Trace, request: RecommendRequest, *, progress: Progress | None = None
-) -> str:
+def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | None) -> str:
     """Return a YAML file, with comments that say why.
 
     Raises:

@@ -76,7 +76,7 @@ class KVTierWorker(OffloadingWorker):
         share: RankShare,
         blocks_per_chunk: int,
         close_timeout_s: float,
-        reports_failed_loads: bool = False,
+        reports_failed_loads: bool,
     ) -> None:
         self._device = DeviceEngine(
             _kv_blocks(kv_caches),

@@ -8,7 +8,7 @@ bytes are those of the key, and that nobody else may touch the slot meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import note
@@ -72,7 +72,6 @@ class StorageOp:
     job: Job
     epoch: int
     late: bool = False
-    touches: list[tuple[int, int, bool]] = field(default_factory=list)
 
 
 class ManagerMachine(RuleBasedStateMachine):

@@ -48,7 +48,7 @@ def kept(gate: LoadWorth, sources: Sequence[int], *, groups: int = 1, now: float
     return len(sources) if choice is None else choice.kept
 
 
-def choice_of(gate: LoadWorth, sources: Sequence[int], *, now: float = 0.0) -> LoadChoice:
-    choice = gate.choose(sources, counted=len(sources), now=now)
+def choice_of(gate: LoadWorth, sources: Sequence[int]) -> LoadChoice:
+    choice = gate.choose(sources, counted=len(sources), now=0.0)
     assert choice is not None
     return choice

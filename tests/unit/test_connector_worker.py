@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -79,12 +80,12 @@ class Bench:
         self.worker.defer_stores(metadata)
         return self.worker.get_finished(finished)
 
-    def until(self, *jobs: int, finished: frozenset[str] = frozenset()) -> WorkerOutput:
+    def until(self, *jobs: int) -> WorkerOutput:
         """Step until the jobs ended; return what all the steps said."""
         output = WorkerOutput()
         while not set(jobs) <= output.completed_jobs.keys():
             flush = ConnectorMetadata(jobs_to_flush=frozenset(jobs))
-            self.step(flush, finished)
+            self.step(flush)
             output = output.aggregate(self.worker.take_output())
         return output
 
@@ -106,19 +107,19 @@ def bench(open_region: OpenRegion) -> Iterator[Bench]:
 
 
 class Gate:
-    """Holds the copy thread until it is opened."""
+    """Holds the copy thread before each store until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered = threading.Event()
         self.open = threading.Event()
-        real = getattr(BlockCopier, method)
+        real = BlockCopier.store
 
-        def gated(copier: BlockCopier, *arguments: object, **named: object) -> None:
+        def gated(copier: BlockCopier, *arguments: Any, **named: Any) -> None:
             self.entered.set()
             assert self.open.wait(20)
             real(copier, *arguments, **named)
 
-        monkeypatch.setattr(BlockCopier, method, gated)
+        monkeypatch.setattr(BlockCopier, "store", gated)
 
 
 def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
@@ -172,7 +173,7 @@ def test_a_flushed_store_is_not_carried_out_again_in_the_next_step(bench: Bench)
 def test_a_step_waits_for_no_store_that_need_not_be_flushed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch, "store")
+    gate = Gate(monkeypatch)
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
     for _ in range(3):
         bench.step(ConnectorMetadata())
@@ -220,7 +221,7 @@ def test_a_copy_that_raises_is_a_failed_load_or_a_store_that_never_counts(
 def test_a_request_is_reported_once_all_its_stores_ended_and_it_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch, "store")
+    gate = Gate(monkeypatch)
     stores = {1: bench.job("a", [3], [5], 7), 2: bench.job("b", [4], [6], 8)}
     both = frozenset({"a", "c"})
     assert bench.step(ConnectorMetadata(store_jobs=stores), both) == (set(), set())

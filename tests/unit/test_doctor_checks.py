@@ -189,8 +189,8 @@ def test_a_store_in_use_is_a_note_and_one_that_is_not_is_nothing() -> None:
     assert (finding.verdict, finding.found) == (Verdict.NOTE, "by pid 4711 on host a")
 
 
-def queue_findings(queue: BlockQueue, *, threads: int = 4) -> list[Finding]:
-    return list(check_queues("nvme", [queue], piece_nbytes=8 << 20, threads=threads))
+def queue_findings(queue: BlockQueue) -> list[Finding]:
+    return list(check_queues("nvme", [queue], piece_nbytes=8 << 20, threads=4))
 
 
 def test_a_good_drive_is_one_line() -> None:

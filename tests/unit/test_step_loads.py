@@ -26,11 +26,7 @@ PAGE_NBYTES = 64
 SOON_S = 30.0
 NEVER_S = 0.05
 STAMP = 7
-
-
-def control_of(slots: int = 8) -> ControlBlock:
-    buffer = memoryview(bytearray(ControlBlock.nbytes(slots, 1)))
-    return ControlBlock(buffer, slots=slots, ranks=1)
+SLOTS = 8
 
 
 class Gated:
@@ -63,8 +59,9 @@ def copier() -> Gated:
 
 @pytest.fixture
 def control() -> ControlBlock:
-    control = control_of()
-    control.publish(range(8), [STAMP] * 8)
+    buffer = memoryview(bytearray(ControlBlock.nbytes(SLOTS, 1)))
+    control = ControlBlock(buffer, slots=SLOTS, ranks=1)
+    control.publish(range(SLOTS), [STAMP] * SLOTS)
     return control
 
 

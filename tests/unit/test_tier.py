@@ -114,8 +114,8 @@ def test_a_new_chunk_takes_over_an_evicted_copy_but_never_a_dropped_one() -> Non
 def test_a_dirty_copy_stays_until_it_is_clean_as_often_as_it_was_marked() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.mark_dirty(copy)
-    tier.mark_dirty(copy)
+    tier.mark_dirty_many([copy])
+    tier.mark_dirty_many([copy])
     assert (tier.room, tier.dirty) == (0, 1)
     tier.mark_clean(copy)
     assert (tier.room, tier.dirty) == (0, 1)
@@ -140,7 +140,7 @@ def test_the_slot_of_a_dropped_copy_is_free_when_the_last_pin_is_gone() -> None:
 def test_a_dirty_copy_that_is_dropped_leaves_no_dirt_behind() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.mark_dirty(copy)
+    tier.mark_dirty_many([copy])
     tier.drop(copy)
     assert (tier.dirty, tier.idle, tier.slots.free) == (0, 0, 1)
 
@@ -148,7 +148,7 @@ def test_a_dirty_copy_that_is_dropped_leaves_no_dirt_behind() -> None:
 def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
     tier = make_tier(2)
     first, second = fill(tier, prefix(2))
-    tier.mark_dirty(first)
+    tier.mark_dirty_many([first])
     assert tier.pick_leaving(1, CTX) == [first]
     assert first.key in tier.copies
     tier.touch([first], CTX)
@@ -161,7 +161,7 @@ def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
 def test_a_leaving_copy_may_be_dropped() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.mark_dirty(copy)
+    tier.mark_dirty_many([copy])
     tier.pick_leaving(1, CTX)
     tier.drop(copy)
     assert (tier.leaving, tier.slots.free) == (set(), 1)

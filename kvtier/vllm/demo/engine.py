@@ -94,7 +94,7 @@ class Driver:
         timed: Whether to report what steps take.
     """
 
-    def __init__(self, llm: LLM, *, timed: bool = False) -> None:
+    def __init__(self, llm: LLM, *, timed: bool) -> None:
         self._engine = llm.llm_engine
         self._llm = llm
         core = self._engine.engine_core.engine_core

@@ -70,11 +70,11 @@ KV_NBYTES_PER_BLOCK: Final = TINY.kv_nbytes_per_block
 """Bytes of KV of one block of the tiny model."""
 
 
-def write_model(directory: Path, *, seed: int = 0, shape: ModelShape = TINY) -> None:
-    """Write ``config.json`` and ``model.safetensors``; equal seeds give equal files."""
+def write_model(directory: Path, *, shape: ModelShape = TINY) -> None:
+    """Write ``config.json`` and ``model.safetensors``; equal shapes give equal files."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(architecture(shape), indent=1))
-    weights = random_weights(seed, shape)
+    weights = random_weights(shape)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -101,9 +101,9 @@ def architecture(shape: ModelShape = TINY) -> dict[str, object]:
     }
 
 
-def random_weights(seed: int, shape: ModelShape) -> dict[str, torch.Tensor]:
+def random_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
     """Draw the weights, each matrix scaled to keep the variance of what it is applied to."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=random).mul_(gain / math.sqrt(columns))

@@ -21,7 +21,7 @@ from kvtier.keys import ChunkKey
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 from tests.bench.nvme.kvtier_side import fill
 
-__all__ = ["NativeSide", "open_native", "shared_memory_path"]
+__all__ = ["NativeSide", "open_native"]
 
 
 def open_native(path: Path, *, chunk_nbytes: int, ram_nbytes: int) -> NativeSide:
@@ -35,7 +35,7 @@ def open_native(path: Path, *, chunk_nbytes: int, ram_nbytes: int) -> NativeSide
                 "cpu_bytes_to_use": ram_nbytes,
                 "secondary_tiers": [{"type": "fs", "root_dir": str(path)}],
             },
-            engine_id=engine_id(os.getpid()),
+            engine_id=f"kvtier-bench-{os.getpid()}",
             model=OffloadingModelConfig("bench", "float16"),
             cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
             parallel=OffloadingParallelConfig(
@@ -53,16 +53,6 @@ def open_native(path: Path, *, chunk_nbytes: int, ram_nbytes: int) -> NativeSide
         )
     )
     return NativeSide(spec.get_manager(), chunk_nbytes)
-
-
-def engine_id(pid: int) -> str:
-    """Return the engine id, which names the shared memory, of the process ``pid``."""
-    return f"kvtier-bench-{pid}"
-
-
-def shared_memory_path(pid: int) -> Path:
-    """Return the file that a killed process ``pid`` leaves behind."""
-    return Path(f"/dev/shm/vllm_offload_{engine_id(pid)}.mmap")
 
 
 class NativeSide:
