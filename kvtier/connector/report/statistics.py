@@ -20,7 +20,7 @@ class TierFigures(NamedTuple):
         name: The tier's name.
         hit_chunks: Chunks that loads brought to the GPU and whose bytes came from here; of a
             load that failed only those before its failure.
-        hit_tokens: Prompt tokens they stand for.
+        hit_tokens: Prompt tokens they stand for, rounded up to whole chunks.
         miss_chunks: Chunks asked for and not here: those found in a slower tier, and one per
             request for the first that was nowhere.
         stranded_chunks: Chunks that were here and were computed all the same, because one that
