@@ -171,9 +171,8 @@ class HintReader:
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = str(key)
-            if (
-                name not in self._remedies
-            ):  # maybe no valid text, of which pydantic tells no name
+            # Pydantic does not say which field has a name that is no valid text.
+            if name not in self._remedies:
                 self._warn_of(name, value, "no such field")
             # Before anything looks at every entry: a sender must not keep others waiting.
             elif isinstance(value, list | tuple | Mapping) and len(value) > _MOST_ENTRIES:

@@ -101,7 +101,8 @@ _TIER_COUNTERS: Final = {
         "those before its failure."
     ),
     "hit_tokens": (
-        "Prompt tokens not computed, by the tier their KV came from, rounded up to whole chunks."
+        "Prompt tokens not computed, by the tier their KV came from; rounded up to whole "
+        "chunks."
     ),
     "miss_chunks": (
         "Chunks asked for and not in the tier: those found in a slower one, and one per "

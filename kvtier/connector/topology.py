@@ -192,7 +192,8 @@ class KVTopology:
         if own % other and other % own:
             raise UnsupportedError(
                 f"engine {self.engine_id} has its heads in {own} parts and engine {engine_id} "
-                f"in {other}: neither divides the other, so no rank's heads are whole ranks' heads"
+                f"in {other}: neither divides the other, so no rank's heads are whole ranks' "
+                "heads"
             )
         alike = self.alike(engine_id)
         mine = self.heads(self.engine_id, self.rank)
