@@ -156,12 +156,7 @@ class HintReader:
         if len(raw) > _MOST_FIELDS:
             self._warn(HINTS_KEY, "...", f"{len(raw)} fields", "write those you mean")
             return _Fields()
-        fields = {str(name): value for name, value in raw.items()}
-        for name, value in list(fields.items()):
-            # Before anything looks at every entry: a sender must not keep others waiting.
-            if isinstance(value, list | tuple | Mapping) and len(value) > _MOST_ENTRIES:
-                del fields[name]
-                self._warn_of(name, "...", f"{len(value)} entries")
+        fields = self._readable(raw)
         try:
             return _Fields.model_validate(fields)
         except ValidationError as error:
@@ -170,6 +165,21 @@ class HintReader:
                 if name in fields:
                     self._warn_of(name, fields.pop(name), problem["msg"])
         return _Fields.model_validate(fields)
+
+    def _readable(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return those of ``raw`` that have a field's name and are not too long to look at."""
+        fields: dict[str, Any] = {}
+        for key, value in raw.items():
+            name = str(key)
+            # Pydantic does not say which field has a name that is no valid text.
+            if name not in self._remedies:
+                self._warn_of(name, value, "no such field")
+            # Before anything looks at every entry: a sender must not keep others waiting.
+            elif isinstance(value, list | tuple | Mapping) and len(value) > _MOST_ENTRIES:
+                self._warn_of(name, "...", f"{len(value)} entries")
+            else:
+                fields[name] = value
+        return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
         """Return the tiers called ``names``; None, for any, if one of them is none."""

@@ -100,7 +100,10 @@ _TIER_COUNTERS: Final = {
         "Chunks loaded into the GPU, by the tier their bytes came from; of a load that failed "
         "those before its failure."
     ),
-    "hit_tokens": "Prompt tokens not computed, by the tier their KV came from.",
+    "hit_tokens": (
+        "Prompt tokens not computed, by the tier their KV came from; rounded up to whole "
+        "chunks."
+    ),
     "miss_chunks": (
         "Chunks asked for and not in the tier: those found in a slower one, and one per "
         "request for the first that was nowhere."

@@ -66,6 +66,8 @@ class ConnectorScheduler:
         self._tables = BlockTables()
         self._jobs = JobTable(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
+        # A reset leaves them: the cache waits until workers acknowledged what it gave slots to.
+        self._store_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
         # Each of the two is taken by a reader of its own, and neither takes from the other.
         self._untold = ConnectorStats()
@@ -74,7 +76,8 @@ class ConnectorScheduler:
     # -- requests that wait --------------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """Start following a request."""
+        """Start following a request, and no other one that had its id."""
+        self._end_former(request)
         tracked = TrackedRequest(request, self._layouts)
         self._requests[request.request_id] = tracked
         self._cache.begin_request(tracked)
@@ -159,14 +162,15 @@ class ConnectorScheduler:
             if tracked is not None:
                 self._jobs.flush(tracked.jobs)
         self._jobs.flush_reused(self._tables.allocated)
-        store_jobs: dict[JobId, TransferJob] = {}
-        for req_id in chain(step.num_scheduled_tokens, step.finished_req_ids):
+        ended = [req_id for req_id in step.finished_req_ids if self._is_over(req_id)]
+        for req_id in chain(step.num_scheduled_tokens, ended):
             tracked = self._requests.get(req_id)
             if tracked is not None:
-                self._store(tracked, step.num_scheduled_tokens.get(req_id, 0), store_jobs)
-        for req_id in step.finished_req_ids:
+                self._store(tracked, step.num_scheduled_tokens.get(req_id, 0))
+        for req_id in ended:
             self._end(req_id)
         load_jobs, self._load_jobs = self._load_jobs, {}
+        store_jobs, self._store_jobs = self._store_jobs, {}
         self._tables.allocated.clear()
         return ConnectorMetadata(load_jobs, store_jobs, self._jobs.take_flush())
 
@@ -290,9 +294,25 @@ class ConnectorScheduler:
             self.on_new_request(request)
         return self._requests[request.request_id]
 
-    def _store(
-        self, tracked: TrackedRequest, scheduled: int, store_jobs: dict[JobId, TransferJob]
-    ) -> None:
+    def _end_former(self, request: EngineRequest) -> None:
+        """End a request whose id is given to ``request`` before the step that tells its end.
+
+        Its last chunks are offered now, while the cache still knows what it wished.
+        """
+        former = self._requests.get(request.request_id)
+        if former is None:
+            return
+        if former.request.is_finished() and not former.ended:
+            self._store(former, 0)
+        self._end(former.req_id)
+        self._requests.pop(former.req_id, None)
+
+    def _is_over(self, req_id: str) -> bool:
+        """Return whether the request that has this id now is the one that ended."""
+        tracked = self._requests.get(req_id)
+        return tracked is not None and tracked.request.is_finished()
+
+    def _store(self, tracked: TrackedRequest, scheduled: int) -> None:
         """Offer a request's new chunks and begin a job for those the cache wants."""
         over = tracked.request.is_finished()
         store_decode = self._options.store_decode
@@ -316,7 +336,7 @@ class ConnectorScheduler:
             tracked, plan.keys, lasting=source.lasting, passing=source.passing
         )
         slots = SlotSpec(tuple(plan.slots), (plan.generation,) * len(plan.slots))
-        store_jobs[job_id] = TransferJob(tracked.req_id, source.blocks, slots)
+        self._store_jobs[job_id] = TransferJob(tracked.req_id, source.blocks, slots)
         if over:
             if not self._tables.allocated.isdisjoint(source.lasting):
                 self._jobs.flush((job_id,))

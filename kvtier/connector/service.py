@@ -26,7 +26,7 @@ from kvtier.connector.storage import Storage
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
-from kvtier.types import JobId, Outcome, TransferResult
+from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
 
@@ -408,8 +408,8 @@ class CacheService:
         """Tell the manager which tiers are not to be read from for now."""
         sick = frozenset(
             self._numbers[source]
-            for source, _ in self._engine.out_of_service()
-            if source in self._numbers
+            for source, destination in self._engine.out_of_service()
+            if source in self._numbers and destination not in self._numbers
         )
         if sick != self._out_of_service:
             self._out_of_service = sick
@@ -468,15 +468,23 @@ class CacheService:
                 self._engine.submit(*jobs)
         except Exception as error:  # noqa: BLE001 - requests wait for an answer to each job
             self.note_internal_error("submit", error)
-            for job in jobs:
-                outcomes = [Outcome.FAILED] * len(job.keys)
-                self._apply(TransferResult(job.job_id, outcomes))
+            self._abandon(jobs)
             return []
         for job in jobs:
             self._ways[job.job_id] = job.source, job.destination
         for job_id in self._manager.take_cancels():
             self._engine.cancel(job_id)
         return [job.job_id for job in jobs]
+
+    def _abandon(self, jobs: Sequence[Job]) -> None:
+        """Have jobs that could not be submitted fail, here and for workers that wait."""
+        for job in jobs:
+            try:
+                # First, as for any other job: once the manager knows, the slot is another's.
+                self._engine.abandon(job)
+            except Exception as error:  # noqa: BLE001 - the others are waited for as well
+                self.note_internal_error("abandon", error)
+            self._apply(TransferResult(job.job_id, [Outcome.FAILED] * len(job.keys)))
 
     def _bring_down(self, deadline: float) -> None:
         """Run demotions until nothing is dirty, or until ``deadline``."""

@@ -80,10 +80,7 @@ class KVTopology:
         if self.kv_heads < 1:
             raise UnsupportedError(f"a layer has {self.kv_heads} KV heads, not at least one")
         own = self.engine(self.engine_id)
-        if not 0 <= self.rank < own.ranks:
-            raise UnsupportedError(
-                f"engine {self.engine_id} has ranks 0 to {own.ranks - 1}, not {self.rank}"
-            )
+        _require_rank(self.engine_id, self.rank, own.ranks)
         for engine_id, engine in self.engines.items():
             self._require_split(engine_id, engine)
 
@@ -113,13 +110,17 @@ class KVTopology:
     def heads(self, engine_id: str, rank: int) -> range:
         """Return the heads that a rank of an engine keeps.
 
+        Raises:
+            UnsupportedError: The engine is not known, or has no such rank.
+
         >>> two = EngineShape(ranks=2, block_tokens=16)
         >>> KVTopology("a", 1, 8, False, {"a": two}).heads("a", 1)
         range(4, 8)
         """
+        ranks = self.engine(engine_id).ranks
+        _require_rank(engine_id, rank, ranks)
         if self.is_mla:
             return range(self.kv_heads)
-        ranks = self.engine(engine_id).ranks
         each = max(self.kv_heads // ranks, 1)
         first = rank // self.alike(engine_id) * each
         return range(first, first + each)
@@ -175,7 +176,7 @@ class KVTopology:
             return -(other // own)
         raise UnsupportedError(
             f"engine {self.engine_id} has {own} ranks and engine {engine_id} {other}: neither "
-            "divides the other, so no rank's heads are whole ranks' heads"
+            "divides the other"
         )
 
     def source_ranks(self, engine_id: str) -> tuple[int, ...]:
@@ -184,9 +185,16 @@ class KVTopology:
         Where ranks keep the same, the readers are spread over them.
 
         Raises:
-            UnsupportedError: Neither engine's number of ranks divides the other's.
+            UnsupportedError: Neither engine's number of different parts divides the other's, so
+                no rank's heads are whole ranks' heads.
         """
-        self.rank_ratio(engine_id)
+        own, other = self._parts(self.engine_id), self._parts(engine_id)
+        if own % other and other % own:
+            raise UnsupportedError(
+                f"engine {self.engine_id} has its heads in {own} parts and engine {engine_id} "
+                f"in {other}: neither divides the other, so no rank's heads are whole ranks' "
+                "heads"
+            )
         alike = self.alike(engine_id)
         mine = self.heads(self.engine_id, self.rank)
         chosen = self.rank % alike
@@ -202,6 +210,9 @@ class KVTopology:
         Returns:
             Their places among the heads of that rank, and among the heads of this one; both
             empty if there are none.
+
+        Raises:
+            UnsupportedError: The engine is not known, or has no such rank.
         """
         theirs, mine = self.heads(engine_id, rank), self.heads(self.engine_id, self.rank)
         first, end = max(theirs.start, mine.start), min(theirs.stop, mine.stop)
@@ -235,6 +246,10 @@ class KVTopology:
         """Whether another engine's blocks have their dimensions in another order."""
         return self.engine(self.engine_id).layout is not self.engine(engine_id).layout
 
+    def _parts(self, engine_id: str) -> int:
+        """Return how many different parts of the KV an engine's ranks keep."""
+        return self.engine(engine_id).ranks // self.alike(engine_id)
+
     def _require_split(self, engine_id: str, engine: EngineShape) -> None:
         ranks, heads = engine.ranks, self.kv_heads
         if self.is_mla or heads % ranks == 0 or ranks % heads == 0:
@@ -243,3 +258,8 @@ class KVTopology:
             f"engine {engine_id} has {ranks} ranks and the model {heads} KV heads: neither "
             "divides the other"
         )
+
+
+def _require_rank(engine_id: str, rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise UnsupportedError(f"engine {engine_id} has ranks 0 to {ranks - 1}, not {rank}")

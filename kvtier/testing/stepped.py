@@ -68,6 +68,9 @@ class SteppedEngine:
             outcome = Outcome.FAILED if fate.random() < self._failing else Outcome.DONE
             self._running.append((ends, TransferResult(job.job_id, [outcome] * len(job.keys))))
 
+    def abandon(self, *jobs: Job) -> None:
+        """Do nothing: no worker waits for a copy."""
+
     def cancel(self, job_id: JobId) -> None:
         """Do nothing: a job that began runs to its end."""
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection
 
 from kvtier.transfer.jobs import Pending
-from kvtier.types import JobId, Outcome, TransferResult
+from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["Answers"]
 
@@ -76,6 +76,13 @@ class Answers:
         pending.channel.route.abandon(pending.job)
         outcomes = [outcome] * len(pending.job.source_slots)
         self.settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
+
+    def fail(self, job: Job, *, error: str) -> None:
+        """Settle a job that nothing could have run."""
+        outcomes = [Outcome.FAILED] * len(job.source_slots)
+        with self.changed:
+            self._results.append(TransferResult(job.job_id, outcomes, error=error))
+            self.changed.notify_all()
 
     def settle(self, pending: Pending, result: TransferResult) -> None:
         """Post a job's one settled result."""

@@ -93,6 +93,7 @@ class TransferEngine:
             self._answers, self._channels, chunk_nbytes=chunk_nbytes, limits=limits
         )
         self._sequence = itertools.count()
+        self._unrouted: set[Pair] = set()
         self._closing = False
         self._death: BaseException | None = None
         self._started = threading.Event()
@@ -112,7 +113,12 @@ class TransferEngine:
     # -- called from any one thread; none of these blocks -------------------------------------
 
     def out_of_service(self) -> list[Pair]:
-        """Return the channels whose breaker is open: their jobs are refused for now."""
+        """Return the channels whose jobs are refused for now: their breaker is open.
+
+        All are, and for good, once the engine's thread died.
+        """
+        if self._death is not None:
+            return list(self._channels)
         now = time.monotonic()
         return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
 
@@ -120,26 +126,34 @@ class TransferEngine:
         """Queue ``jobs``; their outcomes arrive through :meth:`poll`, also when one is refused.
 
         Jobs that are known together are best submitted together: the engine's thread wakes up
-        once, and a caller that computes gets its interpreter back once.
+        once, and a caller that computes gets its interpreter back once. A job without a route
+        has failed; the others run.
 
         Raises:
-            ClosedError: The engine is closing, or its thread died; none is queued.
-            KeyError: No route leads from a job's source to its destination; none is queued.
+            ClosedError: The engine is closing, or its thread died; none is queued. Whoever may
+                wait for their chunks is told by :meth:`abandon`.
         """
-        channels = [self._channels[job.source, job.destination] for job in jobs]
         now = time.monotonic()
         with self._answers.changed:
             if self._closing:
                 raise ClosedError(f"transfer engine {self._name} is closed")
-            given = [
-                self._enqueue(job, channel, now)
-                for job, channel in zip(jobs, channels, strict=True)
-            ]
+            given = [self._enqueue(job, now) for job in jobs]
         if any(given):
             self._runner.poke()
 
-    def _enqueue(self, job: Job, channel: Channel, now: float) -> bool:
+    def abandon(self, *jobs: Job) -> None:
+        """Tell whoever waits for chunks of ``jobs``, which could not be submitted, not to."""
+        for job in jobs:
+            channel = self._channels.get((job.source, job.destination))
+            if channel is not None:  # or nobody can wait for what would come this way
+                channel.route.abandon(job)
+
+    def _enqueue(self, job: Job, now: float) -> bool:
         """Give a job to the engine's thread, or refuse it; returns whether it was given."""
+        channel = self._channels.get((job.source, job.destination))
+        if channel is None:
+            self._fail_unrouted(job)
+            return False
         nbytes = len(job.source_slots) * self._chunk_nbytes
         order = (int(job.why), next(self._sequence))
         pending = Pending(job, channel, nbytes, now, order=order)
@@ -153,6 +167,14 @@ class TransferEngine:
         channel.refused += 1
         self._answers.finish(pending, Outcome.REFUSED, error="the queue is full")
         return False
+
+    def _fail_unrouted(self, job: Job) -> None:
+        pair = job.source, job.destination
+        error = f"no route leads from {job.source} to {job.destination}"
+        if pair not in self._unrouted:
+            self._unrouted.add(pair)
+            logger.error("transfer engine %s: %s (said once)", self._name, error)
+        self._answers.fail(job, error=error)
 
     def cancel(self, job_id: JobId) -> None:
         """Drop a job that has not started; one that has runs on."""
@@ -171,7 +193,10 @@ class TransferEngine:
     def statistics(self) -> dict[Pair, ChannelStatistics]:
         """Return a snapshot of every channel."""
         now = time.monotonic()
-        return {pair: channel.statistics(now) for pair, channel in self._channels.items()}
+        figures = {pair: channel.statistics(now) for pair, channel in self._channels.items()}
+        if self._death is None:
+            return figures
+        return {pair: each._replace(out_of_service=True) for pair, each in figures.items()}
 
     # -- called from any one thread; these block, with a deadline ------------------------------
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -39,6 +40,7 @@ from kvtier.vllm.connector_contract import (
     TransferResults,
 )
 from kvtier.vllm.contract import OffloadingConnectorStats
+from kvtier.vllm.corrections import Corrections
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
@@ -119,6 +121,7 @@ class KVTierConnector(OffloadingConnector):
         self._kvtier: KVTierManager | None = None
         self._busy: BusyRequests | None = None
         self._in_step: InStepLoads | None = None
+        self._corrections: Corrections | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, kv_cache_config)
 
@@ -130,6 +133,7 @@ class KVTierConnector(OffloadingConnector):
             )
         half = self.connector_scheduler
         manager = half.manager
+        self._corrections = Corrections(half)
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
@@ -234,20 +238,52 @@ class KVTierConnector(OffloadingConnector):
             self._in_step.forget_ended()
 
     @override
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Note that a request ended, and how far it got."""
+        if self._corrections is not None:
+            self._corrections.bound_last_stores(request)
+        answer: tuple[bool, dict[str, Any] | None] = super().request_finished(
+            request, block_ids
+        )
+        return answer
+
+    @override
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do so for a model with several KV cache groups."""
+        if self._corrections is not None:
+            self._corrections.bound_last_stores(request)
+        answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(
+            request, block_ids
+        )
+        return answer
+
+    @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what became resident or ceased to be."""
         if not self._listens:
             return ()
-        events: Iterable[KVCacheEvent] = super().take_events()
-        return events
+        before = () if self._corrections is None else self._corrections.take_events()
+        return chain(before, super().take_events())
+
+    @override
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping while no request runs."""
+        if self._corrections is not None and self._corrections.has_events:
+            return True
+        pending: bool = super().has_pending_push_work()
+        return pending
 
     @override
     def reset_cache(self) -> bool | None:
         """Make everything in every tier a miss."""
         if self._busy is not None:
             self._busy.clear()
-        answer: bool | None = super().reset_cache()
-        return answer
+        reset = super().reset_cache
+        return reset() if self._corrections is None else self._corrections.reset(reset)
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

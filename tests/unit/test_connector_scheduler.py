@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,14 @@ from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.testing.stepped import SteppedEngine
 from kvtier.transfer import TransferEngine
-from tests.unit.toy_engine import TOKENS, Offers, ToyBlock, ToyBlocks, ToyEngine
+from tests.unit.toy_engine import (
+    TOKENS,
+    Offers,
+    ToyBlock,
+    ToyBlocks,
+    ToyEngine,
+    ToyRequest,
+)
 
 FULL = (TOKENS, None)
 ENGINES = (TransferEngine, SteppedEngine)
@@ -335,6 +343,88 @@ def test_a_request_of_an_id_that_is_used_again_outlives_the_stores_of_the_first(
     engine.step()
     assert engine.is_idle()
     assert not engine.half._requests
+
+
+def use_again(engine: ToyEngine, prompt: int | list[int], **more: Any) -> ToyRequest:
+    """Give a request's id to another one before the step that tells the first one's end.
+
+    The first has two chunks, of which the second is still to be offered.
+    """
+    first = engine.arrive("a", [9] * 2 * TOKENS)
+    engine.schedule(first, TOKENS)
+    engine.step()
+    engine.acknowledge()
+    engine.schedule(first)
+    engine.half._requests["a"].store_limit = 0
+    engine.step()
+    engine.half._requests["a"].store_limit = None
+    engine.finish(first)
+    engine._known.discard("a")
+    del engine.tables["a"]
+    return engine.arrive("a", prompt, **more)
+
+
+def test_an_id_may_be_used_again_before_the_step_that_tells_the_end_of_the_first() -> None:
+    engine = ToyEngine()
+    engine.fill("z", 4 * TOKENS)
+    second = use_again(engine, 5 * TOKENS)
+    assert engine.match(second) == 4 * TOKENS
+    engine.load(second, 4 * TOKENS)
+    metadata = engine.step()
+    assert len(metadata.load_jobs) == 1
+    (stored,) = metadata.store_jobs.values()
+    assert len(stored.slots.slots) == 1, "of the first, its last chunk"
+    engine.acknowledge()
+    engine.schedule(second)
+    assert len(engine.step().store_jobs) == 1
+    engine.acknowledge()
+    engine.finish(second)
+    engine.step()
+    assert engine.is_idle()
+    assert not engine.half._requests
+    assert not any(copy.pins for copy in engine.cache.bench.ram.copies.values())
+    assert engine.match(engine.arrive("b", [9] * 3 * TOKENS)) == 2 * TOKENS
+
+
+def test_each_of_two_requests_of_one_id_has_its_own_wishes() -> None:
+    engine = ToyEngine()
+    second = use_again(engine, 4 * TOKENS, kv_transfer_params={"kvtier": {"skip_store": True}})
+    assert len(engine.step().store_jobs) == 1, "the first has no such wish"
+    assert engine.match(second) == 0
+    engine.schedule(second)
+    assert not engine.step().store_jobs
+    engine.acknowledge()
+    engine.finish(second)
+    engine.step()
+    assert engine.is_idle()
+
+
+def test_blocks_of_the_first_that_the_second_gets_are_stored_before_they_are_written() -> None:
+    engine = ToyEngine()
+    second = use_again(engine, 2 * TOKENS)
+    assert engine.match(second) == 0
+    engine.schedule(second, blocks=[[1, 2]])
+    metadata = engine.step()
+    (job_id,) = set(metadata.store_jobs) & metadata.jobs_to_flush
+    assert metadata.store_jobs[job_id].blocks.block_ids == (2,)
+
+
+def test_a_reset_may_come_between_the_two_requests_of_one_id_and_their_step() -> None:
+    engine = ToyEngine()
+    second = use_again(engine, 2 * TOKENS)
+    engine.half.reset_cache()
+    metadata = engine.step()
+    assert len(metadata.store_jobs) == 1
+    assert set(metadata.store_jobs) <= metadata.jobs_to_flush, "it reads what is void"
+    engine.acknowledge()
+    assert engine.match(second) == 0
+    engine.schedule(second)
+    engine.step()
+    engine.acknowledge()
+    engine.finish(second)
+    engine.step()
+    assert engine.is_idle()
+    assert engine.match(engine.arrive("b", [9] * 3 * TOKENS)) == 0
 
 
 # -- acknowledgements, reset, figures ----------------------------------------------------------

@@ -104,6 +104,19 @@ def test_readers_are_spread_over_ranks_that_keep_the_same() -> None:
     assert latent == [(0,), (1,), (0,), (1,)]
 
 
+def test_ranks_whose_numbers_do_not_divide_may_keep_whole_ranks_heads_all_the_same() -> None:
+    latent = [
+        topology(2, rank, heads=1, is_mla=True, other=EngineShape(3, 16)).source_ranks("there")
+        for rank in range(2)
+    ]
+    assert latent == [(0,), (1,)]
+    shared = [
+        topology(4, rank, heads=2, other=EngineShape(6, 16)).source_ranks("there")
+        for rank in range(4)
+    ]
+    assert shared == [(0,), (1,), (5,), (3,)]
+
+
 @pytest.mark.parametrize(("there", "ratio"), [(16, 1), (8, 2), (64, -4)])
 def test_the_ratio_of_blocks_says_how_many_make_one(there: int, ratio: int) -> None:
     assert topology(1, other=EngineShape(1, there)).block_ratio("there") == ratio
@@ -124,8 +137,14 @@ def test_what_cannot_work_is_refused_with_the_numbers() -> None:
         topology(2, other=EngineShape(5, 16))
     with pytest.raises(UnsupportedError, match="engine elsewhere is not known; known: here"):
         topology(2).heads("elsewhere", 0)
+    for rank in (-1, 4):
+        with pytest.raises(UnsupportedError, match=rf"there has ranks 0 to 3, not {rank}"):
+            topology(2, other=EngineShape(4, 16)).heads("there", rank)
+    three = topology(2, heads=6, other=EngineShape(3, 16))
     with pytest.raises(UnsupportedError, match="has 2 ranks and engine there 3: neither"):
-        topology(2, heads=6, other=EngineShape(3, 16)).source_ranks("there")
+        three.rank_ratio("there")
+    with pytest.raises(UnsupportedError, match="in 2 parts and engine there in 3: neither"):
+        three.source_ranks("there")
     with pytest.raises(UnsupportedError, match="blocks of 16 tokens and engine there of 24"):
         topology(1, other=EngineShape(1, 24)).block_ratio("there")
     with pytest.raises(UnsupportedError, match="block_tokens is 0, not a positive"):

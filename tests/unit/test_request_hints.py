@@ -130,6 +130,14 @@ def test_a_bad_field_does_not_take_the_good_ones_with_it() -> None:
     assert hints == RequestHints(None, RequestTerms(load_tiers=frozenset(), session="a"))
 
 
+def test_a_name_that_is_no_text_does_not_take_the_good_ones_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert read({"\ud800": 1, "skip_store": True}).stores_nothing
+    (record,) = caplog.records
+    assert "no such field" in record.getMessage()
+
+
 def test_each_field_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = HintReader(NATURES)
     for _ in range(2):

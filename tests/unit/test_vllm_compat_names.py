@@ -137,6 +137,25 @@ def test_loads_come_before_the_pass_where_vllm_has_both_signs(
     assert compat.loads_before_the_pass(connector, output) is first
 
 
+def test_offers_can_be_bounded_where_a_half_keeps_a_limit() -> None:
+    half = SimpleNamespace(_req_status={})
+    limited = dataclasses.make_dataclass("RequestOffloadState", ["max_offload_tokens"])
+    module = SimpleNamespace(RequestOffloadState=limited)
+    assert compat.offers_can_be_bounded(half, lambda _: module)
+    assert not compat.offers_can_be_bounded(SimpleNamespace(), lambda _: module)
+    assert not compat.offers_can_be_bounded(half, lambda _: SimpleNamespace())
+    unlimited = SimpleNamespace(RequestOffloadState=Job)
+    assert not compat.offers_can_be_bounded(half, lambda _: unlimited)
+
+
+def test_what_events_say_of_chunks_is_there_where_they_describe_themselves() -> None:
+    payloads = {b"key": object()}
+    tracker = SimpleNamespace(_pending_event_metadata=payloads)
+    assert compat.event_payloads(SimpleNamespace(_events_tracker=tracker)) is payloads
+    assert compat.event_payloads(SimpleNamespace()) is None
+    assert compat.event_payloads(SimpleNamespace(_events_tracker=object())) is None
+
+
 def read_state() -> SimpleNamespace:
     """Return vLLM's scheduler half's module, with all that is read of its state."""
 

@@ -20,7 +20,7 @@ class TierFigures(NamedTuple):
         name: The tier's name.
         hit_chunks: Chunks that loads brought to the GPU and whose bytes came from here; of a
             load that failed only those before its failure.
-        hit_tokens: Prompt tokens they stand for.
+        hit_tokens: Prompt tokens they stand for, rounded up to whole chunks.
         miss_chunks: Chunks asked for and not here: those found in a slower tier, and one per
             request for the first that was nowhere.
         stranded_chunks: Chunks that were here and were computed all the same, because one that
@@ -172,9 +172,9 @@ def engine_statistics(
                 channels,
                 tier.counters.prompt_hits * tokens_per_chunk,
                 load,
-                fastest=not number,
+                fastest=manager.tiers[0].name,
             )
-            for number, (tier, load) in enumerate(zip(manager.tiers, loads, strict=True))
+            for tier, load in zip(manager.tiers, loads, strict=True)
         ],
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,
@@ -193,7 +193,7 @@ def _tier_figures(
     hit_tokens: int,
     load: tuple[int, int, float],
     *,
-    fastest: bool,
+    fastest: str,
 ) -> TierFigures:
     counters = tier.counters
     read_bytes = written_bytes = queued_bytes = refused = expired = 0
@@ -211,7 +211,9 @@ def _tier_figures(
         queued_bytes += channel.queued_bytes
         refused += channel.refused
         expired += channel.expired
-        out_of_service = out_of_service or channel.out_of_service
+        # Between two slower tiers a channel says of neither that it is skipped.
+        meets_ram = fastest in ends and tier.name != fastest
+        out_of_service = out_of_service or (channel.out_of_service and meets_ram)
     return TierFigures(
         name=tier.name,
         hit_chunks=counters.hits,
@@ -246,6 +248,5 @@ def _tier_figures(
         dirty_chunks=tier.dirty,
         queued_bytes=queued_bytes,
         load_seconds_per_gb=load[2],
-        # A channel's breaker is about the slower of its two ends.
-        out_of_service=int(out_of_service and not fastest),
+        out_of_service=int(out_of_service),
     )

@@ -50,7 +50,13 @@ from kvtier.vllm.compat.engine import (
     kv_content,
     read_engine,
 )
-from kvtier.vllm.compat.halves import half_is_known, loads_before_the_pass, source_was_read
+from kvtier.vllm.compat.halves import (
+    event_payloads,
+    half_is_known,
+    loads_before_the_pass,
+    offers_can_be_bounded,
+    source_was_read,
+)
 from kvtier.vllm.compat.names import (
     chunk_level,
     chunk_positions,
@@ -74,6 +80,7 @@ __all__ = [
     "chunk_level",
     "chunk_positions",
     "event_extras",
+    "event_payloads",
     "full_attention_groups",
     "half_is_known",
     "hashes_are_seeded_at_random",
@@ -85,6 +92,7 @@ __all__ = [
     "media",
     "missing_members",
     "names_tiers",
+    "offers_can_be_bounded",
     "page_mapping",
     "read_engine",
     "refusal",

@@ -14,7 +14,13 @@ from typing import Any, Final
 
 from kvtier.vllm.compat.checks import Load, missing_members
 
-__all__ = ["half_is_known", "loads_before_the_pass", "source_was_read"]
+__all__ = [
+    "event_payloads",
+    "half_is_known",
+    "loads_before_the_pass",
+    "offers_can_be_bounded",
+    "source_was_read",
+]
 
 _PACKAGE: Final = "vllm.distributed.kv_transfer.kv_connector"
 _SCHEDULER: Final = f"{_PACKAGE}.v1.offloading.scheduler"
@@ -73,6 +79,32 @@ def half_is_known(half: object, load: Load = importlib.import_module) -> bool:
     classes = ((getattr(module, name, None), names) for name, names in _STATE.items())
     read = [(half, ("_jobs", "_req_status")), *classes]
     return not any(missing_members(thing, *names) for thing, names in read)
+
+
+def offers_can_be_bounded(half: object, load: Load = importlib.import_module) -> bool:
+    """Return whether a half keeps, for each request, a limit to what it offers of it.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+        load: Imports a module by name.
+    """
+    state = getattr(load(_SCHEDULER), "RequestOffloadState", None)
+    missing = missing_members(state, "max_offload_tokens")
+    return not (missing or missing_members(half, "_req_status"))
+
+
+def event_payloads(half: object) -> dict[Any, Any] | None:
+    """Return what a half knows of the chunks its events name, to be changed in place.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+
+    Returns:
+        By key; None where its events do not describe themselves.
+    """
+    tracker = getattr(half, "_events_tracker", None)
+    payloads = getattr(tracker, "_pending_event_metadata", None)
+    return payloads if isinstance(payloads, dict) else None
 
 
 def loads_before_the_pass(connector: type[Any], output: type[Any]) -> bool:

@@ -169,12 +169,6 @@ def test_a_corrupt_chunk_does_not_count_against_the_medium(
         assert wait_for(engine, work) == {work.job_id: ([answer], True)}
 
 
-def test_a_job_without_a_route_is_the_callers_mistake(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    with pytest.raises(KeyError):
-        engine.submit(Job(next(IDS), Why.STORE, "gpu", "moon", [b""], [0], [0], 1.0))
-
-
 def test_jobs_that_expire_behind_one_that_hangs_count_against_the_tier(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
@@ -213,9 +207,31 @@ def test_jobs_that_are_submitted_together_wake_the_engine_once(
     assert len(wakes) == 1
 
 
-def test_of_jobs_without_a_route_none_is_queued(make_engine: MakeEngine) -> None:
+def test_a_job_without_a_route_fails_and_those_beside_it_run(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(running_bytes=1 << 20)
+    key = make_key(bytes(32), 0)
+    strays = [
+        Job(next(IDS), Why.LOAD, "nvme", "tape", [key] * 2, (0, 1), (0, 1), 1.0) for _ in "ab"
+    ]
+    before, after = job(), job()
+    engine.submit(before, *strays, after)
+    assert wait_for(engine, before, after, *strays) == {
+        before.job_id: ([Outcome.DONE], True),
+        after.job_id: ([Outcome.DONE], True),
+        **{stray.job_id: ([Outcome.FAILED] * 2, True) for stray in strays},
+    }
+    assert engine.idle
+    assert caplog.text.count("no route leads from nvme to tape") == 1
+    engine.abandon(*strays)
+
+
+def test_whoever_waits_for_a_job_that_was_not_submitted_can_be_told(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
     engine = make_engine()
-    stray = Job(next(IDS), Why.LOAD, "nvme", "tape", (), (), (), 1.0)
-    with pytest.raises(KeyError, match="tape"):
-        engine.submit(job(), stray)
+    work = job()
+    engine.abandon(work)
+    assert route.abandoned == [work.job_id]
     assert engine.idle

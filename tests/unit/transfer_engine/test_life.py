@@ -17,6 +17,8 @@ from kvtier.transfer import Route
 from kvtier.transfer import engine as engine_module
 from kvtier.types import Job, Outcome
 from tests.unit.transfer_engine.scripted import (
+    DOWN,
+    UP,
     MakeEngine,
     Scripted,
     cancelled,
@@ -218,6 +220,8 @@ def test_a_thread_that_dies_answers_every_job(
     assert wait_for(engine, *jobs) == {each.job_id: ([Outcome.FAILED], True) for each in jobs}
     with pytest.raises(ClosedError):
         engine.submit(job())
+    assert engine.out_of_service() == [UP, DOWN]
+    assert all(channel.out_of_service for channel in engine.statistics().values())
     with pytest.raises(ClosedError):
         engine.exclusively_each({"ram": act}, timeout_s=10)
     engine.cancel(jobs[0].job_id)

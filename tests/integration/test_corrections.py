@@ -1,0 +1,131 @@
+"""What kvtier's connector corrects in vLLM's scheduler half, under vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.request import RequestStatus
+
+from tests.integration.layerwise_world import LayerwiseWorld, arrange
+from tests.integration.scheduler_setup import Setup
+
+MakeWorld = Callable[..., LayerwiseWorld]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorld]:
+    worlds: list[LayerwiseWorld] = []
+    arrange(monkeypatch, "ahead")
+
+    def make(**setup: Any) -> LayerwiseWorld:
+        setup = {"engine_blocks": 48, "store_decode": True} | setup
+        worlds.append(LayerwiseWorld(Setup(**setup), tmp_path / "model", 0))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        assert world.cache.service.statistics().internal_errors == 0
+        world.cache.service.shutdown()
+
+
+def tokens(world: LayerwiseWorld, count: int) -> list[int]:
+    return [world.draw.randrange(500) for _ in range(count)]
+
+
+def test_a_block_that_a_failed_request_filled_in_part_is_not_stored(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(long_prefill_tokens=24)
+    request = world.submit(tokens(world, 100), 4)
+    world.submit(tokens(world, 10), 1)  # or there would be no limit to the first one's step
+    world.step()
+    assert request.num_computed_tokens == 24
+    world.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    world.settle()
+    assert world.seen["stored"] == 1
+
+
+def test_blocks_that_a_request_lost_before_it_ended_are_not_stored(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    request = world.submit(tokens(world, 100), 40)
+    with monkeypatch.context() as patch:
+        # So what it computed is still to be offered when it ends.
+        patch.setattr(world.spied, "prepare_store", lambda keys, req_id: None)
+        world.step()
+        assert world.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.status is RequestStatus.PREEMPTED
+    world.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    world.settle()
+    assert world.seen["stored"] == 0
+
+
+def test_a_request_that_ends_well_stores_all_it_computed(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.submit(tokens(world, 100), 13)
+    world.settle()
+    assert world.seen["stored"] == 7, "112 tokens of 16 each"
+
+
+class Router:
+    """Keeps, as a router does, the blocks that are in each medium."""
+
+    def __init__(self, world: LayerwiseWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.blocks: dict[str | None, set[Any]] = {}
+        connector = world.scheduler.connector
+        monkeypatch.setattr(connector, "_listens", True)
+        tracker = connector.connector_scheduler._events_tracker
+        monkeypatch.setattr(tracker, "self_describing_enabled", True)
+        take = connector.take_events
+
+        def listen() -> tuple[()]:
+            for event in take():
+                self._hear(event)
+            return ()
+
+        monkeypatch.setattr(connector, "take_events", listen)
+
+    def _hear(self, event: KVCacheEvent) -> None:
+        if isinstance(event, BlockStored):
+            assert event.block_size == 16, "of a chunk that nothing is known of"
+            self.blocks.setdefault(event.medium, set()).update(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            assert self.blocks[event.medium].issuperset(event.block_hashes)
+            self.blocks[event.medium].difference_update(event.block_hashes)
+
+    def counts(self) -> list[int]:
+        return [len(blocks) for _, blocks in sorted(self.blocks.items())]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+def test_after_a_reset_a_router_keeps_no_block_that_no_tier_has(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, blocks_per_chunk: int
+) -> None:
+    world = make_world(blocks_per_chunk=blocks_per_chunk, slots=(32, 64))
+    router = Router(world, monkeypatch)
+    world.submit(tokens(world, 128), 3)
+    world.settle()
+    assert router.counts() == [8, 8]
+    world.reset()
+    assert world.scheduler.has_requests(), "the engine rests before its events are taken"
+    world.settle()
+    assert router.counts() == [0, 0]
+
+
+def test_what_is_stored_again_after_a_reset_is_described(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(blocks_per_chunk=2, slots=(32, 64))
+    router = Router(world, monkeypatch)
+    prompt = tokens(world, 128)
+    world.submit(prompt, 3)
+    world.settle()
+    world.reset()
+    world.submit(prompt, 3)
+    world.settle()
+    assert router.counts() == [8, 8]
