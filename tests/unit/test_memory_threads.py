@@ -29,9 +29,13 @@ def in_a_thread(*calls: Callable[[], T]) -> T:
 
 
 def threads_started_by_a_large_operation() -> int:
-    before = len(list(Path("/proc/self/task").iterdir()))
+    before = threads()
     torch.ones(1 << 20).add_(1)
-    return len(list(Path("/proc/self/task").iterdir())) - before
+    return len(threads() - before)  # by their numbers: meanwhile those of others may end
+
+
+def threads() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
 @pytest.mark.usefixtures("two_threads")
