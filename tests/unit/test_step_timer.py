@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
-    monkeypatch.setattr(timing.time, "process_time", lambda: clocks.engine_s)
+    monkeypatch.setattr(time, "process_time", lambda: clocks.engine_s)
     monkeypatch.setattr(timing, "_children_cpu_s", lambda: clocks.children_s)
     return clocks
 
