@@ -43,7 +43,6 @@ class SlabContract(StorageTierContract):
         return SlabTier.open(options, context)
 
 
-@pytest.mark.nvme
 class TestDirectSlab(SlabContract):
     direct_io: ClassVar[DirectIo] = "require"
 

@@ -12,12 +12,13 @@ import pytest
 from tests.docs.pages import ROOT
 
 README = (ROOT / "README.md").read_text()
+NOXFILE = (ROOT / "noxfile.py").read_text()
 MARKERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["markers"]
 
 
 def sessions() -> Iterator[tuple[str, set[str]]]:
     """Yield each session's name and the texts in it."""
-    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
+    for node in ast.parse(NOXFILE).body:
         if not isinstance(node, ast.FunctionDef):
             continue
         decorators = [ast.unparse(each) for each in node.decorator_list]
@@ -46,6 +47,16 @@ def slow_suites() -> set[str]:
 
 def test_there_are_slow_tests_with_engines_and_without() -> None:
     assert {"unit", "integration"} <= slow_suites()
+
+
+def test_ci_runs_every_default_session_once_and_as_it_is_what_was_installed_ahead() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    checks = re.findall(r'check "\$(fresh|as_it_is)" -s ([\w ]+)', script)
+    (defaults,) = re.findall(r"^nox\.options\.sessions = (.+)$", NOXFILE, re.MULTILINE)
+    checked = " ".join(sessions for _, sessions in checks).split()
+    assert sorted(checked) == sorted(ast.literal_eval(defaults))
+    ahead = re.findall(r"beside install ([\w ]+)", script)
+    assert ahead == [sessions for how, sessions in checks if how == "as_it_is"]
 
 
 @pytest.mark.parametrize("suite", sorted(slow_suites()))

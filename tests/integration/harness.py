@@ -18,12 +18,21 @@ from kvtier.vllm.demo.model import (
     write_model,
 )
 from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave, replayed, store_yaml
+from kvtier.vllm.demo.scenario import (
+    Answer,
+    Prompt,
+    Report,
+    Scenario,
+    Wave,
+    replayed,
+    store_yaml,
+)
 
 CONVERSATIONS = 40
 TURNS = 5
 SYSTEM_PROMPTS = 8
 LONG_ANSWERS = 12
+CONTROLS = 16
 ANSWER_TOKENS = 8
 LONG_ANSWER_TOKENS = 64
 
@@ -73,6 +82,10 @@ class Reference:
     answers: dict[tuple[int, ...], tuple[int, ...]]
     footprint_blocks: int
     """Distinct whole blocks of KV that the conversations come to."""
+    damaged: tuple[Answer, ...] = ()
+    """Answers to prompts of a later turn on KV of which one block in sixteen is wrong."""
+    other: tuple[Answer, ...] = ()
+    """Answers to the first prompts, each with another first block."""
 
     def assert_equal(self, report: Report, *, waves: Sequence[Wave]) -> None:
         """Check every answer of ``report``, and that every request of ``waves`` has one."""
@@ -125,6 +138,16 @@ class Site:
         )
         return Scenario(model=self.reference.model, config=config, waves=tuple(waves))
 
+    def troubled_scenario(self) -> Scenario:
+        """Return a scenario with three waves: preemptions, with aborts too, after a reset."""
+        preempting = self.reference.long_answers
+        aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
+        few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
+        waves = (preempting, aborting, preempting.model_copy(update=few))
+        return self.scenario(waves, ram_blocks=40, nvme_blocks=400).model_copy(
+            update={"gpu_blocks": 40, "context_tokens": 512}
+        )
+
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(errors="replace")
 
@@ -137,6 +160,18 @@ class Site:
                     # Raises BlockingIOError while another process holds a lock of either kind.
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def with_another_first_block(prompt: Prompt, draw: random.Random) -> Prompt:
+    first = tuple(draw.sample(range(2, VOCABULARY), BLOCK_TOKENS))
+    return Prompt(tokens=first + prompt.tokens[BLOCK_TOKENS:])
+
+
+def controls(talk: Sequence[Wave], draw: random.Random) -> tuple[Wave, Wave]:
+    """Return the waves whose answers must be others: comparing tokens would notice."""
+    damaged = Wave(prompts=talk[2].prompts[:CONTROLS], damage_every=16)
+    other = [with_another_first_block(prompt, draw) for prompt in talk[0].prompts[:CONTROLS]]
+    return damaged, Wave(prompts=tuple(other))
 
 
 def run_reference(
@@ -156,16 +191,21 @@ def run_reference(
         prompts=tuple(Prompt(tokens=words(draw, 200, 240)) for _ in range(LONG_ANSWERS)),
         max_tokens=LONG_ANSWER_TOKENS,
     )
-    scenario = Scenario(model=directory / "model", waves=(*talk, long_answers), gpu_blocks=2048)
+    waves = (*talk, long_answers)
+    scenario = Scenario(
+        model=directory / "model", waves=(*waves, *controls(talk, draw)), gpu_blocks=2048
+    )
     report = run_engine(scenario, directory, "reference")
-    literal = replayed(scenario.waves, report)
-    answered = [
-        answer.prompt + answer.tokens for wave in report.waves[:-1] for answer in wave.answers
-    ]
+    *told, damaged, other = report.waves
+    report = Report(waves=tuple(told))
+    literal = replayed(waves, report)
+    answered = [answer.prompt + answer.tokens for wave in told[:-1] for answer in wave.answers]
     return Reference(
         model=scenario.model,
         conversations=literal[:-1],
         long_answers=literal[-1],
         answers={answer.prompt: answer.tokens for answer in report.answers()},
         footprint_blocks=distinct_blocks(answered),
+        damaged=damaged.answers,
+        other=other.answers,
     )

@@ -1,8 +1,9 @@
 """Both doors into vLLM and both load paths: the same tokens, whatever the tiers' sizes.
 
-The scenarios of the other modules run with the connector and its default load path; here the
-other doors run, the long ones by night, models with several KV cache groups, and loads that
-fail. ``test_every_way`` has the combinations.
+The scenarios of the other modules run with the connector, and all but one of
+``test_recording`` with its default load path; here the specification runs, the long scenarios
+of the other doors by night, models with several KV cache groups, and loads that fail.
+``test_every_way`` has the combinations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvtier.vllm.demo.model import (
     architecture,
     write_model,
 )
-from kvtier.vllm.demo.runner import EngineFailedError, run_engine
+from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario, Wave
 from tests.integration.harness import WINDOWED, Reference, Site
 from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
@@ -55,26 +56,15 @@ def assert_served_from_both_tiers(report: Report) -> None:
     assert_nothing_pinned(report)
 
 
-@other_doors
-def test_a_small_spill_comes_back_through_the_other_doors(
-    door: str, reference: Reference, site: Site
+def test_a_small_spill_comes_back_through_the_specification(
+    reference: Reference, site: Site
 ) -> None:
-    first, second = reference.conversations[:2]
-    scenario = through(door, site.scenario((first, second), ram_blocks=120, nvme_blocks=800))
-    report = run_engine(scenario, site.directory, door)
-    reference.assert_equal(report, waves=(first, second))
+    waves = reference.conversations[:2]
+    scenario = through("spec", site.scenario(waves, ram_blocks=120, nvme_blocks=800))
+    report = run_engine(scenario, site.directory, "spec")
+    reference.assert_equal(report, waves=waves)
     assert_served_from_both_tiers(report)
     site.assert_nothing_held()
-
-
-def test_the_spec_refuses_to_load_past_ram(reference: Reference, site: Site) -> None:
-    wave = Wave(prompts=reference.conversations[0].prompts[:1], max_tokens=1)
-    scenario = through("direct", site.scenario((wave,), ram_blocks=8, nvme_blocks=8))
-    with pytest.raises(EngineFailedError):
-        run_engine(scenario.model_copy(update={"door": Door.SPEC}), site.directory, "refused")
-    log = site.log("refused")
-    assert "transfer.load_path = direct: this door cannot report a load that fails" in log
-    assert "--door connector" in log
 
 
 @pytest.mark.slow

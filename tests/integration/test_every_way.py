@@ -106,15 +106,9 @@ def io_processes(pid: int) -> list[int]:
 def test_preemption_aborts_and_a_reset_keep_every_token_equal(
     way: Way, asked: Reference, place: Site
 ) -> None:
-    preempting = asked.long_answers
-    aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
-    few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
-    waves = (preempting, aborting, preempting.model_copy(update=few))
-    scenario = place.scenario(waves, ram_blocks=40, nvme_blocks=400).model_copy(
-        update={"gpu_blocks": 40, "context_tokens": 512}
-    )
-    report = run_engine(by(way, scenario), place.directory, "preempted")
-    asked.assert_equal(report, waves=waves)
+    scenario = by(way, place.troubled_scenario())
+    report = run_engine(scenario, place.directory, "preempted")
+    asked.assert_equal(report, waves=scenario.waves)
     assert report.count("vllm:num_preemptions") > 0
     assert [answer.cached_tokens for answer in report.waves[2].answers] == [0, 0, 0]
     assert report.count("kvtier_internal_errors") == 0

@@ -13,9 +13,23 @@ from kvtier.vllm.demo.scenario import Wave
 from tests.integration.harness import Reference, Site
 
 WRITE_DEADLINE_S = 60.0
+LOOK_S = 0.001  # less than storing a step's chunks takes; and the engine needs every core
 
 
-def test_a_store_has_one_engine_and_outlives_it_when_it_is_killed_while_storing(
+@pytest.mark.slow
+def test_a_second_engine_is_refused_a_store_whose_engine_does_not_answer(
+    reference: Reference, site: Site
+) -> None:
+    scenario = site.scenario(reference.conversations, ram_blocks=64, nvme_blocks=64)
+    with EngineProcess(scenario, site.directory, "first") as engine:
+        engine.wait_for("ready")
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineFailedError):
+            run_engine(scenario, site.directory, "second")
+    assert f"pid {engine.pid}" in site.log("second")
+
+
+def test_a_store_outlives_an_engine_that_is_killed_while_storing(
     reference: Reference, site: Site
 ) -> None:
     waves = reference.conversations
@@ -25,11 +39,6 @@ def test_a_store_has_one_engine_and_outlives_it_when_it_is_killed_while_storing(
     with EngineProcess(scenario, site.directory, "killed") as engine:
         for _ in first:
             engine.wait_for("wave")
-        os.kill(engine.pid, signal.SIGSTOP)  # it owns the store and does not get on
-        with pytest.raises(EngineFailedError):
-            run_engine(scenario, site.directory, "second")
-        assert f"pid {engine.pid}" in site.log("second")
-        os.kill(engine.pid, signal.SIGCONT)
         wait_for_a_write(site)
         engine.kill()
     again = scenario.model_copy(update={"waves": first})
@@ -47,11 +56,13 @@ def wait_for_a_write(site: Site) -> None:
     deadline = time.monotonic() + WRITE_DEADLINE_S
     while slots.stat().st_mtime_ns == before:
         assert time.monotonic() < deadline
+        time.sleep(LOOK_S)
 
 
-def test_two_ranks_spill_and_restart_with_every_token_equal(
+def test_what_two_ranks_spilled_one_rank_loads_with_every_token_equal(
     reference: Reference, site: Site
 ) -> None:
+    """By night, ``test_every_way`` starts two ranks again, and ``test_ranks`` two after one."""
     wave = Wave(prompts=reference.conversations[0].prompts[:16], max_tokens=4)
     again = wave.model_copy(update={"prompts": wave.prompts[::-1]})
     scenario = site.scenario((wave, again), ram_blocks=48, nvme_blocks=512)
@@ -60,8 +71,9 @@ def test_two_ranks_spill_and_restart_with_every_token_equal(
     reference.assert_equal(report, waves=(wave, again))
     assert report.count("kvtier_hit_tokens", tier="nvme") > 0
     site.assert_nothing_held()
-    restarted = scenario.model_copy(update={"waves": (wave,)})
+    restarted = scenario.model_copy(update={"waves": (wave,), "ranks": 1})
     report = run_engine(restarted, site.directory, "again")
     reference.assert_equal(report, waves=(wave,))
     assert report.count("kvtier_hit_tokens", tier="nvme") > 0
+    assert len(list(site.store.rglob("slots.bin"))) == 1
     site.assert_nothing_held()

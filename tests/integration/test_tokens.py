@@ -57,25 +57,3 @@ def test_tiers_too_small_for_the_work_and_chunks_of_four_blocks_keep_every_token
     assert report.count("kvtier_evicted_chunks", tier="nvme") > 0
     assert_nothing_pinned(report)
     site.assert_nothing_held()
-
-
-def test_preemption_aborts_and_a_reset_keep_every_token_equal(
-    reference: Reference, site: Site
-) -> None:
-    preempting = reference.long_answers
-    aborting = preempting.model_copy(update={"abort": (0, 3, 4, 7, 11)})
-    few = {"prompts": preempting.prompts[:3], "max_tokens": 4, "reset_first": True}
-    after_reset = preempting.model_copy(update=few)
-    waves = (preempting, aborting, after_reset)
-    scenario = site.scenario(waves, ram_blocks=40, nvme_blocks=400).model_copy(
-        update={"gpu_blocks": 40, "context_tokens": 512}
-    )
-    report = run_engine(scenario, site.directory, "preempt")
-    reference.assert_equal(report, waves=waves)
-    assert report.count("vllm:num_preemptions") > 0
-    assert any(answer.aborted for answer in report.waves[1].answers)
-    fresh = report.model_copy(update={"waves": report.waves[2:]})
-    assert [answer.cached_tokens for answer in fresh.answers()] == [0, 0, 0]
-    assert fresh.count("kvtier_hit_tokens") == 0
-    assert_nothing_pinned(report)
-    site.assert_nothing_held()

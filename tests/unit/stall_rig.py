@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine
-from kvtier.types import Job, LayoutFingerprint, Outcome, TransferResult, Why
+from kvtier.types import Job, JobId, LayoutFingerprint, Outcome, TransferResult, Why
 
 SLOT = 8192
 CAPACITY = 8
@@ -33,8 +32,9 @@ DONE, EXPIRED, FAILED, REFUSED = (
 )
 HANG_S = 10.0
 SOON_S = 0.1
-BACKOFF_S = 0.2  # a job that is to be refused must have been submitted by then
+BACKOFF_S = 3600.0  # until a test says that it is over
 
+WAYS = {Why.PROMOTE: ("nvme", "ram"), Why.STORE: ("ram", "nvme")}
 RUNNING: dict[str, dict[str, str]] = {
     "preadv": {},
     "pwritev": {},
@@ -131,7 +131,7 @@ class Rig:
     def submit(
         self, why: Why, keys: Sequence[ChunkKey], slots: Sequence[int], timeout_s: float
     ) -> Job:
-        source, destination = ("nvme", "ram") if why is Why.PROMOTE else ("ram", "nvme")
+        source, destination = WAYS[why]
         number = next(self._ids)
         stamps = [number + 1] * len(keys)
         job = Job(number, why, source, destination, keys, slots, slots, timeout_s, stamps)
@@ -169,20 +169,24 @@ class Rig:
         result = self.result()
         return result.job_id, list(result.outcomes), result.settled
 
+    def expire(self, job_id: JobId) -> None:
+        """Let the deadline of a job that hangs pass, which has begun however busy all is."""
+        assert self.io.wait_until_stalled(timeout_s=HANG_S)
+        runner = self.engine._runner
+        self.engine._loop.call_soon_threadsafe(runner._expire, runner._running[job_id])
+
+    def end_backoff(self, why: Why = Why.PROMOTE) -> None:
+        """Let the time pass for which a sick disk is left alone."""
+        self.engine._channels[WAYS[why]].breaker._closed_again_s = 0.0
+
     def out_of_service(self, why: Why = Why.PROMOTE) -> bool:
-        way = ("nvme", "ram") if why is Why.PROMOTE else ("ram", "nvme")
-        return self.engine.statistics()[way].out_of_service
+        return self.engine.statistics()[WAYS[why]].out_of_service
 
     def back_in_service(self, slot: int, why: Why = Why.PROMOTE) -> bool:
-        """Move a chunk as soon as the breaker lets one through, and see that it is whole."""
-        move = self.promote if why is Why.PROMOTE else self.store
-        deadline_s = time.monotonic() + HANG_S
-        while time.monotonic() < deadline_s:
-            job = move(slot, timeout_s=HANG_S)
-            outcomes = self.settled(job)[job.job_id]
-            if outcomes != [REFUSED]:
-                return outcomes == [DONE] and self.holds(slot)
-        return False
+        """End the back-off, move a chunk, and see that it is whole."""
+        self.end_backoff(why)
+        job = (self.promote if why is Why.PROMOTE else self.store)(slot)
+        return self.settled(job)[job.job_id] == [DONE] and self.holds(slot)
 
 
 def keys_in(slots: Sequence[int], version: int = 0) -> list[ChunkKey]:

@@ -358,7 +358,6 @@ async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
     assert buffers[0] == make_payload(KEYS[0], SLOT)
 
 
-@pytest.mark.nvme
 async def test_unaligned_buffers_never_reach_o_direct(open_shelf: OpenShelf) -> None:
     shelf = await open_shelf(direct_io="require")
     sources = make_sources(KEYS, SLOT)

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvtier.vllm.demo import timing
 from kvtier.vllm.demo.timing import StepTimer
+
+WORK_S = 0.1
+TICK_S = 2 / os.sysconf("SC_CLK_TCK")  # user and system time are rounded down
+WORK = f"""
+import time
+while time.process_time() < {WORK_S}:
+    pass
+print("done", flush=True)
+input()
+"""
+
+
+@dataclass
+class Clocks:
+    """The processor time that the timer sees."""
+
+    engine_s: float = 7.0
+    children_s: float = 3.0
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(time, "process_time", lambda: clocks.engine_s)
+    monkeypatch.setattr(timing, "_children_cpu_s", lambda: clocks.children_s)
+    return clocks
 
 
 class Scheduler:
@@ -43,8 +77,29 @@ def test_steps_are_told_apart_and_what_computes_nothing_is_none() -> None:
     times = timer.take()
     assert (len(times.prefill_s), len(times.decode_s)) == (1, 2)
     assert min(times.prefill_s + times.decode_s) > 0
-    assert times.engine_cpu_s >= 0
-    assert times.hosts_cpu_s >= 0
+
+
+def test_processor_time_is_the_engines_until_the_last_answer_and_its_childrens_until_the_end(
+    clocks: Clocks,
+) -> None:
+    timer = StepTimer(Core())
+    timer.begin()
+    clocks.engine_s += 2.0
+    clocks.children_s += 0.25
+    timer.answered()
+    clocks.engine_s += 4.0
+    clocks.children_s += 0.5
+    times = timer.take()
+    assert (times.engine_cpu_s, times.hosts_cpu_s) == (2.0, 0.75)
+
+
+def test_the_processor_time_of_a_child_that_runs_is_counted() -> None:
+    before_s = timing._children_cpu_s()
+    working = [sys.executable, "-S", "-c", WORK]
+    with subprocess.Popen(working, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        assert timing._children_cpu_s() - before_s >= WORK_S - TICK_S
 
 
 def test_each_wave_begins_anew() -> None:

@@ -29,8 +29,17 @@ from tests.unit.slab_namespace.opening import (
 
 
 def test_two_models_have_the_store_open_side_by_side(open_tier: Opener) -> None:
-    for model in ("a", "b"):
-        fill(open_tier(model=model))
+    first, second = (open_tier(model=model) for model in ("a", "b"))
+    fill(first, 8)
+    fill(second, 3)
+    close(first)
+    first = open_tier(model="a")
+    assert slots_of(first) == list(range(8))
+    close(second)
+    second = open_tier(model="b")
+    assert slots_of(second) == list(range(3))
+    fill(first, 8)
+    fill(second, 3)
 
 
 def test_another_model_sees_nothing_of_the_first(open_tier: Opener, root: Path) -> None:
