@@ -22,7 +22,7 @@ from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
 from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario
 from tests.integration.harness import Reference, Site
-from tests.integration.test_connector import assert_served_from_both_tiers, through
+from tests.integration.test_connector import through
 from tests.integration.test_tokens import assert_nothing_pinned
 
 RAM_SHARE = 0.15
@@ -105,7 +105,8 @@ def test_a_recorded_run_is_replayed_chunk_by_chunk(reference: Reference, site: S
     )
     report = run_engine(scenario, site.directory, "recorded")
     reference.assert_equal(report, waves=waves)
-    assert_served_from_both_tiers(report)
+    assert report.count("kvtier_failed_chunks") == 0
+    assert report.count("kvtier_internal_errors") == 0
     assert report.count("kvtier_trace_dropped") == 0
     assert report.count("kvtier_trace_records") > 0
     config = load_config(site.directory / "kvtier.yaml")
