@@ -34,7 +34,7 @@ VLLM_TORCH = {
     "0.31.0": "2.13.0",
     "0.32.0": "2.13.0",
 }
-# The engines of one test may take longer than a test may by day.
+# By night one test may take longer than it may by day.
 PATIENCE = ("-o", "faulthandler_timeout=1200")
 
 
@@ -228,6 +228,7 @@ def torture(session: nox.Session) -> None:
         "slow or not slow",
         "--hypothesis-profile=nightly",
         "--timeout=1800",
+        *PATIENCE,
         *(session.posargs or suites),
     )
 
