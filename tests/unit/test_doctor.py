@@ -13,7 +13,15 @@ from rich.console import Console
 
 from kvtier.cli._doctor import examination_document, show_examination
 from kvtier.config import KvtierConfig, parse_config
-from kvtier.doctor import Examination, Finding, Verdict, _memory, _store, examine
+from kvtier.doctor import (
+    Examination,
+    Finding,
+    Verdict,
+    _memory,
+    _store,
+    examine,
+    examine_pages,
+)
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._memory import HugePagePool
 from kvtier.doctor._store import Room
@@ -198,6 +206,25 @@ def test_an_error_without_words_is_named(
     monkeypatch.setattr(_memory, "huge_page_pool", stumble)
     (finding,) = found(examine(config_of(tmp_path), seconds=None), "huge pages")
     assert finding.found == "could not be looked at: RuntimeError"
+
+
+@pytest.mark.parametrize(("write", "pages"), [("through", 2), ("evict", 10)])
+def test_the_relay_between_two_disks_needs_pages_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, pages: int
+) -> None:
+    pool = HugePagePool(2 << 20, total=100, free=100)
+    monkeypatch.setattr(_memory, "huge_page_pool", lambda machine: pool)
+    disks = "".join(
+        f"- {{kind: nvme, name: {name}, path: {tmp_path / name}, capacity: 64MiB}}\n"
+        for name in ("fast", "large")
+    )
+    config = parse_config(
+        f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{disks}"
+        f"placement: {{write: {write}}}\ntransfer: {{piece: 8MiB}}\n",
+        source="test",
+    )
+    taken = f"the RAM tier takes {pages}"
+    assert examine_pages(config).found == f"100 huge pages reserved and free; {taken}"
 
 
 def run_doctor(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
