@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.manager.demotion_jobs import DemotionJobs
-from kvtier.manager.ladder import Ladder
+from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.placing import admitted, targets_of
 from kvtier.manager.run import Run, without
 from kvtier.manager.tier import TierState
@@ -53,8 +53,7 @@ class Reserves:
         if tier not in self.tiers:
             return
         below = self._ladder.tiers[tier.index + 1 :]
-        keys = [slower.copies.keys() for slower in below]
-        self.adopt(tier, [copy for copy in copies if not any(copy.key in has for has in keys)])
+        self.adopt(tier, [copy for copy in copies if first_whole(below, copy.key) is None])
 
     def refill(self) -> None:
         """Send victims away wherever the reserve is low, or a wish for room was not met."""

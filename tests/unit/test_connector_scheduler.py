@@ -339,7 +339,12 @@ def test_a_request_of_an_id_that_is_used_again_outlives_the_stores_of_the_first(
     engine.schedule(second)
     assert len(engine.step().store_jobs) == 1
     engine.acknowledge()
-    engine.finish(second)
+    end(engine, second)
+
+
+def end(engine: ToyEngine, request: ToyRequest) -> None:
+    """Let the last request end, after which nothing is left of any."""
+    engine.finish(request)
     engine.step()
     assert engine.is_idle()
     assert not engine.half._requests
@@ -378,10 +383,7 @@ def test_an_id_may_be_used_again_before_the_step_that_tells_the_end_of_the_first
     engine.schedule(second)
     assert len(engine.step().store_jobs) == 1
     engine.acknowledge()
-    engine.finish(second)
-    engine.step()
-    assert engine.is_idle()
-    assert not engine.half._requests
+    end(engine, second)
     assert not any(copy.pins for copy in engine.cache.bench.ram.copies.values())
     assert engine.match(engine.arrive("b", [9] * 3 * TOKENS)) == 2 * TOKENS
 

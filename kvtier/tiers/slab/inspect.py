@@ -33,7 +33,7 @@ from urllib.parse import quote
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience
+from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, nbytes_of, read_layout
 from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
@@ -213,8 +213,7 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
         stack.enter_context(nothing_opened(directory.parent, patience))
         if stack.enter_context(_shared(directory / LOCK, _AT_ONCE)):
             return None
-        text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
-        return "".join(filter(str.isprintable, text)) or "another process"
+        return read_holder(directory / LOCK) or "another process"
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ __all__ = [
     "is_tool",
     "name_holder",
     "passing_holder",
+    "read_holder",
     "try_acquire",
 ]
 
@@ -99,7 +100,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
         try:
             return try_acquire(path, io)
         except BlockingIOError:
-            holder = _read_holder(path)
+            holder = read_holder(path)
             if _is_alive(holder):
                 break
         except OSError as error:
@@ -139,7 +140,7 @@ def passing_holder(path: Path) -> str:
     Raises:
         OSError: The file cannot be read.
     """
-    holder = _read_holder(path)
+    holder = read_holder(path)
     return holder if is_tool(holder) or not _is_alive(holder) else ""
 
 
@@ -168,7 +169,12 @@ def name_holder(fd: int, owner_pid: int, io: BlockIo, *, tool: bool = False) -> 
     io.truncate(fd, len(data))
 
 
-def _read_holder(path: Path) -> str:
+def read_holder(path: Path) -> str:
+    """Return how the lock at ``path`` names who has it, printable; empty if it does not.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     text = path.read_bytes()[:200].decode("utf-8", "replace").strip()
     return "".join(filter(str.isprintable, text))
 

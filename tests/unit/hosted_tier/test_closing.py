@@ -16,8 +16,8 @@ from kvtier.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.hosted import HostedTier, client, connection, process
-from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, opened
+from kvtier.tiers.hosted import HostedTier, client, process
+from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, let_no_host_end, opened
 
 
 async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
@@ -73,12 +73,7 @@ async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
 async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
     shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never_ends(process: object) -> bool:
-        await asyncio.Event().wait()
-        return False
-
-    monkeypatch.setattr(connection, "aend", never_ends)
-    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 0.01)
+    let_no_host_end(monkeypatch, patience_s=0.01)
     await asyncio.wait_for(shelf.tier.aclose(), 10)
     held = shelf.tier._host
     assert held is not None

@@ -14,7 +14,7 @@ from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, connection, process
-from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, opened
+from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, let_no_host_end, opened
 
 Started = tuple[process.HostProcess, process.Opened]
 start = client._start
@@ -62,12 +62,7 @@ async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
 async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
     shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never_ends(process: object) -> bool:
-        await asyncio.Event().wait()
-        return False
-
-    monkeypatch.setattr(connection, "aend", never_ends)
-    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 0.05)
+    let_no_host_end(monkeypatch, patience_s=0.05)
     keys = make_keys([1])
     await shelf.put(keys, [0])
     held = shelf.tier._host
