@@ -358,14 +358,18 @@ async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
     assert buffers[0] == make_payload(KEYS[0], SLOT)
 
 
-async def test_unaligned_buffers_never_reach_o_direct(open_shelf: OpenShelf) -> None:
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_unaligned_buffers_never_reach_o_direct(
+    open_shelf: OpenShelf, read_only: bool
+) -> None:
     shelf = await open_shelf(direct_io="require")
     sources = make_sources(KEYS, SLOT)
     memory = memoryview(mmap.mmap(-1, 9 * SLOT))[8:]
     views = [memory[start : start + SLOT] for start in range(0, 8 * SLOT, SLOT)]
     for view, source in zip(views, sources, strict=True):
         view[:] = source
-    result = await shelf.tier.write(KEYS, range(8), views, why=Why.STORE)
+    stored = [view.toreadonly() for view in views] if read_only else views
+    result = await shelf.tier.write(KEYS, range(8), stored, why=Why.STORE)
     assert list(result.outcomes) == [DONE] * 8
     assert await shelf.get(KEYS, range(8)) == [DONE] * 8
     memory[:] = bytes(len(memory))

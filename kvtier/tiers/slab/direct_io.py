@@ -7,6 +7,7 @@ before each call and bounced when they are not aligned.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -116,7 +117,10 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 def is_aligned(view: memoryview) -> bool:
     """Return whether O_DIRECT may use ``view``."""
-    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    if view.readonly:
+        address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    else:  # as slots are: a seventh of the time, for each chunk of each call
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return address % PAGE_NBYTES == 0
 
 
