@@ -15,13 +15,16 @@ that what else the machine does falls on all. A step is what vLLM's engine core 
 rounds of its loop: schedule, compute, update. The tiers are full, so storing means evicting.
 The demo's model takes a few milliseconds for a step, most of them vLLM's Python; a larger one,
 whose steps take as long as those of a model in use, shows what a user would see. A wave is
-compared with the same wave right before or after it: a machine that is shared gets slower and
-faster by several per cent from minute to minute, so one per cent takes many short waves.
+compared with the same wave of the engine whose turn is right before or after: a machine that is
+shared gets slower and faster by several per cent from minute to minute, so one per cent takes
+many short waves. The interval beside a ratio is where the median of ever more of them would be,
+19 times out of 20.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -97,6 +100,7 @@ class Figure(NamedTuple):
         most_ms: The most.
         ratio: To what it is compared with.
         half: Between which the middle half of the pairs' ratios are.
+        interval: Between which their median would be with ever more pairs, at 95 %.
         bar: The most that the ratio may be.
     """
 
@@ -106,6 +110,7 @@ class Figure(NamedTuple):
     most_ms: float
     ratio: float | None = None
     half: tuple[float, float] | None = None
+    interval: tuple[float, float] | None = None
     bar: float | None = None
 
 
@@ -221,16 +226,17 @@ class Bench:
     def _take_turns(self, waves: tuple[Wave, ...], config: Path) -> list[Report]:
         """Run ``waves`` without a connector, with one that does nothing, and with kvtier."""
         plain = self._scenario(waves, None, timed=True)
-        reports = self._alternate(
+        # What the other two are compared with has its turn between theirs.
+        idle, plainly, cached = self._alternate(
             {
-                "plain": plain,
                 "idle": plain.model_copy(update={"connector": IDLE}),
+                "plain": plain,
                 "cached": self._scenario(waves, config, timed=True),
             }
         )
-        if reports[-1].count("kvtier_hit_tokens"):
+        if cached.count("kvtier_hit_tokens"):
             raise SystemExit("prompts that should have been new were hits")
-        return reports
+        return [plainly, idle, cached]
 
     def _alternate(self, scenarios: Mapping[str, Scenario]) -> list[Report]:
         """Run timed scenarios of the same waves wave by wave; the order changes every time."""
@@ -346,7 +352,23 @@ def paired(
     with_ms = [value(cached) * 1e3 for _, cached in pairs]
     ratios = [value(cached) / value(plain) for plain, cached in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return figure(what, with_ms)._replace(ratio=middle, half=(low, high), bar=bar)
+    return figure(what, with_ms)._replace(
+        ratio=middle, half=(low, high), interval=median_interval(ratios), bar=bar
+    )
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return an interval that holds the median of what ``values`` are drawn from, at 95 %.
+
+    Whatever their distribution: how many of them are below that median is binomial, so it lies
+    between the k-th least and the k-th greatest unless fewer than k are on one side (Conover,
+    Practical Nonparametric Statistics, 3.2).
+    """
+    ordered, count = sorted(values), len(values)
+    below, left_out = 0.0, 0
+    while (below := below + math.comb(count, left_out) / 2**count) <= 0.025:
+        left_out += 1
+    return ordered[max(left_out - 1, 0)], ordered[count - max(left_out, 1)]
 
 
 def main() -> None:
@@ -359,8 +381,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     arguments = parser.parse_args()
     paths = [arguments.path] if arguments.path else [*PATHS]
-    heads = ("figure", "median ms", "least", "most", "ratio", "middle half", "bar", "met")
-    table = Table(*heads, box=None)
+    times, ratios = ("median ms", "least", "most"), ("ratio", "middle half", "95 %")
+    table = Table("figure", *times, *ratios, "bar", "met", box=None)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.dir) as scratch:
         bench = Bench(Path(scratch), arguments.rounds)
         figures: list[Figure] = []
@@ -381,7 +403,10 @@ def main() -> None:
             each.what,
             *(f"{ms:.2f}" for ms in (each.median_ms, each.least_ms, each.most_ms)),
             "" if each.ratio is None else f"{each.ratio:.3f}",
-            "" if each.half is None else "{:.3f}..{:.3f}".format(*each.half),
+            *(
+                "" if span is None else "{:.3f}..{:.3f}".format(*span)
+                for span in (each.half, each.interval)
+            ),
             "" if each.bar is None else f"{each.bar:g}",
             met,
         )
