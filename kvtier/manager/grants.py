@@ -31,6 +31,8 @@ class Grants:
         streaming: RAM slots of chunks that loads in flight brought up; of the same budget.
         waiting: Requests some of whose chunks are on their way.
         settled: Requests that are kept all that they will be.
+        changes: Counts what was kept or given back: while it stands still, so does what each
+            slot is held for.
     """
 
     def __init__(self, ladder: Ladder) -> None:
@@ -41,9 +43,11 @@ class Grants:
         self.settled: dict[RequestState, None] = {}
         self.granted = 0
         self.streaming = 0
+        self.changes = 0
 
     def keep(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
         """Keep ``copies``, whole in RAM or on their way there, for ``request``."""
+        self.changes += 1
         coming = []
         for copy in copies:
             if not copy.grants:
@@ -59,6 +63,7 @@ class Grants:
 
     def keep_coming(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`keep` for copies whose promotion was just planned, for this request."""
+        self.changes += 1
         for copy in copies:
             copy.grants = 1
             copy.pins += 1
@@ -83,6 +88,7 @@ class Grants:
         granted = request.granted
         if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):
             return False
+        self.changes += 1
         for copy in copies:
             copy.grants = grants = copy.grants - 1
             if not grants:
@@ -92,6 +98,7 @@ class Grants:
 
     def give_back(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
         """Keep ``copies`` no longer for ``request``."""
+        self.changes += 1
         for copy in copies:
             del request.granted[copy]
         if request.pending:
@@ -129,6 +136,7 @@ class Grants:
             if not request.pending and request.phase == Phase.WAITING:
                 self._settle_request(request)
         if copy.grants:
+            self.changes += 1
             copy.pins -= copy.grants
             copy.grants = 0
             self.granted -= 1
@@ -167,6 +175,7 @@ class Grants:
         self.settled.clear()
         self._waiters.clear()
         self.granted = 0
+        self.changes += 1
 
     def _arrived_for(self, waiters: _Waiters, chunks: int) -> None:
         """Tell ``waiters`` that ``chunks`` of what they wait for are whole."""

@@ -26,16 +26,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import compress
+from typing import Final
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.found import Found, survey
 from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.promotion_jobs import PromotionJobs
-from kvtier.manager.requests import Phase, RequestState
+from kvtier.manager.requests import BudgetUse, Phase, RequestState
 from kvtier.manager.weighing import LoadChoice
 
 __all__ = ["Promoter"]
+
+_LOOK_AGAIN_LOOKUPS: Final = 16
 
 
 class Promoter:
@@ -96,6 +99,7 @@ class Promoter:
         request.deferred.clear()
         request.wanting = False
         request.lookups = 0
+        request.too_dear = None
         if request.phase != Phase.FAILED:
             request.phase = Phase.ASKING
 
@@ -137,12 +141,28 @@ class Promoter:
                 request.lookups < limits.patience_lookups
                 or now - request.queued_s < limits.patience_s
             )
-            if blocked and patient:
+            if patient and (blocked or self._is_as_dear(request)):
+                blocked = True
                 continue
             if self._start(request, whole=patient):
                 del self._queue[request]
             else:
                 blocked = True
+
+    def _is_as_dear(self, request: RequestState) -> bool:
+        """Return whether looking at all ``request`` asked for would find as little room again.
+
+        A request that waits for the budget may have asked for thousands of chunks. What they
+        cost can change otherwise as well, as when some are evicted, so they are looked at now
+        and then all the same.
+        """
+        if request.lookups % _LOOK_AGAIN_LOOKUPS == 0:
+            return False
+        return request.too_dear == self._budget_use()
+
+    def _budget_use(self) -> BudgetUse:
+        grants = self._grants
+        return grants.changes, grants.streaming, self._ladder.ledger.stuck
 
     def _start(self, request: RequestState, *, whole: bool) -> bool:
         """Grant ``request`` what it asked for.
@@ -162,8 +182,10 @@ class Promoter:
         cost = found.cost
         if cost > budget - stuck:  # nobody knows when those come back
             whole = False
+        request.too_dear = None
         if cost > budget - held:
             if whole:
+                request.too_dear = self._budget_use()
                 return False
             found = found.affordable(budget - held)
         if 0 in found.tiers:

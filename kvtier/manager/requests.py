@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.policies import ChunkCopy
 from kvtier.policies.terms import RequestTerms
 from kvtier.types import JobId
 
-__all__ = ["DEFERRED", "Phase", "RequestState"]
+__all__ = ["DEFERRED", "BudgetUse", "Phase", "RequestState"]
+
+BudgetUse: TypeAlias = tuple[int, int, int]
+"""Changes of what is kept for requests, slots of streams, slots of reads that are stuck."""
 
 
 class Phase:
@@ -49,6 +52,8 @@ class RequestState:
         deferred_at: The step ``deferred`` belongs to.
         lookups: Steps it has been waiting for its turn.
         queued_s: When it began to wait for it.
+        too_dear: What of the budget was held when all it asked for was more than the rest;
+            None if it was not.
         refusals: Stores refused since one was accepted.
         missed: Whether its first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for it.
@@ -76,6 +81,7 @@ class RequestState:
         "req_id",
         "tails",
         "terms",
+        "too_dear",
         "wanting",
     )
 
@@ -93,6 +99,7 @@ class RequestState:
         self.deferred_at = 0
         self.lookups = 0
         self.queued_s = 0.0
+        self.too_dear: BudgetUse | None = None
         self.refusals = 0
         self.missed = False
         self.has_kv = False

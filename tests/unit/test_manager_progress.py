@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext, Promotion
+from kvtier.testing.counting import count_lines, skip_if_compiled
 from kvtier.testing.workbench import Workbench, prefix
 
 
@@ -129,6 +130,28 @@ def test_four_requests_that_fit_one_after_the_other_are_all_loaded_whole() -> No
     for _ in range(20):
         scheduler.step()
     assert [request.loaded for request in scheduler.requests] == [8, 8, 8, 8]
+
+
+def test_a_step_costs_the_same_however_much_a_request_waits_for() -> None:
+    """And the request is granted in the step in which there is room for it."""
+    assert lines_of_a_step_in_which_one_waits(8) == lines_of_a_step_in_which_one_waits(512)
+
+
+def lines_of_a_step_in_which_one_waits(chunks: int) -> int:
+    limits = ManagerLimits(pin_budget=chunks, reserve=0.0, queue=4 * chunks, batch=chunks)
+    bench = Workbench(2 * chunks, 2 * chunks, limits=limits)
+    skip_if_compiled(bench.manager)
+    first, second = prefix(chunks, of=1), prefix(chunks, of=2)
+    bench.manager.recover(1, zip([*first, *second], range(2 * chunks), strict=True))
+    bench.look(first, "first")
+    bench.look(second, "second")
+    jobs = bench.step()
+    assert sum(len(job.keys) for job in jobs) == chunks, "there is room for one of them"
+    lines = count_lines(bench.manager.end_step)
+    assert not bench.manager.take_jobs()
+    bench.manager.end_request("first")
+    assert sum(len(job.keys) for job in bench.step()) == chunks
+    return lines
 
 
 # -- an exclusive pair is one large tier -----------------------------------------------------
