@@ -137,6 +137,8 @@ class Connection(asyncio.Protocol):
         Raises:
             TierUnavailableError: It has not, and what it has open stays so.
         """
+        if self._buried.is_set():
+            return  # wait_for() of Python 3.11 would not even look once no time is left
         left_s = self._burial_deadline_s - asyncio.get_running_loop().time()
         try:
             await asyncio.wait_for(self._buried.wait(), left_s)

@@ -76,6 +76,20 @@ async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
+async def test_a_host_that_ends_after_all_is_replaced(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_no_host_end(monkeypatch, patience_s=0.05, until=(answers := asyncio.Event()))
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    lost = lose(shelf.tier)
+    assert await shelf.get(keys, [0]) == [FAILED]
+    assert "is stuck in the operating system" in shelf.error
+    answers.set()
+    await asyncio.wait_for(lost._buried.wait(), 10)
+    assert await shelf.get(keys, [0]) == [DONE]
+
+
 async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
     shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
