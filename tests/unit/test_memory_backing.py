@@ -29,7 +29,7 @@ def created() -> Iterator[list[int]]:
 def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A kernel whose figures a test writes; huge pages themselves are only pretended."""
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(module, "_MEMINFO", meminfo)
+    monkeypatch.setattr(module, "_PROC", tmp_path)
     monkeypatch.setattr(os, "MFD_HUGETLB", 0)
     return meminfo
 
