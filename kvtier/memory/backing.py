@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.errors import CapacityError
+from kvtier.memory.anonymous import open_anonymous
 from kvtier.memory.limits import meminfo, memory_limits
 from kvtier.units import format_size
 
@@ -53,7 +54,7 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
                 "boot, or set tiers[0].huge_pages to auto"
             )
     _require_memory(nbytes)
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    descriptor = open_anonymous(name)
     try:
         _prefault(descriptor, nbytes)
     except OSError as error:
@@ -76,7 +77,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
     needed = huge_pages_needed(nbytes)
     if not needed or needed > _free_huge_pages():
         return None
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB)
+    descriptor = open_anonymous(name, huge_pages=True)
     try:
         _prefault(descriptor, needed * _huge_page_nbytes())
     except OSError:

@@ -47,6 +47,7 @@ __all__ = ["main"]
 _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
 _RECOVERED_AT_ONCE: Final = 1 << 16
+_LOOK_EVERY_S: Final = 1.0
 
 Send = Callable[[Frame], None]
 
@@ -201,13 +202,30 @@ def _log_to_engine(send: Send) -> None:
 def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
     """Let ``reader`` end when the engine dies, whoever else may hold the socket."""
     loop = asyncio.get_running_loop()
-    engine = os.pidfd_open(engine_pid)
+    try:
+        engine = os.pidfd_open(engine_pid)
+    except ProcessLookupError:
+        reader.feed_eof()
+        return
+    except (OSError, AttributeError):
+        # A sandbox's kernel may not have it, nor a Python that was compiled on an old one.
+        _look_for_parent(engine_pid, reader)
+        return
 
     def engine_died() -> None:
         loop.remove_reader(engine)
         reader.feed_eof()
 
     loop.add_reader(engine, engine_died)
+
+
+def _look_for_parent(engine_pid: int, reader: asyncio.StreamReader) -> None:
+    """Let ``reader`` end soon after the engine died: this process is somebody else's then."""
+    if os.getppid() != engine_pid:
+        reader.feed_eof()
+        return
+    loop = asyncio.get_running_loop()
+    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, reader)
 
 
 async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:

@@ -6,6 +6,7 @@ That it is a storage tier like any other is in tests/contract/test_tiers.py.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from kvtier.errors import CapacityError
 from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierStatistics
-from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted import HostedTier, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.types import Why
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
@@ -119,6 +120,38 @@ async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
         assert await shelf.get(keys, [0]) == [FAILED]
     assert await shelf.get(keys, [0]) == [DONE]
     assert shelf.tier.host_pid != first
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OSError(errno.ENOSYS, "Function not implemented"), id="kernel"),
+        pytest.param(AttributeError("module 'os' has no attribute 'pidfd_open'"), id="python"),
+    ],
+)
+async def test_where_processes_cannot_be_watched_a_host_looks_whether_its_engine_lives(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(pid: int) -> int:
+        raise error
+
+    parents = [4711, 4711, 1]
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    monkeypatch.setattr(host, "_LOOK_EVERY_S", 0)
+    reader = asyncio.StreamReader()
+    host._end_with(4711, reader)
+    assert not reader.at_eof()
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert not parents
+
+
+async def test_an_engine_that_died_before_its_host_looked_is_one_that_died() -> None:
+    died = await asyncio.create_subprocess_exec("true")
+    await died.wait()
+    reader = asyncio.StreamReader()
+    host._end_with(died.pid, reader)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
 async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
