@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from kvtier.errors import TierUnavailableError
 from kvtier.iopool import Kept, settled
-from kvtier.tiers.base import TierStatistics
 from kvtier.tiers.hosted.frames import Frame, decode_error
 from kvtier.tiers.hosted.process import HostProcess, aend, relog
 
@@ -32,14 +31,9 @@ _BURIAL_TIMEOUT_S: Final = 15.0
 
 
 class Connection(asyncio.Protocol):
-    """An open connection to a running host.
-
-    Attributes:
-        statistics: The tier's counters as of the last answer.
-    """
+    """An open connection to a running host."""
 
     def __init__(self, tier: str, host: HostProcess) -> None:
-        self.statistics = TierStatistics(0, 0, 0, 0, 0)
         self._tier = tier
         self._host = host
         self._transport: asyncio.WriteTransport
@@ -191,7 +185,6 @@ class Connection(asyncio.Protocol):
         if frame.header["op"] == "log":
             relog(frame)
             return
-        self.statistics = TierStatistics(*frame.header["statistics"])
         answer = self._waiting.pop(frame.header["call"], None)
         if answer is None or answer.cancelled():
             return

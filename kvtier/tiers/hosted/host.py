@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import astuple
 from itertools import islice
 from typing import Any, Final
 
@@ -112,12 +111,7 @@ class _Server:
             answer = await call()
         except Exception as error:  # noqa: BLE001 - raised again in the engine's process
             answer = Frame({"error": encode_error(error)})
-        header: dict[str, Any] = {
-            "op": "answer",
-            "call": frame.header["call"],
-            "statistics": astuple(self._tier.statistics()),
-        }
-        self._send(Frame({**header, **answer.header}, answer.arrays))
+        self._send(_answer_to(frame, answer))
 
     async def _move(self, frame: Frame, move: Callable[..., Awaitable[Any]]) -> Frame:
         batch = Batch.of(frame)
@@ -160,10 +154,15 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
     if closing is not None:
-        header = {"op": "answer", "call": closing.header["call"]}
-        send(Frame({**header, "statistics": astuple(tier.statistics()), **outcome}))
+        send(_answer_to(closing, Frame(outcome)))
         with contextlib.suppress(OSError):
             await writer.drain()
+
+
+def _answer_to(call: Frame, answer: Frame) -> Frame:
+    """Return ``answer`` with what tells the engine which call it is for."""
+    header = {"op": "answer", "call": call.header["call"]}
+    return Frame({**header, **answer.header}, answer.arrays)
 
 
 async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
