@@ -205,7 +205,7 @@ def _open_index(
     io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
     """Open the index, or start an empty one: a cache must start."""
-    spec = IndexSpec(namespace.index_path, options.checksum, options.durability)
+    spec = IndexSpec(namespace.index_path, options.durability)
     try:
         return _load_index(options, spec, file, written_slots, io)
     except IndexDamagedError as error:
