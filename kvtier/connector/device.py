@@ -77,7 +77,7 @@ class DeviceEngine:
         rank: This rank.
         share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest :meth:`close`.
+        close_timeout_s: Longest that each part of :meth:`close` may take.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
