@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError, UnsupportedError
-from kvtier.memory import HostRegion, RegionGeometry, backing
+from kvtier.memory import HostRegion, RegionGeometry, backing, host_region
 
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
@@ -144,6 +145,18 @@ def test_memory_that_cannot_be_allocated_is_a_clear_error(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(CapacityError, match=r"No space left.*lower tiers\[0\].capacity"):
         HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
+
+
+def test_memory_that_cannot_be_mapped_is_given_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, length: int) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_region.mmap, "mmap", refuse)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
+    # That no descriptor of it is left is checked after every test.
 
 
 CREATE_AND_WAIT = textwrap.dedent(
