@@ -167,12 +167,14 @@ class Connection(asyncio.Protocol):
         """Fail the calls that wait, once the host's threads leave callers' memory alone."""
         process = self._host.process
         try:
-            while not await aend(process):
+            if not await aend(process):
                 logger.error(
-                    "tier %s: its I/O process %d is stuck in the operating system",
+                    "tier %s: its I/O process %d is stuck in the operating system (said once)",
                     self._tier,
                     process.pid,
                 )
+                while not await aend(process):
+                    pass
         finally:  # this is cancelled when the loop ends, and nobody uses the memory again
             error = f"its I/O process ended with exit code {process.returncode}"
             for answer in self._waiting.values():
