@@ -303,7 +303,11 @@ def _slots(space: StoredNamespace) -> int:
 
 
 def _disk_nbytes(directory: Path) -> int:
-    return sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
+    nbytes = 0
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # an engine that ends takes its log along
+            nbytes += path.lstat().st_blocks * 512
+    return nbytes
 
 
 def _age_s(text: str) -> int:

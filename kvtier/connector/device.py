@@ -77,7 +77,7 @@ class DeviceEngine:
         rank: This rank.
         share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest :meth:`close`.
+        close_timeout_s: Longest that each part of :meth:`close` may take.
 
     Raises:
         UnsupportedError: The KV memory does not fit the region's slots.
@@ -101,12 +101,13 @@ class DeviceEngine:
         self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=compute_alone)
         control = region.control
         self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
+        self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pool)
         self._chunk_nbytes = region.geometry.stripe_nbytes * len(share.stripes)
         self._engine = TransferEngine(
             f"device-{rank}",
             {
                 ("gpu", "ram"): self._store,
-                ("ram", "gpu"): DeviceLoad(self._copier, control, rank=rank, pool=self._pool),
+                ("ram", "gpu"): self._load,
             },
             chunk_nbytes=self._chunk_nbytes,
             limits=EngineLimits(
@@ -315,8 +316,12 @@ class DeviceEngine:
         return bool(self._ended) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Let running copies end and release the memory, if they do. Idempotent."""
+        """Let running copies end and release the memory, if they do. Idempotent.
+
+        Loads that wait for chunks fail at once.
+        """
         self._begin()
+        self._load.wait_no_more()
         timeout_s = self._close_timeout_s
         steps_ended = self._steps is None or self._steps.close(timeout_s=timeout_s)
         self._engine.close(timeout_s=timeout_s)

@@ -96,7 +96,7 @@ class CacheService:
         storage: The engine's tiers; closed with the service.
         tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
         retain_s: Seconds chunks are kept in RAM after a use whose request does not say.
-        close_timeout_s: Longest :meth:`shutdown`.
+        close_timeout_s: Longest that each part of :meth:`shutdown` may take.
     """
 
     def __init__(

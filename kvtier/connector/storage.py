@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +125,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     except BaseException:
         if recorder is not None:
             recorder.close(timeout_s=transfer.close_timeout_s)
-        asyncio.run(_close_all(tiers, timeout_s=transfer.close_timeout_s))
+        _close_all(tiers, timeout_s=transfer.close_timeout_s)
         pool.close(timeout_s=transfer.close_timeout_s)
         raise
     return Storage(manager, engine, tiers, pool, region, recorder, observer)
@@ -165,13 +167,30 @@ def _routes(
     return routes
 
 
-async def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
-    """Close ``tiers``, each within ``timeout_s``, and all of them whatever one does."""
-    for tier in tiers:
-        try:
-            await asyncio.wait_for(tier.aclose(), timeout_s)
-        except Exception:
-            logger.exception("tier %s: not closed", tier.name)
+def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
+    """Close ``tiers``, all of them whatever one does, and wait so long for it.
+
+    In threads of their own: a tier whose disk hangs need not heed a cancellation before the
+    disk answers, and whoever starts the engine is to be told why it does not start.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    threads = [
+        threading.Thread(target=_close, args=(tier,), name=f"close-{tier.name}", daemon=True)
+        for tier in tiers
+    ]
+    for thread in threads:
+        thread.start()
+    for tier, thread in zip(tiers, threads, strict=True):
+        thread.join(max(deadline_s - time.monotonic(), 0.0))
+        if thread.is_alive():
+            logger.error("tier %s: not closed within %.1f s", tier.name, timeout_s)
+
+
+def _close(tier: StorageTier) -> None:
+    try:
+        asyncio.run(tier.aclose())
+    except Exception:
+        logger.exception("tier %s: not closed", tier.name)
 
 
 def _open_recorder(setup: ManagerSetup) -> Recorder | None:

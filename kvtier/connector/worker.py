@@ -57,7 +57,7 @@ class WorkerOptions:
         blocks_per_chunk: Blocks of a chunk.
         groups: The layers of each KV cache group, in the order in which they are stored.
         share: Which part of every slot is the rank's; None for a shard of its own.
-        close_timeout_s: Longest :meth:`ConnectorWorker.shutdown`.
+        close_timeout_s: Longest that each part of :meth:`ConnectorWorker.shutdown` may take.
     """
 
     rank: int

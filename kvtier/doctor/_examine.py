@@ -18,6 +18,7 @@ from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.errors import ConfigError
 from kvtier.manager import TieredOffloadingManager
+from kvtier.memory.limits import memory_limits
 from kvtier.transfer import relay_slots
 from kvtier.units import approximate_size
 
@@ -206,7 +207,7 @@ def _host_checks(
         if ram.huge_pages != "off" and pool.holds(ram_bytes):
             yield Finding("memory", Verdict.OK, "the RAM tier comes from reserved huge pages")
             return
-        limits = _memory.memory_limits(machine)
+        limits = memory_limits(machine.proc, machine.sys)
         yield _memory.check_memory(ram_bytes, limits, engine_runs=engine_runs)
 
     def pinning() -> Iterator[Finding]:

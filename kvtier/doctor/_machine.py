@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Machine", "words_of"]
+__all__ = ["Machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,3 @@ class Machine:
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
-
-
-def words_of(path: Path) -> str:
-    """Return what the kernel says in the one-line file ``path``; empty if it is not there."""
-    try:
-        return path.read_text("ascii", "replace").strip()
-    except OSError:
-        return ""

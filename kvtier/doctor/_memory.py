@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kvtier.doctor._finding import Finding, Verdict
-from kvtier.doctor._machine import Machine, words_of
+from kvtier.doctor._machine import Machine
+from kvtier.memory.limits import MemoryLimit, meminfo
 from kvtier.units import approximate_size
 
 __all__ = [
     "HugePagePool",
-    "MemoryLimit",
     "ProcessLimits",
     "check_memory",
     "check_open_files",
@@ -25,29 +23,13 @@ __all__ = [
     "check_shared_memory",
     "find_gpus",
     "huge_page_pool",
-    "memory_limits",
     "process_limits",
     "shared_memory_nbytes",
 ]
 
-_NO_LIMIT: Final = 1 << 60
-"""Control groups of version 1 say "unlimited" with a number near 2**63."""
 _ENGINE_NBYTES: Final = 1 << 30
 _SHM_NBYTES: Final = 512 << 20
 _OPEN_FILES: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """A limit on memory.
-
-    Attributes:
-        name: What limits.
-        free_bytes: What it leaves.
-    """
-
-    name: str
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +68,6 @@ class HugePagePool:
         return 0 < self.needed(nbytes) <= self.free
 
 
-def memory_limits(machine: Machine) -> list[MemoryLimit]:
-    """Return the limits that are in force on memory, the control groups' included."""
-    return [*_available(machine), *_group_limits(machine)]
-
-
 def process_limits() -> ProcessLimits:
     """Return the limits of this process."""
     return ProcessLimits(
@@ -115,7 +92,7 @@ def shared_memory_nbytes(machine: Machine) -> int:
 
 def huge_page_pool(machine: Machine) -> HugePagePool:
     """Return the kernel's pool of huge pages of the usual size."""
-    figures = _meminfo(machine)
+    figures = meminfo(machine.proc)
     return HugePagePool(
         page_bytes=figures.get("Hugepagesize", 0) * 1024,
         total=figures.get("HugePages_Total", 0),
@@ -222,53 +199,6 @@ def check_shared_memory(size_bytes: int) -> Finding:
     found = f"{size}: enough for kvtier, which does not use it, but vLLM's processes talk in it"
     remedy = "with several GPUs: docker run --shm-size=4g, or an emptyDir of medium Memory"
     return Finding(check, Verdict.WARNING, found, remedy)
-
-
-def _available(machine: Machine) -> Iterator[MemoryLimit]:
-    available_kib = _meminfo(machine).get("MemAvailable")
-    if available_kib is not None:
-        yield MemoryLimit("available memory", available_kib * 1024)
-
-
-def _meminfo(machine: Machine) -> dict[str, int]:
-    """Return the figures of /proc/meminfo as they stand there, most of them in KiB."""
-    lines = words_of(machine.proc / "meminfo").splitlines()
-    parts = (line.partition(":") for line in lines)
-    return {name: int(rest.split()[0]) for name, _, rest in parts}
-
-
-def _group_limits(machine: Machine) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's control groups and of those around them.
-
-    Inside a container the path that the kernel names is often the host's, and what is mounted
-    is the container's own group: paths that are not there are skipped, the root is not.
-    Pages of files are free, for the kernel would drop them.
-    """
-    mounted = machine.sys / "fs/cgroup"
-    for line in words_of(machine.proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _limits(mounted, path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _limits(mounted / "memory", path, *names)
-
-
-def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
-    inner = Path(path.lstrip("/"))
-    for group in dict.fromkeys((inner, *inner.parents)):
-        most, used = words_of(root / group / limit), words_of(root / group / usage)
-        if most.isdecimal() and used.isdecimal() and int(most) < _NO_LIMIT:
-            name = f"the control group's {limit}"
-            free = int(most) - int(used) + _droppable_nbytes(root / group / "memory.stat")
-            yield MemoryLimit(name, max(free, 0))
-
-
-def _droppable_nbytes(statistics: Path) -> int:
-    """Return the pages of files in a control group; version 1 counts children separately."""
-    words = dict(line.split() for line in words_of(statistics).splitlines())
-    prefix = "total_" if "total_active_file" in words else ""
-    return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _soft_limit(which: int) -> int | None:

@@ -9,14 +9,14 @@ enough for all of the tier.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from kvtier.errors import CapacityError
+from kvtier.memory.anonymous import open_anonymous
+from kvtier.memory.limits import meminfo, memory_limits
 from kvtier.units import format_size
 
 __all__ = ["HugePages", "create_memory", "huge_pages_needed"]
@@ -24,8 +24,8 @@ __all__ = ["HugePages", "create_memory", "huge_pages_needed"]
 HugePages = Literal["auto", "require", "off"]
 """Whether to take them: if there are enough, or else refuse, or never."""
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_SYS = Path("/sys")
 _PREFAULT_PIECE = 1 << 30
 
 
@@ -54,7 +54,7 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
                 "boot, or set tiers[0].huge_pages to auto"
             )
     _require_memory(nbytes)
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    descriptor = open_anonymous(name)
     try:
         _prefault(descriptor, nbytes)
     except OSError as error:
@@ -77,7 +77,7 @@ def _create_huge(name: str, nbytes: int) -> int | None:
     needed = huge_pages_needed(nbytes)
     if not needed or needed > _free_huge_pages():
         return None
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB)
+    descriptor = open_anonymous(name, huge_pages=True)
     try:
         _prefault(descriptor, needed * _huge_page_nbytes())
     except OSError:
@@ -106,38 +106,19 @@ def _require_memory(nbytes: int) -> None:
     Raises:
         CapacityError: Too large; says what is available and by which limit.
     """
-    for limit, available in _memory_limits():
-        if nbytes > available:
+    for limit in memory_limits(_PROC, _SYS):
+        if nbytes > limit.free_bytes:
             raise CapacityError(
-                f"the RAM tier needs {format_size(nbytes)} but {limit} leaves "
-                f"{format_size(available)}: lower tiers[0].capacity or raise the limit"
+                f"the RAM tier needs {format_size(nbytes)} but {limit.name} leaves "
+                f"{format_size(limit.free_bytes)}: lower tiers[0].capacity or raise the limit"
             )
-
-
-def _memory_limits() -> Iterator[tuple[str, int]]:
-    """Yield the limits in force and what each leaves, in bytes."""
-    yield "available memory", _meminfo("MemAvailable") * 1024
-    with contextlib.suppress(OSError, ValueError):
-        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
-        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
-        counts = dict(map(str.split, (_CGROUP / "memory.stat").open(encoding="ascii")))
-        # Cached files count as used, but the kernel drops them before it kills anybody.
-        cached = int(counts["active_file"]) + int(counts["inactive_file"])
-        yield "the control group's memory.max", limit - used + cached
 
 
 def _free_huge_pages() -> int:
     """Return the huge pages that nobody has and nobody was promised."""
-    return _meminfo("HugePages_Free") - _meminfo("HugePages_Rsvd")
+    figures = meminfo(_PROC)
+    return figures.get("HugePages_Free", 0) - figures.get("HugePages_Rsvd", 0)
 
 
 def _huge_page_nbytes() -> int:
-    return _meminfo("Hugepagesize") * 1024
-
-
-def _meminfo(name: str) -> int:
-    """Return a figure of /proc/meminfo as it stands there; 0 if the kernel has none."""
-    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1])
-    return 0
+    return meminfo(_PROC).get("Hugepagesize", 0) * 1024

@@ -17,7 +17,9 @@ acknowledges:
 
 Each number is an aligned machine word. A worker writes while it has a job on the slot, the
 scheduler while nobody has, so no lock is needed: the engine's own message, which follows the
-write, orders it before the scheduler's read.
+write, orders it before the scheduler's read. Only acknowledgements are counted up, and two
+loads of one slot may end at once in two threads of a rank, one of them within the forward pass:
+these take turns.
 
 The storage engine writes ``generation`` when a chunk has come up from a slower tier, or will
 not, and workers may be waiting for that word. The bytes it speaks for were written before it by
@@ -28,6 +30,7 @@ reordered around the word.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,6 +68,7 @@ class ControlBlock:
             buffer, np.uint64, words, offset=_refused_at(slots, ranks)
         ).reshape(ranks, slots)
         self._issued = np.zeros(slots, np.uint32)
+        self._acknowledging = threading.Lock()
         self._buffer = buffer
 
     @staticmethod
@@ -81,7 +85,9 @@ class ControlBlock:
 
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
         """Record that this rank is done with one job on each of ``slots``; no slot twice."""
-        self._acknowledged[rank, _index(slots)] += _ONE
+        index = _index(slots)
+        with self._acknowledging:
+            self._acknowledged[rank, index] += _ONE
 
     def bears(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> bool:
         """Return whether every slot bears the stamp it should, so that it may be loaded."""

@@ -107,9 +107,10 @@ class HostRegion:
 
     def __init__(self, geometry: RegionGeometry, descriptor: int) -> None:
         self.geometry = geometry
-        self._descriptor = os.dup(descriptor)
         # All of the file, which may be longer: huge pages can only be unmapped as a whole.
         self._map = mmap.mmap(descriptor, 0)
+        # After what may fail: as long as anybody has it, the memory is taken.
+        self._descriptor = os.dup(descriptor)
         self._view = memoryview(self._map)[: geometry.nbytes]
         self.control = ControlBlock(
             self._view[geometry.shared_nbytes :], slots=geometry.slots, ranks=geometry.ranks

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 
 from kvtier.keys import ChunkKey, make_key
+from kvtier.memory.anonymous import open_anonymous
 from kvtier.types import SharedMemory
 
 __all__ = ["Arena", "make_buffers", "make_keys", "make_payload", "make_sources"]
@@ -32,7 +33,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int = 1 << 30) -> None:
-        self._descriptor = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC)
+        self._descriptor = open_anonymous("kvtier-arena")
         os.ftruncate(self._descriptor, nbytes)
         self._view = memoryview(mmap.mmap(self._descriptor, nbytes))
         self._used_nbytes = 0

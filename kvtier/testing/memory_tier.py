@@ -17,7 +17,6 @@ from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
     TierContext,
-    TierStatistics,
 )
 from kvtier.types import Outcome, Why
 
@@ -114,7 +113,6 @@ class MemoryTier(StorageTier):
         self._pool = context.pool
         self._epoch = 0
         self._closed = False
-        self._counts = dict.fromkeys(TierStatistics.__slots__, 0)
 
     @classmethod
     def open(cls, options: TierConfig, context: TierContext) -> Self:
@@ -152,8 +150,6 @@ class MemoryTier(StorageTier):
             now = self.medium.tick()
             self.medium.held[slot] = _Held(key, payload, _checksum(key, payload), now, now)
             outcomes.append(Outcome.DONE)
-        self._counts["written_bytes"] += outcomes.count(Outcome.DONE) * self.slot_nbytes
-        self._counts["write_failures"] += outcomes.count(Outcome.FAILED)
         return _report(outcomes)
 
     async def read(
@@ -170,9 +166,6 @@ class MemoryTier(StorageTier):
         for key, slot, view in zip(keys, slots, into, strict=True):
             call = functools.partial(self._give, key, slot, view)
             outcomes.append(await self._pool.run(call, priority=int(why)))
-        self._counts["read_bytes"] += outcomes.count(Outcome.DONE) * self.slot_nbytes
-        self._counts["read_failures"] += outcomes.count(Outcome.FAILED)
-        self._counts["corrupt"] += outcomes.count(Outcome.CORRUPT)
         return _report(outcomes)
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -197,10 +190,6 @@ class MemoryTier(StorageTier):
         if not self._closed:
             self._closed = True
             self.medium.tiers_open -= 1
-
-    def statistics(self) -> TierStatistics:
-        """See :class:`StorageTier`."""
-        return TierStatistics(**self._counts)
 
     def _take(self, slot: int, source: memoryview) -> bytearray | None:
         self._pass_gate(slot)

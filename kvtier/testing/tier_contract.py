@@ -299,15 +299,6 @@ class StorageTierContract(ABC):
             for number in range(4):
                 group.create_task(use(number))
 
-    async def test_the_statistics_add_up(self, shelf: AnyShelf) -> None:
-        keys = make_keys(range(5))
-        await shelf.put(keys[:4], range(4))
-        await shelf.get(keys, range(5))
-        counted = shelf.tier.statistics()
-        assert counted.written_bytes == 4 * self.slot_nbytes
-        assert counted.read_bytes == 4 * self.slot_nbytes
-        assert (counted.corrupt, counted.read_failures, counted.write_failures) == (1, 0, 0)
-
 
 async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> None:
     """Cancel ``call`` after ``turns`` of the loop, and wait until it is over."""

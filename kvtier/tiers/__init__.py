@@ -6,12 +6,10 @@ from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
     TierContext,
-    TierStatistics,
 )
 
 __all__ = [
     "SlotOutcomes",
     "StorageTier",
     "TierContext",
-    "TierStatistics",
 ]

@@ -24,7 +24,6 @@ __all__ = [
     "SlotOutcomes",
     "StorageTier",
     "TierContext",
-    "TierStatistics",
     "check_batch",
 ]
 
@@ -67,22 +66,6 @@ class SlotOutcomes:
 
     outcomes: Sequence[Outcome]
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """One storage tier since it was opened; a snapshot."""
-
-    read_bytes: int
-    """Payload bytes read and verified."""
-    written_bytes: int
-    """Payload bytes written."""
-    read_failures: int
-    """Chunks whose read failed on the medium."""
-    write_failures: int
-    """Chunks whose write failed on the medium."""
-    corrupt: int
-    """Chunks whose bytes differed from what was stored; anything but 0 deserves a look."""
 
 
 def check_batch(
@@ -256,7 +239,3 @@ class StorageTier(ABC):
         No ``read`` or ``write`` may be running. Afterwards every coroutine raises
         :class:`kvtier.errors.ClosedError`.
         """
-
-    @abstractmethod
-    def statistics(self) -> TierStatistics:
-        """Return the counters so far. Callable from any thread."""

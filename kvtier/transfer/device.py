@@ -146,6 +146,16 @@ class DeviceLoad(_DeviceRoute):
     are not waited for. Those before it are: an engine may keep the head of what it asked for.
     """
 
+    def __init__(
+        self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
+    ) -> None:
+        super().__init__(copier, control, rank=rank, pool=pool)
+        self._waits = True
+
+    def wait_no_more(self) -> None:
+        """Fail what is not there yet, now and from now on: nobody will read it."""
+        self._waits = False
+
     @override
     async def run(self, job: Job) -> SlotOutcomes:
         payload: LoadRequest = job.payload
@@ -167,7 +177,8 @@ class DeviceLoad(_DeviceRoute):
         error = ""
         while waiting:
             ready, lost = self._look(payload, waiting)
-            if not ready and not lost and time.monotonic() >= deadline:
+            overdue = not self._waits or time.monotonic() >= deadline
+            if overdue and not ready and not lost:
                 lost = waiting
             if lost:
                 error = error or _reason(payload, lost[0])

@@ -63,7 +63,7 @@ class KVTierWorker(OffloadingWorker):
         rank: This rank.
         share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
-        close_timeout_s: Longest :meth:`shutdown`.
+        close_timeout_s: Longest that each part of :meth:`shutdown` may take.
         reports_failed_loads: Whether somebody asks :meth:`take_ended_loads`.
     """
 

@@ -47,6 +47,17 @@ class TestStat:
         assert report["disk_nbytes"] >= 16 * SLOT
         assert (report["in_use_by"], report["problem"]) == (None, None)
 
+    def test_a_log_that_an_engine_removes_meanwhile_is_no_problem(
+        self, shell: Shell, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.filled()
+        listed = Path.iterdir
+        gone = store.directory / "index.sqlite-wal"
+        monkeypatch.setattr(Path, "iterdir", lambda path: iter([gone, *listed(path)]))
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert report["problem"] is None
+        assert report["disk_nbytes"] >= 16 * SLOT
+
     def test_a_namespace_may_be_given_instead_of_the_store(
         self, shell: Shell, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:

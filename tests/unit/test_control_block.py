@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvtier.memory import ControlBlock
@@ -40,6 +42,28 @@ def test_a_worker_may_load_what_it_stored_or_what_was_published(block: ControlBl
     assert block.bears(0, [2, 3], [9, 10])
     assert not block.bears(1, [2, 3], [9, 10])
     assert block.bears(1, [3], [10])
+
+
+def test_no_acknowledgement_is_lost_when_two_threads_of_a_rank_make_them_at_once(
+    block: ControlBlock,
+) -> None:
+    slots, rounds = [0, 2, 3], 4000
+    ready = threading.Barrier(2)
+
+    def acknowledge() -> None:
+        ready.wait()
+        for _ in range(rounds):
+            block.acknowledge(0, slots)
+            block.acknowledge(1, slots)
+
+    threads = [threading.Thread(target=acknowledge) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(2 * rounds):
+        block.issue(slots)
+    assert block.quiet(slots) == [True, True, True]
 
 
 def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:

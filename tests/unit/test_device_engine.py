@@ -150,6 +150,17 @@ def test_closing_leaves_the_memory_to_a_copy_that_does_not_end(
     assert freed.is_set()
 
 
+def test_closing_waits_for_no_chunk_that_is_on_its_way(
+    device: DeviceEngine, region: HostRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    region.control.issue([0])
+    device.load(1, device.plan([1], [1], [0], [0]), [STAMP], wait_s=6 * SOON_S)
+    device.close()
+    (result,) = device.poll()
+    assert (result.job_id, list(result.outcomes)) == (1, [Outcome.FAILED])
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_store_after_the_end_fails_alone(device: DeviceEngine, region: HostRegion) -> None:
     control = region.control
     control.issue([0])

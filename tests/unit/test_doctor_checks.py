@@ -17,7 +17,6 @@ from kvtier.doctor._devices import BlockQueue, check_queues
 from kvtier.doctor._gds import GdsParts, check_gds
 from kvtier.doctor._memory import (
     HugePagePool,
-    MemoryLimit,
     check_memory,
     check_open_files,
     check_pages,
@@ -33,6 +32,7 @@ from kvtier.doctor._store import (
     check_room,
     check_use,
 )
+from kvtier.memory.limits import MemoryLimit
 
 GIB = 1 << 30
 KEY = "tiers[1].capacity"

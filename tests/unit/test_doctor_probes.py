@@ -14,16 +14,15 @@ from kvtier.doctor._gds import cuda_of_torch, find_gds_parts
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._memory import (
     HugePagePool,
-    MemoryLimit,
     find_gpus,
     huge_page_pool,
-    memory_limits,
     process_limits,
     shared_memory_nbytes,
 )
 from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
 from kvtier.doctor._store import find_holders, find_room, stored_chunk_nbytes
 from kvtier.errors import ConfigError
+from kvtier.memory.limits import MemoryLimit, memory_limits
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.types import LayoutFingerprint
 
@@ -154,7 +153,7 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
     tree.write(f"{groups}/memory.stat", "anon 9\nactive_file 500\ninactive_file 1500\n")
     tree.write(f"{groups}/slice/memory.max", "max")
     tree.write(f"{groups}/slice/memory.current", "1")
-    assert memory_limits(tree.machine) == [
+    assert memory_limits(tree.machine.proc, tree.machine.sys) == [
         MemoryLimit("available memory", 64 << 10),
         MemoryLimit("the control group's memory.limit_in_bytes", 4120),
         MemoryLimit("the control group's memory.max", 1000),
@@ -162,7 +161,7 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
 
 
 def test_a_machine_that_says_nothing_has_no_limits(tree: Tree) -> None:
-    assert memory_limits(tree.machine) == []
+    assert memory_limits(tree.machine.proc, tree.machine.sys) == []
     assert find_gpus(tree.machine) == []
     assert huge_page_pool(tree.machine) == HugePagePool(0, 0, 0)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError, UnsupportedError
-from kvtier.memory import HostRegion, RegionGeometry, backing
+from kvtier.memory import HostRegion, RegionGeometry, backing, host_region
 
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
@@ -102,12 +103,36 @@ def test_a_region_larger_than_memory_is_refused_before_anything_is_allocated(nam
     HostRegion.create(name, SMALL, attachers=0, timeout_s=1).close()
 
 
+@pytest.mark.parametrize(
+    ("line", "group", "limit"),
+    [
+        ("0::/", "", "memory.max"),
+        ("0::/system.slice/vllm.service", "system.slice", "memory.max"),
+        ("4:memory:/job/7", "memory/job", "memory.limit_in_bytes"),
+    ],
+    ids=["a container's", "one around a service's", "one of version 1"],
+)
 def test_the_control_groups_limit_counts_too(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    group: str,
+    limit: str,
 ) -> None:
-    limits = [("available memory", 1 << 40), ("the control group's memory.max", 4096)]
-    monkeypatch.setattr(backing, "_memory_limits", lambda: iter(limits))
-    with pytest.raises(CapacityError, match=r"memory\.max leaves 4KiB"):
+    usage = {"memory.max": "memory.current"}.get(limit, "memory.usage_in_bytes")
+    files = {
+        "proc/meminfo": f"MemAvailable: {1 << 30} kB\n",
+        "proc/self/cgroup": f"{line}\n",
+        f"sys/fs/cgroup/{group}/{limit}": "5096\n",
+        f"sys/fs/cgroup/{group}/{usage}": "1000\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(backing, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(backing, "_SYS", tmp_path / "sys")
+    with pytest.raises(CapacityError, match=rf"group's {limit} leaves 4KiB"):
         HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
 
 
@@ -120,6 +145,18 @@ def test_memory_that_cannot_be_allocated_is_a_clear_error(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(CapacityError, match=r"No space left.*lower tiers\[0\].capacity"):
         HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
+
+
+def test_memory_that_cannot_be_mapped_is_given_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, length: int) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_region.mmap, "mmap", refuse)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
+    # That no descriptor of it is left is checked after every test.
 
 
 CREATE_AND_WAIT = textwrap.dedent(

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError
-from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory import HostRegion, RegionGeometry, anonymous
 from kvtier.memory import backing as module
+from kvtier.memory.anonymous import open_anonymous
 from kvtier.memory.backing import create_memory, huge_pages_needed
 
 HUGE = 2 << 20
@@ -29,8 +30,8 @@ def created() -> Iterator[list[int]]:
 def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A kernel whose figures a test writes; huge pages themselves are only pretended."""
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(module, "_MEMINFO", meminfo)
-    monkeypatch.setattr(os, "MFD_HUGETLB", 0)
+    monkeypatch.setattr(module, "_PROC", tmp_path)
+    monkeypatch.setattr(anonymous, "_HUGETLB", 0)
     return meminfo
 
 
@@ -69,6 +70,27 @@ def test_they_can_be_left_alone(pool: Path, created: list[int]) -> None:
     say(pool, free=9)
     created.append(create_memory("test", 4096, "off"))
     assert os.fstat(created[-1]).st_size == 4096
+
+
+@pytest.fixture(params=[True, False], ids=["with memfd_create", "without"])
+def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that was compiled with a recent C library, and one that was not."""
+    if not request.param:
+        monkeypatch.delattr(os, "memfd_create")
+
+
+@pytest.mark.usefixtures("python")
+def test_a_memory_file_has_its_name_and_is_inherited_by_no_child(created: list[int]) -> None:
+    created.append(open_anonymous("kvtier-test"))
+    shown = Path(f"/proc/self/fd/{created[-1]}").readlink()
+    assert str(shown) == "/memfd:kvtier-test (deleted)"
+    assert not os.get_inheritable(created[-1])
+
+
+@pytest.mark.usefixtures("python")
+def test_a_memory_file_that_the_kernel_refuses_is_an_error() -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        open_anonymous("x" * 4096)
 
 
 def test_when_somebody_else_was_faster_the_tier_has_small_pages(

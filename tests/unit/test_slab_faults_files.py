@@ -241,6 +241,25 @@ def test_a_disk_one_may_not_write_is_a_configuration_error(
     store.fill()
 
 
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.EMFILE, r"more open files \(ulimit -n\)"),
+        (errno.ENFILE, "the machine more open files"),
+        (errno.ENOSPC, "make room on that disk"),
+        (errno.EDQUOT, "raise this user's quota"),
+    ],
+)
+def test_what_a_start_is_short_of_is_named_with_its_remedy(
+    store: Store, code: int, remedy: str
+) -> None:
+    store.io.fail("make_directory", code)
+    with pytest.raises(ConfigError, match=remedy):
+        store.served()
+    store.io.heal()
+    store.fill()
+
+
 def test_a_directory_of_another_user_is_a_configuration_error(store: Store) -> None:
     store.fill()
     root = os.geteuid() == 0

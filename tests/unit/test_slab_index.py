@@ -30,7 +30,7 @@ def rows_of(slots: Sequence[int], *, generation: int = 0) -> dict[int, Row | Non
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[IndexDatabase]:
-    spec = IndexSpec(tmp_path / "index.sqlite", "xxh3", "process")
+    spec = IndexSpec(tmp_path / "index.sqlite", "process")
     database = IndexDatabase.open(spec, BlockIo())
     yield database
     database.close()
@@ -280,7 +280,7 @@ class TestLog:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(index, "_LONGEST_LOG_NBYTES", 1 << 16)
-        spec = IndexSpec(tmp_path / "index.sqlite", "xxh3", "process")
+        spec = IndexSpec(tmp_path / "index.sqlite", "process")
         database = IndexDatabase.open(spec, BlockIo())
         reader = sqlite3.connect(spec.path, isolation_level=None)
         reader.execute("BEGIN")
@@ -297,7 +297,7 @@ class TestLog:
     def test_a_disk_that_does_not_say_how_long_it_is_fails_no_commit(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        spec = IndexSpec(tmp_path / "index.sqlite", "xxh3", "process")
+        spec = IndexSpec(tmp_path / "index.sqlite", "process")
         database = IndexDatabase.open(spec, BlockIo())
 
         def fail(path: Path) -> None:

@@ -57,9 +57,11 @@ def test_io_of_an_engine_that_died_is_waited_for_and_not_for_ever(
     nobody = f"pid {2**22 + 1} on host {os.uname().nodename}"  # beyond the largest there is
     with held(tmp_path / "lock"):
         (tmp_path / "lock").write_text(nobody)
-        with pytest.raises(StoreLockedError, match=nobody):
+        with pytest.raises(StoreLockedError, match=nobody) as caught:
             acquire("nvme", tmp_path, BlockIo(), clock.patience)
     assert 110 <= clock.now_s < 111
+    assert f"fuser -v {tmp_path}/lock names who has it" in str(caught.value)
+    assert "stop the other engine" not in str(caught.value)
 
 
 def test_an_engine_that_lives_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,13 +32,14 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     closed: list[str] = []
+    disk_answers = threading.Event()
 
     async def aclose(tier: MemoryTier) -> None:
+        if tier.name == "hangs":
+            disk_answers.wait(10)
         closed.append(tier.name)
         if tier.name == "raises":
             raise OSError(5, "no")
-        if tier.name == "hangs":
-            await asyncio.Event().wait()
 
     def fail(*_: object, **__: object) -> None:
         raise ClosedError("cannot start")
@@ -52,11 +53,16 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
         for name in names
     ]
     text = "tiers:\n- {kind: ram, capacity: 1MiB}\n" + "".join(tiers)
-    config = parse_config(text + "transfer: {close_timeout: 10ms}\n", source="test")
+    config = parse_config(text + "transfer: {close_timeout: 500ms}\n", source="test")
+    before = set(threading.enumerate())
     with pytest.raises(ClosedError, match="cannot start"):
         storage.open_storage(
             config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
         )
-    assert closed == list(names)
+    assert sorted(closed) == ["last", "raises"]
     assert "tier raises: not closed" in caplog.text
-    assert "tier hangs: not closed" in caplog.text
+    assert "tier hangs: not closed within 0.5 s" in caplog.text
+    disk_answers.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert "hangs" in closed

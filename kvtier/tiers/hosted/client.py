@@ -7,7 +7,6 @@ import ctypes
 import logging
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import astuple
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -27,7 +26,6 @@ from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
     TierContext,
-    TierStatistics,
     check_batch,
 )
 from kvtier.tiers.hosted.connection import Connection
@@ -44,7 +42,6 @@ _RESET_LOST: Final = (
     "; the reset was not carried out, and a restart brings back what it was to remove: remove "
     "the tier's directory before"
 )
-_NOTHING_COUNTED: Final = TierStatistics(0, 0, 0, 0, 0)
 
 
 class HostedTier(StorageTier):
@@ -75,7 +72,6 @@ class HostedTier(StorageTier):
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._counted_before = _NOTHING_COUNTED
         self._closed = False
         self._reset_owed = False
         self._notes: list[Frame] = []
@@ -205,12 +201,6 @@ class HostedTier(StorageTier):
             logger.warning("tier %s: not closed cleanly: %s%s", self.name, problem, owed)
         self._reset_owed = False  # or a call that still waits would start a host for it
 
-    @override
-    def statistics(self) -> TierStatistics:
-        if self._connection is None:
-            return self._counted_before
-        return _sum(self._counted_before, self._connection.statistics)
-
     def _move(self, op: str, batch: Batch, why: Why) -> Coroutine[Any, Any, SlotOutcomes]:
         """Send ``batch`` now if there is a host, and return what waits for the outcomes."""
         connection = self._ready
@@ -273,7 +263,6 @@ class HostedTier(StorageTier):
             return self._connection
         if self._connection is not None:
             await self._connection.bury()  # or its successor would find the store locked
-            self._counted_before = self.statistics()
             self._connection = self._host = None
         host = self._host or await self._start_wanted()
         connection = Connection(self.name, host)
@@ -406,7 +395,3 @@ def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Open
         "threads": context.pool.threads,
     }
     return HostProcess.start(options.name, opening, _require_memory(options, context))
-
-
-def _sum(first: TierStatistics, second: TierStatistics) -> TierStatistics:
-    return TierStatistics(*map(sum, zip(astuple(first), astuple(second), strict=True)))

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from kvtier.errors import TierUnavailableError
 from kvtier.iopool import Kept, settled
-from kvtier.tiers.base import TierStatistics
 from kvtier.tiers.hosted.frames import Frame, decode_error
 from kvtier.tiers.hosted.process import HostProcess, aend, relog
 
@@ -32,14 +31,9 @@ _BURIAL_TIMEOUT_S: Final = 15.0
 
 
 class Connection(asyncio.Protocol):
-    """An open connection to a running host.
-
-    Attributes:
-        statistics: The tier's counters as of the last answer.
-    """
+    """An open connection to a running host."""
 
     def __init__(self, tier: str, host: HostProcess) -> None:
-        self.statistics = TierStatistics(0, 0, 0, 0, 0)
         self._tier = tier
         self._host = host
         self._transport: asyncio.WriteTransport
@@ -137,6 +131,8 @@ class Connection(asyncio.Protocol):
         Raises:
             TierUnavailableError: It has not, and what it has open stays so.
         """
+        if self._buried.is_set():
+            return  # wait_for() of Python 3.11 would not even look once no time is left
         left_s = self._burial_deadline_s - asyncio.get_running_loop().time()
         try:
             await asyncio.wait_for(self._buried.wait(), left_s)
@@ -171,12 +167,14 @@ class Connection(asyncio.Protocol):
         """Fail the calls that wait, once the host's threads leave callers' memory alone."""
         process = self._host.process
         try:
-            while not await aend(process):
+            if not await aend(process):
                 logger.error(
-                    "tier %s: its I/O process %d is stuck in the operating system",
+                    "tier %s: its I/O process %d is stuck in the operating system (said once)",
                     self._tier,
                     process.pid,
                 )
+                while not await aend(process):
+                    pass
         finally:  # this is cancelled when the loop ends, and nobody uses the memory again
             error = f"its I/O process ended with exit code {process.returncode}"
             for answer in self._waiting.values():
@@ -189,7 +187,6 @@ class Connection(asyncio.Protocol):
         if frame.header["op"] == "log":
             relog(frame)
             return
-        self.statistics = TierStatistics(*frame.header["statistics"])
         answer = self._waiting.pop(frame.header["call"], None)
         if answer is None or answer.cancelled():
             return

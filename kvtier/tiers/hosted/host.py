@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import astuple
 from itertools import islice
 from typing import Any, Final
 
@@ -47,6 +46,7 @@ __all__ = ["main"]
 _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
 _RECOVERED_AT_ONCE: Final = 1 << 16
+_LOOK_EVERY_S: Final = 1.0
 
 Send = Callable[[Frame], None]
 
@@ -111,12 +111,7 @@ class _Server:
             answer = await call()
         except Exception as error:  # noqa: BLE001 - raised again in the engine's process
             answer = Frame({"error": encode_error(error)})
-        header: dict[str, Any] = {
-            "op": "answer",
-            "call": frame.header["call"],
-            "statistics": astuple(self._tier.statistics()),
-        }
-        self._send(Frame({**header, **answer.header}, answer.arrays))
+        self._send(_answer_to(frame, answer))
 
     async def _move(self, frame: Frame, move: Callable[..., Awaitable[Any]]) -> Frame:
         batch = Batch.of(frame)
@@ -159,10 +154,15 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
     pool.close(timeout_s=_CLOSE_TIMEOUT_S)
     if closing is not None:
-        header = {"op": "answer", "call": closing.header["call"]}
-        send(Frame({**header, "statistics": astuple(tier.statistics()), **outcome}))
+        send(_answer_to(closing, Frame(outcome)))
         with contextlib.suppress(OSError):
             await writer.drain()
+
+
+def _answer_to(call: Frame, answer: Frame) -> Frame:
+    """Return ``answer`` with what tells the engine which call it is for."""
+    header = {"op": "answer", "call": call.header["call"]}
+    return Frame({**header, **answer.header}, answer.arrays)
 
 
 async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
@@ -201,13 +201,30 @@ def _log_to_engine(send: Send) -> None:
 def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
     """Let ``reader`` end when the engine dies, whoever else may hold the socket."""
     loop = asyncio.get_running_loop()
-    engine = os.pidfd_open(engine_pid)
+    try:
+        engine = os.pidfd_open(engine_pid)
+    except ProcessLookupError:
+        reader.feed_eof()
+        return
+    except (OSError, AttributeError):
+        # A sandbox's kernel may not have it, nor a Python that was compiled on an old one.
+        _look_for_parent(engine_pid, reader)
+        return
 
     def engine_died() -> None:
         loop.remove_reader(engine)
         reader.feed_eof()
 
     loop.add_reader(engine, engine_died)
+
+
+def _look_for_parent(engine_pid: int, reader: asyncio.StreamReader) -> None:
+    """Let ``reader`` end soon after the engine died: this process is somebody else's then."""
+    if os.getppid() != engine_pid:
+        reader.feed_eof()
+        return
+    loop = asyncio.get_running_loop()
+    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, reader)
 
 
 async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:

@@ -78,12 +78,10 @@ class IndexSpec:
 
     Attributes:
         path: The database file.
-        checksum: What the checksum column holds.
         durability: Whether commits wait for the device.
     """
 
     path: Path
-    checksum: Literal["xxh3", "off"]
     durability: Literal["process", "power"]
 
 

@@ -112,6 +112,12 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
     if is_tool(holder):
         remedy = "let it finish, or end it, and start again"
         raise StoreLockedError(tier, directory, holder, remedy)
+    if not _is_alive(holder):
+        remedy = (
+            "no such process is found here: it is in another container, or it died and its I/O "
+            f"has not ended, as on a disk that hangs; fuser -v {path} names who has it"
+        )
+        raise StoreLockedError(tier, directory, holder, remedy)
     raise StoreLockedError(tier, directory, holder or "another process")
 
 

@@ -125,7 +125,7 @@ def compact_index(space: StoredNamespace, on_sign: Callable[[], None]) -> Compac
 
 @contextlib.contextmanager
 def _index(space: StoredNamespace, on_sign: Callable[[], None]) -> Iterator[IndexDatabase]:
-    spec = IndexSpec(space.index_path, checksum="xxh3", durability="power")
+    spec = IndexSpec(space.index_path, durability="power")
     database = IndexDatabase.open(spec, BlockIo())
     try:
         with database.giving_signs(on_sign):

@@ -40,6 +40,12 @@ logger = logging.getLogger(__name__)
 _CHECKSUM_NOTE: Final = "checksum"
 _BOOT_NOTE: Final = "boot"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_REMEDIES: Final[dict[int | None, str]] = {
+    errno.EMFILE: "allow the engine more open files (ulimit -n)",
+    errno.ENFILE: "allow the machine more open files (fs.file-max)",
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room on that disk, or raise this user's quota there",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,9 @@ def open_store(
     except sqlite3.Error as error:
         raise TierUnavailableError(
             options.name,
-            f"{options.path}: the index cannot be opened: {error}; check the disk, or remove "
-            "index.sqlite to start with an empty cache",
+            f"{options.path}: the index cannot be opened: {error}; check the disk, and how "
+            "many files the engine may open (ulimit -n); without index.sqlite the cache starts "
+            "empty",
         ) from error
     return OpenStore(namespace, file, database), rows
 
@@ -205,7 +212,7 @@ def _open_index(
     io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
     """Open the index, or start an empty one: a cache must start."""
-    spec = IndexSpec(namespace.index_path, options.checksum, options.durability)
+    spec = IndexSpec(namespace.index_path, options.durability)
     try:
         return _load_index(options, spec, file, written_slots, io)
     except IndexDamagedError as error:
@@ -312,7 +319,7 @@ def _explain(options: NvmeTierConfig, error: OSError) -> Exception:
         )
     if error.errno == errno.EIO:
         return TierUnavailableError(options.name, f"{place}: {error.strerror}; check the disk")
-    return ConfigError(
-        f"tier {options.name}: {place}: {error.strerror}; give the tier a directory of a local "
-        "disk that this user may write"
+    remedy = _REMEDIES.get(
+        error.errno, "give the tier a directory of a local disk that this user may write"
     )
+    return ConfigError(f"tier {options.name}: {place}: {error.strerror}; {remedy}")

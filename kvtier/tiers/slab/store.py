@@ -19,7 +19,6 @@ from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
     TierContext,
-    TierStatistics,
     check_batch,
 )
 from kvtier.tiers.slab.checksum import hash_key, select_digest
@@ -127,7 +126,6 @@ class SlabTier(StorageTier):
         self._epoch = 0
         self._closed = False
         self._told_of_removal = False
-        self._counts = dict.fromkeys(TierStatistics.__slots__, 0)
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
         # Last, for it has a thread, which nobody would stop if anything after it failed.
@@ -195,7 +193,7 @@ class SlabTier(StorageTier):
         everything = np.arange(len(batch.slots))
         pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
         if self._options.checksum == "off" and not await self._delete_rows(batch):
-            return self._count_writes(batch)
+            return batch.result()
 
         failed_syncs = self._store.file.failed_syncs
 
@@ -208,7 +206,7 @@ class SlabTier(StorageTier):
         if self._options.durability == "power":
             await self._sync(batch, failed_syncs, why)
         await self._commit(batch, epoch)
-        return self._count_writes(batch)
+        return batch.result()
 
     async def read(
         self,
@@ -239,7 +237,7 @@ class SlabTier(StorageTier):
         ]
         batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
         self._tell_of_removal()
-        return self._count_reads(batch)
+        return batch.result()
 
     def forget(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
@@ -300,10 +298,6 @@ class SlabTier(StorageTier):
             await self._pool.run(self._release, priority=int(Why.DEMOTE))
         except ClosedError:
             self._release()
-
-    def statistics(self) -> TierStatistics:
-        """Return the counters so far. Callable from any thread."""
-        return TierStatistics(**self._counts)
 
     def _release(self) -> None:
         try:
@@ -395,15 +389,3 @@ class SlabTier(StorageTier):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"tier {self.name} is closed")
-
-    def _count_writes(self, batch: _Batch) -> SlotOutcomes:
-        done = len(batch.done())
-        self._counts["written_bytes"] += done * self.slot_nbytes
-        self._counts["write_failures"] += len(batch.outcomes) - done
-        return batch.result()
-
-    def _count_reads(self, batch: _Batch) -> SlotOutcomes:
-        self._counts["read_bytes"] += len(batch.done()) * self.slot_nbytes
-        self._counts["read_failures"] += batch.outcomes.count(Outcome.FAILED)
-        self._counts["corrupt"] += batch.outcomes.count(Outcome.CORRUPT)
-        return batch.result()

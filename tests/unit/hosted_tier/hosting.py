@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from typing import TYPE_CHECKING
 
 from kvtier.config import NvmeTierConfig
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted import HostedTier, connection, process
 from kvtier.types import Outcome
 
 if TYPE_CHECKING:
@@ -29,12 +30,18 @@ def kill(tier: HostedTier, number: signal.Signals) -> None:
     os.kill(tier.host_pid, number)
 
 
-def let_no_host_end(monkeypatch: pytest.MonkeyPatch, *, patience_s: float) -> None:
-    """Have hosts seem to be stuck in the operating system, which is waited for so long."""
+def let_no_host_end(
+    monkeypatch: pytest.MonkeyPatch, *, patience_s: float, until: asyncio.Event | None = None
+) -> None:
+    """Have hosts seem to be stuck in the operating system, which is waited for so long.
 
-    async def never_ends(process: object) -> bool:
-        await asyncio.Event().wait()
-        return False
+    They are so until the event is set, if there is one.
+    """
+    stuck = until or asyncio.Event()
 
-    monkeypatch.setattr(connection, "aend", never_ends)
+    async def ends_late(ending: subprocess.Popen[bytes]) -> bool:
+        await stuck.wait()
+        return await process.aend(ending)
+
+    monkeypatch.setattr(connection, "aend", ends_late)
     monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", patience_s)

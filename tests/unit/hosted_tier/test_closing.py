@@ -112,7 +112,7 @@ from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_keys
 from kvtier.testing.shelf import Shelf
-from kvtier.tiers.base import TierContext, TierStatistics
+from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, connection
 from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.types import LayoutFingerprint

@@ -6,6 +6,7 @@ That it is a storage tier like any other is in tests/contract/test_tiers.py.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -16,8 +17,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import CapacityError
 from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
-from kvtier.tiers.base import TierStatistics
-from kvtier.tiers.hosted import HostedTier, connection
+from kvtier.tiers.hosted import HostedTier, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.types import Why
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
@@ -43,8 +43,6 @@ async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
     assert await shelf.get(keys, range(4)) == [DONE] * 4
     assert shelf.tier.host_pid != first
     assert "starting its I/O process again" in caplog.text
-    counted = shelf.tier.statistics()
-    assert counted.written_bytes == counted.read_bytes == 4 * SLOT
 
 
 async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(
@@ -95,13 +93,13 @@ def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
     return Frame({**header, "op": "no such thing"})
 
 
-def understand_nothing(*counters: int) -> TierStatistics:
-    raise TypeError(f"{len(counters)} counters")
+def understand_nothing(own: connection.Connection, frame: Frame) -> None:
+    raise TypeError(f"{own} does not understand {frame}")
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "misunderstand"),
-    [(Batch, "frame", send_nonsense), (connection, "TierStatistics", understand_nothing)],
+    [(Batch, "frame", send_nonsense), (connection.Connection, "_take", understand_nothing)],
     ids=["the host does not understand", "the engine does not understand"],
 )
 async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
@@ -119,6 +117,38 @@ async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
         assert await shelf.get(keys, [0]) == [FAILED]
     assert await shelf.get(keys, [0]) == [DONE]
     assert shelf.tier.host_pid != first
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OSError(errno.ENOSYS, "Function not implemented"), id="kernel"),
+        pytest.param(AttributeError("module 'os' has no attribute 'pidfd_open'"), id="python"),
+    ],
+)
+async def test_where_processes_cannot_be_watched_a_host_looks_whether_its_engine_lives(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(pid: int) -> int:
+        raise error
+
+    parents = [4711, 4711, 1]
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    monkeypatch.setattr(host, "_LOOK_EVERY_S", 0)
+    reader = asyncio.StreamReader()
+    host._end_with(4711, reader)
+    assert not reader.at_eof()
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert not parents
+
+
+async def test_an_engine_that_died_before_its_host_looked_is_one_that_died() -> None:
+    died = await asyncio.create_subprocess_exec("true")
+    await died.wait()
+    reader = asyncio.StreamReader()
+    host._end_with(died.pid, reader)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
 async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(

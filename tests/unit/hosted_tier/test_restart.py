@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,37 @@ async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
         monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 600)  # the wait is over
     await asyncio.wait_for(shelf.tier.aclose(), 10)
     await pool.run(lambda: held.process.wait(10), priority=0)
+
+
+async def test_of_a_host_that_is_stuck_the_log_tells_once(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = 0
+
+    async def ends_at_last(ending: subprocess.Popen[bytes]) -> bool:
+        nonlocal tries
+        tries += 1
+        return tries == 4 and await process.aend(ending)
+
+    monkeypatch.setattr(connection, "aend", ends_at_last)
+    await shelf.put(make_keys([1]), [0])
+    await lose(shelf.tier).bury()
+    assert tries == 4
+    assert caplog.text.count("is stuck in the operating system") == 1
+
+
+async def test_a_host_that_ends_after_all_is_replaced(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_no_host_end(monkeypatch, patience_s=0.05, until=(answers := asyncio.Event()))
+    keys = make_keys([1])
+    await shelf.put(keys, [0])
+    lost = lose(shelf.tier)
+    assert await shelf.get(keys, [0]) == [FAILED]
+    assert "is stuck in the operating system" in shelf.error
+    answers.set()
+    await asyncio.wait_for(lost._buried.wait(), 10)
+    assert await shelf.get(keys, [0]) == [DONE]
 
 
 async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
