@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError, UnsupportedError
-from kvtier.memory import HostRegion, RegionGeometry, backing, host_region
+from kvtier.memory import HostRegion, RegionGeometry, backing
 
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
@@ -153,7 +153,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(
     def refuse(descriptor: int, length: int) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(host_region.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         HostRegion.create(name, SMALL, attachers=0, timeout_s=1, huge_pages="off")
     # That no descriptor of it is left is checked after every test.
