@@ -18,6 +18,7 @@ from kvtier.cli._commands import app
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.errors import ConfigError
+from kvtier.manager import LoadChoice, LoadWorth, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
@@ -319,6 +320,26 @@ class TestReplay:
         assert heard[0] == heard[1]
         assert [heard[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
         assert len({heard[0]["3"], heard[0]["4"], ""}) == 3
+
+    def test_loads_that_were_not_worth_it_are_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def estimate(worth: LoadWorth, sources: Sequence[int], **_: Any) -> LoadChoice:
+            chunks = len(sources)
+            cause = SkipCause.SLOWER
+            return LoadChoice(cause, 0, CHUNK_TOKENS, {1: chunks}, 0, 1.0, 0.1, 0, 0, 8.0)
+
+        monkeypatch.setattr(LoadWorth, "choose", estimate)
+        chains = [[number, 100 + number, 200 + number] for number in range(8)] * 2
+        extra = "transfer:\n  load_path: staged\n"
+        result = run(
+            make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64, extra=extra)
+        )
+        ram, nvme = result.tiers
+        assert (ram.skipped_chunks, nvme.hits) == (0, 0)
+        assert nvme.skipped_chunks > 0
+        (remark,) = [line for line in replay_command._remarks(result) if "load_if" in line]
+        assert f"{nvme.skipped_chunks} chunks were computed although nvme has them" in remark
 
     def test_bytes_that_are_not_those_stored_end_the_replay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
