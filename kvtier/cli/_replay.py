@@ -170,6 +170,13 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
     ):
         if count:
             yield f"{count:,} {what}"
+    for tier in result.tiers:
+        if tier.skipped_chunks:
+            yield (
+                f"{tier.skipped_chunks:,} chunks were computed although {tier.name} has them: "
+                "by what loads and computing took here, loading them was not worth it; "
+                "placement.load_if: always loads them all the same"
+            )
     if counts.late_s > _LATE * result.seconds:
         yield (
             f"note: steps took {counts.late_s:.1f} s longer than their model would: this "

@@ -181,7 +181,9 @@ class ConnectorWorker:
     def take_output(self) -> WorkerOutput:
         """Return what happened since the last call."""
         output = WorkerOutput(
-            completed_jobs=dict.fromkeys(self._completed, 1),
+            # Those planned first come first: heads of prefixes are to be published before
+            # their tails, whichever thread was quicker.
+            completed_jobs=dict.fromkeys(sorted(self._completed), 1),
             failed_loads=self._failed,
             stats=self._stats.clone_and_reset().to_dict(),
         )

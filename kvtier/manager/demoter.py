@@ -72,16 +72,17 @@ class Demoter:
                     self._drain(index)
 
     def flush_all(self) -> None:
-        """Queue every dirty copy of RAM, whatever the reserve; for an orderly shutdown."""
+        """Queue every dirty copy of RAM, whatever the reserve; for an orderly shutdown.
+
+        What is kept in RAM, or is being loaded, goes down like the rest: its pins say nothing
+        of whether it is on its way.
+        """
         ladder = self._ladder
-        queued = {id(copy) for copy in self.waiting()}
+        going = {id(copy) for copy in chain(self.waiting(), self._jobs.sources(ladder.ram))}
         owed = [
             copy
             for copy in ladder.ram.copies.values()
-            if copy.dirty
-            and not copy.pins
-            and copy.state == _RESIDENT
-            and id(copy) not in queued
+            if copy.dirty and copy.state == _RESIDENT and id(copy) not in going
         ]
         for target, group in targets_of(ladder, owed, ladder.ram.index).items():
             if target is not None:

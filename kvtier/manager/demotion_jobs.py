@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import Failure, JobRecord
@@ -106,6 +106,12 @@ class DemotionJobs:
         source_tier.counters.demoted += len(arrived)
         ladder.publish(target, arrived)
         return arrived
+
+    def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
+        """Yield the copies of ``tier`` that jobs in flight copy down."""
+        for record in self._ladder.ledger.records():
+            if record.why is _DEMOTE and record.source == tier.index:
+                yield from record.sources
 
     def settle_sources(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Note that ``copies`` need not be sent down; let go of those that were leaving."""

@@ -1,15 +1,16 @@
 """Continuous batching over paged memory: which requests compute what in a step.
 
 As in vLLM's scheduler: running requests come first, in order, and take a block when they need
-one; when there is none, the last of them is preempted and begins anew. Then requests that wait
-are looked up and get blocks, as long as the step's tokens and the memory last. A prompt is
-computed in pieces of what is left of the step's tokens.
+one; when there is none, the last of them is preempted and begins anew. Then those whose loads
+ended start, in the order in which these were planned. Then requests that wait are looked up and
+get blocks, as long as the step's tokens and the memory last. A prompt is computed in pieces of
+what is left of the step's tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.connector.scheduler import ConnectorScheduler
@@ -68,14 +69,14 @@ class Batch:
         scheduled_new_reqs: Requests that are in a batch for the first time.
         scheduled_cached_reqs: The others.
         num_scheduled_tokens: Tokens to compute, by request.
-        finished_req_ids: Requests that ended since the step before.
+        finished_req_ids: Requests that ended since the step before, in the order they did.
         preempted_req_ids: Requests that lost their blocks in this step.
     """
 
     scheduled_new_reqs: list[_New] = field(default_factory=list)
     scheduled_cached_reqs: _Cached = field(default_factory=_Cached)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    finished_req_ids: set[str] = field(default_factory=set)
+    finished_req_ids: KeysView[str] = field(default_factory=lambda: dict[str, None]().keys())
     preempted_req_ids: set[str] = field(default_factory=set)
 
 
@@ -97,8 +98,10 @@ class Batcher:
         self._free = deque(range(1, limits.blocks))
         self._waiting: deque[ReplayRequest] = deque()
         self._running: list[ReplayRequest] = []
-        self._ended: set[str] = set()
-        self._loading = 0
+        # In order, for the last chunks of requests that ended are offered in it: from a set,
+        # whose order is another in every process, no two replays would be alike.
+        self._ended: dict[str, None] = {}
+        self._holding: dict[ReplayRequest, None] = {}
         self.requests: dict[str, ReplayRequest] = {}
         self.preemptions = 0
 
@@ -115,11 +118,11 @@ class Batcher:
 
     def schedule(self) -> Batch:
         """Decide what the next step computes."""
-        batch = Batch(finished_req_ids=self._ended)
-        self._ended = set()
+        batch = Batch(finished_req_ids=self._ended.keys())
+        self._ended = {}
         left = self._continue_running(batch, self._limits.step_tokens)
         if not batch.preempted_req_ids:
-            self._start_waiting(batch, left)
+            self._start_waiting(batch, self._start_ready(batch, left))
         return batch
 
     def computed(self, batch: Batch, now_s: float) -> None:
@@ -140,8 +143,8 @@ class Batcher:
         lost = set(failed)
         for req_id in req_ids:
             request = self.requests[req_id]
-            self._loading -= 1
             if req_id in lost:
+                del self._holding[request]
                 request.loaded_tokens = 0
                 self._give_back(request)
                 self._waiting.appendleft(request)
@@ -149,7 +152,6 @@ class Batcher:
             request.phase = Phase.READY
             # The last token is always computed: its logits are what a prompt is for.
             request.num_computed_tokens = min(request.loaded_tokens, request.num_tokens - 1)
-            self._waiting.appendleft(request)
 
     @property
     def is_idle(self) -> bool:
@@ -185,24 +187,33 @@ class Batcher:
                 return None
         return self._take(request, missing)
 
+    def _start_ready(self, batch: Batch, left: int) -> int:
+        """Start the requests whose loads ended; return the tokens that are left."""
+        for request in [each for each in self._holding if each.phase is Phase.READY]:
+            if left <= 0:
+                break
+            del self._holding[request]
+            left -= self._start(request, batch, left)
+        return left
+
     def _start_waiting(self, batch: Batch, left: int) -> None:
         """Look up, load or start the requests that wait, first come first served."""
         put_off: list[ReplayRequest] = []
         while self._waiting and left > 0:
-            if len(self._running) + self._loading + len(put_off) >= self._limits.requests:
+            taken = len(self._running) + len(self._holding) + len(put_off)
+            if taken >= self._limits.requests:
                 break
             request = self._waiting.popleft()
-            if request.phase is Phase.WAITING:
-                tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
-                if tokens is None:
-                    put_off.append(request)
-                    continue
-                if self._missing(request, request.num_tokens) > len(self._free):
-                    self._waiting.appendleft(request)
-                    break
-                if tokens:
-                    self._load(request, tokens)
-                    continue
+            tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
+            if tokens is None:
+                put_off.append(request)
+                continue
+            if self._missing(request, request.num_tokens) > len(self._free):
+                self._waiting.appendleft(request)
+                break
+            if tokens:
+                self._load(request, tokens)
+                continue
             left -= self._start(request, batch, left)
         self._waiting.extendleft(reversed(put_off))
 
@@ -210,7 +221,7 @@ class Batcher:
         self._take(request, self._missing(request, request.num_tokens))
         request.phase = Phase.LOADING
         request.loaded_tokens = tokens
-        self._loading += 1
+        self._holding[request] = None
         table = _Blocks(([_Block(block) for block in request.blocks],))
         self._connector.update_state_after_alloc(request, table, tokens)
 
@@ -242,7 +253,7 @@ class Batcher:
         self._running.remove(request)
         self._connector.request_finished(request, request.blocks)
         self._free.extend(request.blocks)
-        self._ended.add(request.request_id)
+        self._ended[request.request_id] = None
         del self.requests[request.request_id]
 
     def _give_back(self, request: ReplayRequest) -> None:

@@ -165,7 +165,7 @@ class ReplayEngine:
         self._scheduler.update_connector_output(output)
         self._note_loaded(loaded - output.failed_requests)
         self.counts.failed_loads += len(output.failed_loads)
-        self._batcher.loaded(sorted(loaded), output.failed_requests)
+        self._batcher.loaded(sorted(loaded, key=int), output.failed_requests)
         self._batcher.computed(batch, self._now_s())
         behind_s = max(time.monotonic() - self._due_s, 0.0)
         if tokens:

@@ -102,6 +102,8 @@ class ReplayedTraffic:
         written_bytes: Bytes that arrived from the side of the GPU.
         write_bytes_per_s: Of one transfer, on average.
         failed_chunks: Chunks whose transfer failed, expired, or did not verify.
+        skipped_chunks: Chunks that were left in it and computed, because loading them was
+            estimated to take longer, or too long.
     """
 
     name: str
@@ -112,6 +114,7 @@ class ReplayedTraffic:
     written_bytes: int
     write_bytes_per_s: float
     failed_chunks: int
+    skipped_chunks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +468,7 @@ def _traffic(
         + tier.failed_loads
         + tier.corrupt_chunks
         + tier.expired_chunks,
+        skipped_chunks=tier.skipped_load_chunks,
     )
 
 

@@ -63,14 +63,12 @@ class _Served:
         computed: Tokens whose KV the engine has.
         generated: Tokens generated.
         next_chunk: The first chunk that was not offered for storing.
-        loaded: Whether its load is over.
     """
 
     request: ModelRequest
     computed: int = 0
     generated: int = 0
     next_chunk: int = 0
-    loaded: bool = False
 
     @property
     def left(self) -> int:
@@ -97,14 +95,15 @@ class StepEngine(Engine[StepModel]):
         self._running: list[_Served] = []
         self._planned: list[_Load] = []
         self._loading: list[tuple[float, int, _Load]] = []
+        self._ready: list[tuple[int, _Served]] = []
         self._stored: list[Sequence[ChunkKey]] = []
         self._ended: list[_Served] = []
 
     @override
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
         coming = deque(requests)
-        while coming or self._is_busy or self._results:
-            if not self._is_busy:
+        while coming or self._is_busy or self._results or self._manager.has_work():
+            if not self._is_busy and (coming or self._results):
                 self._rest(coming)
             while coming and coming[0].arrival_s <= self._now_s:
                 request = coming.popleft()
@@ -117,7 +116,12 @@ class StepEngine(Engine[StepModel]):
     def _is_busy(self) -> bool:
         """Whether another step has something to do."""
         return bool(
-            self._waiting or self._running or self._loading or self._stored or self._ended
+            self._waiting
+            or self._running
+            or self._loading
+            or self._ready
+            or self._stored
+            or self._ended
         )
 
     def _rest(self, coming: Sequence[ModelRequest]) -> None:
@@ -160,24 +164,27 @@ class StepEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Look up, load or start requests that wait; return who started."""
+        """Start requests that are loaded; look up, load or start others; return who started."""
         left = self._model.step_tokens - sum(batch.values())
-        taken = len(self._running) + len(self._loading)
+        taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
         started: list[str] = []
-        while self._waiting and left and taken < self._model.concurrency:
-            served = self._waiting.popleft()
-            if not served.loaded and not self._look(served):
-                taken += 1
-                put_off.append(served)
-                continue
-            taken += 1
-            if not served.loaded and served.request.hits:
-                continue  # It is being loaded.
+
+        def start(served: _Served) -> int:
             self._running.append(served)
             started.append(served.request.req_id)
             batch[served] = min(served.left, left)
-            left -= batch[served]
+            return batch[served]
+
+        while self._ready and left:
+            left -= start(heapq.heappop(self._ready)[1])
+        while self._waiting and left and taken < self._model.concurrency:
+            served = self._waiting.popleft()
+            taken += 1
+            if not self._look(served):
+                put_off.append(served)
+            elif not served.request.hits:  # Else it is being loaded.
+                left -= start(served)
         self._waiting.extendleft(reversed(put_off))
         return started
 
@@ -236,17 +243,17 @@ class StepEngine(Engine[StepModel]):
 
     def _end_loads(self) -> None:
         while self._loading and self._loading[0][0] <= self._now_s:
-            _, _, load = heapq.heappop(self._loading)
+            _, number, load = heapq.heappop(self._loading)
             self._take_results()  # What rose for it rose before.
             request = load.served.request
             self._retain(request.keys[: load.chunks])
             lead = self._truth.lead(load.plan) if load.plan.wait_s else load.chunks
             self._manager.complete_load(request.req_id)
-            self._waiting.appendleft(load.served)
             if lead < load.chunks:
                 request.hits = 0  # It is looked up again, and told of a miss.
+                self._waiting.appendleft(load.served)
                 continue
-            load.served.loaded = True
+            heapq.heappush(self._ready, (number, load.served))
             load.served.next_chunk = load.chunks
             # An engine computes at least the last token, whose logits it needs.
             tokens = min(load.chunks * self._chunk_tokens, request.tokens - 1)

@@ -252,6 +252,17 @@ def test_an_output_is_told_once_and_survives_a_trip_to_another_process(bench: Be
     assert pickle.loads(pickle.dumps(metadata)) == metadata
 
 
+def test_jobs_that_ended_are_told_of_in_the_order_they_were_planned(bench: Bench) -> None:
+    # So that what they stored is published, and goes down, head first.
+    numbers = range(7, 10)  # which a set of few would tell in another order
+    for number in numbers:
+        job = bench.job("a", [number], [number - 5], number)
+        bench.step(ConnectorMetadata(store_jobs={number: job}))
+        bench.worker.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({number})))
+    bench.step(ConnectorMetadata())
+    assert [*bench.worker.take_output().completed_jobs] == [*numbers]
+
+
 def test_layers_kept_together_are_one_page_of_a_block(open_region: OpenRegion) -> None:
     region = open_region()
     worker = ConnectorWorker(region, options(groups=[["all"]]))

@@ -436,6 +436,32 @@ def test_flush_brings_every_dirty_chunk_down_and_keeps_it_in_ram() -> None:
     assert not bench.manager.has_work()
 
 
+@pytest.mark.parametrize("kept_by", ["deadline", "request", "load"])
+def test_flush_brings_down_what_somebody_keeps_in_ram(kept_by: str) -> None:
+    bounds = ManagerLimits(pin_budget=4, reserve=0.0, queue=64, retained=4)
+    bench = Workbench(4, 8, write="evict", limits=bounds)
+    bench.manager.recover(1, [(prefix(3)[2], 0)])
+    bench.store(prefix(2))
+    if kept_by == "deadline":
+        assert bench.manager.retain(prefix(2), 1e9) == 2
+    elif kept_by == "request":
+        bench.look(prefix(3))
+        bench.settle()
+        assert bench.manager.snapshot().granted == 3
+    else:
+        bench.look(prefix(2))
+        bench.manager.prepare_load(prefix(2), "reader")
+    bench.manager.flush()
+    (down,) = bench.manager.take_jobs()
+    bench.manager.flush()
+    assert bench.manager.take_jobs() == [], "it is on its way"
+    bench.finish(down)
+    bench.manager.flush()
+    assert not bench.manager.has_work()
+    assert bench.resident(1) >= {*prefix(2)}
+    assert bench.ram.dirty == 0
+
+
 def test_flush_after_write_through_has_nothing_to_add() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))

@@ -18,6 +18,7 @@ from kvtier.cli._commands import app
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.errors import ConfigError
+from kvtier.manager import LoadChoice, LoadWorth, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
@@ -108,10 +109,11 @@ class TestMemory:
 
 
 class SilentConnector:
-    """A scheduler half that never has anything."""
+    """A scheduler half that has nothing, but for what a test says."""
 
     def __init__(self) -> None:
         self.finished: list[str] = []
+        self.stored_tokens = 0
 
     def on_new_request(self, request: ReplayRequest) -> None:
         pass
@@ -119,7 +121,12 @@ class SilentConnector:
     def get_num_new_matched_tokens(
         self, request: ReplayRequest, computed: int
     ) -> tuple[int | None, bool]:
-        return 0, False
+        return self.stored_tokens, bool(self.stored_tokens)
+
+    def update_state_after_alloc(
+        self, request: ReplayRequest, blocks: object, tokens: int
+    ) -> None:
+        pass
 
     def request_finished(
         self, request: ReplayRequest, blocks: Sequence[int]
@@ -166,6 +173,27 @@ class TestBatches:
         self.run(batcher, 1)
         batcher.add(self.request("b", 64, 1))
         assert self.run(batcher, 3) == [{"a": 1, "b": 31}, {"a": 1, "b": 31}, {"a": 1, "b": 2}]
+
+    def test_loaded_ones_start_as_planned_before_those_that_wait(self) -> None:
+        batcher, connector = self.batcher(blocks=40, step_tokens=16)
+        for name in ("9", "10", "11"):
+            batcher.add(self.request(name, 32, 1))
+        connector.stored_tokens = 16
+        assert self.run(batcher, 1) == [{}]
+        connector.stored_tokens = 0
+        batcher.add(self.request("12", 16, 1))
+        batcher.loaded(["10", "11"], failed=())
+        assert self.run(batcher, 1) == [{"10": 16}]
+        batcher.loaded(["9"], failed=())
+        assert self.run(batcher, 3) == [{"9": 16}, {"11": 16}, {"12": 16}]
+
+    def test_those_that_end_are_told_of_in_order(self) -> None:
+        batcher, _ = self.batcher(blocks=40, step_tokens=256)
+        names = [f"request {number}" for number in range(8)]
+        for name in names:
+            batcher.add(self.request(name, 16, 1))
+        self.run(batcher, 1)
+        assert [*batcher.schedule().finished_req_ids] == names
 
     def test_the_last_one_makes_room_when_blocks_run_out_and_begins_anew(self) -> None:
         batcher, connector = self.batcher(blocks=5, step_tokens=64)
@@ -292,6 +320,26 @@ class TestReplay:
         assert heard[0] == heard[1]
         assert [heard[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
         assert len({heard[0]["3"], heard[0]["4"], ""}) == 3
+
+    def test_loads_that_were_not_worth_it_are_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def estimate(worth: LoadWorth, sources: Sequence[int], **_: Any) -> LoadChoice:
+            chunks = len(sources)
+            cause = SkipCause.SLOWER
+            return LoadChoice(cause, 0, CHUNK_TOKENS, {1: chunks}, 0, 1.0, 0.1, 0, 0, 8.0)
+
+        monkeypatch.setattr(LoadWorth, "choose", estimate)
+        chains = [[number, 100 + number, 200 + number] for number in range(8)] * 2
+        extra = "transfer:\n  load_path: staged\n"
+        result = run(
+            make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64, extra=extra)
+        )
+        ram, nvme = result.tiers
+        assert (ram.skipped_chunks, nvme.hits) == (0, 0)
+        assert nvme.skipped_chunks > 0
+        (remark,) = [line for line in replay_command._remarks(result) if "load_if" in line]
+        assert f"{nvme.skipped_chunks} chunks were computed although nvme has them" in remark
 
     def test_bytes_that_are_not_those_stored_end_the_replay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

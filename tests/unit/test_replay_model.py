@@ -7,6 +7,7 @@ forward. What is left of the prediction's error is then the machine's time alone
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +27,14 @@ from kvtier.sim import ladder as ladder_module
 from kvtier.sim.ladder import wait_quantiles
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import generate
+from kvtier.types import TransferResult
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 CHUNK_NBYTES = 64 << 10
-AT_ONCE = TierSpeed(1e15, 1e15, 1e-9)
+AT_ONCE = TierSpeed(math.inf, math.inf, 1e-9)
 PATIENCE_S = 30.0
 
 
@@ -55,11 +57,24 @@ class InstantWorker(ConnectorWorker):
 
 
 class InstantService(CacheService):
-    """Lets all jobs between tiers end when the engine sleeps."""
+    """Lets all jobs between tiers end when the engine sleeps, in the order they began."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._settled: list[TransferResult] = []
 
     def settle(self) -> None:
         """Let all jobs end."""
         assert self._engine.wait(list(self._ways), timeout_s=PATIENCE_S)
+        self._settled += sorted(self._engine.poll(), key=lambda result: result.job_id)
+
+    def _take_results(self) -> None:
+        settled, self._settled = self._settled, []
+        if self._closed:  # nobody sleeps any more
+            settled += self._engine.poll()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._engine, "poll", lambda: settled)
+            super()._take_results()
 
 
 class Machine:
@@ -102,35 +117,43 @@ class Machine:
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize(
-    ("ram", "slower", "write"),
-    [(64, (), "through"), (64, (256,), "through"), (88, (16, 256), "evict")],
+    ("slots", "placement", "speedup"),
+    [
+        ((64,), "write: through", 200.0),
+        ((64, 256), "write: through", 200.0),
+        ((88, 16, 256), "write: evict", 200.0),
+        # Dozens at once, so that many loads, stores and requests end in one step.
+        ((24, 256), "write: through", 1000.0),
+        ((24, 256), "write: evict, promote: move", 1000.0),
+    ],
 )
 def test_hits_and_times_are_those_the_simulator_predicts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    ram: int,
-    slower: tuple[int, ...],
-    write: str,
+    slots: tuple[int, ...],
+    placement: str,
+    speedup: float,
     load_path: str,
 ) -> None:
+    ram, *slower = slots
     trace = generate("chat", sessions=40, per_s=2.0, chunk_tokens=256, seed=3)
     nvmes = [
         f"- kind: nvme\n  name: nvme{number}\n  path: {tmp_path / str(number)}\n"
-        f"  capacity: {slots * CHUNK_NBYTES}B\n"
-        for number, slots in enumerate(slower)
+        f"  capacity: {capacity * CHUNK_NBYTES}B\n"
+        for number, capacity in enumerate(slower)
     ]
     config = parse_config(
         f"tiers:\n- kind: ram\n  capacity: {ram * CHUNK_NBYTES}B\n  huge_pages: 'off'\n"
         + "".join(nvmes)
-        + f"placement: {{load_if: always, write: {write}}}\n"
+        + f"placement: {{load_if: always, {placement}}}\n"
         f"transfer: {{load_path: {load_path}, piece: {2 * CHUNK_NBYTES}B}}\n",
         source="test",
     )
     options = ReplayOptions(
         chunk_bytes=CHUNK_NBYTES,
         gpu_bytes=1024 * CHUNK_NBYTES,
-        speedup=200.0,
-        requests=80,
+        speedup=speedup,
+        requests=120,
         speeds={tier.name: AT_ONCE for tier in config.tiers[1:]},
     )
     machine = Machine(monkeypatch)
@@ -138,9 +161,12 @@ def test_hits_and_times_are_those_the_simulator_predicts(
     assert [tier.hits for tier in result.tiers] == [
         tier.predicted_hits for tier in result.tiers
     ]
+    assert [tier.written_bytes for tier in result.tiers[1:]] == [
+        tier.chunks_written * CHUNK_NBYTES for tier in result.predicted.tiers[1:]
+    ]
     assert result.tiers[-1].hits > 0
     assert all(tier.written_bytes for tier in result.tiers)
     predicted, replayed = machine.waits[0], machine.waits[-1]
-    assert len(replayed) == 80
+    assert len(replayed) == 120
     assert replayed == pytest.approx(predicted, abs=1e-6)
     assert result.apart() == pytest.approx(dict.fromkeys(result.apart(), 0.0), abs=1e-6)
