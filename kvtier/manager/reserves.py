@@ -102,11 +102,11 @@ class Reserves:
         for below in ladder.tiers[tier.index + 1 :]:
             if below.copies.keys().isdisjoint(victims.keys):
                 continue
-            used = below.whole([victim.key for victim in alone])
             # They were used up here, which the slower tier did not hear of.
-            below.use(used, ladder.ctx)
-            there = {copy.key for copy in used}
-            alone = [victim for victim in alone if victim.key not in there]
+            below.use(below.whole([victim.key for victim in alone]), ladder.ctx)
+            # Some may be on their way there still, from where they were before they came here;
+            # whoever sent them counts them as lost if they do not arrive.
+            alone = [victim for victim in alone if victim.key not in below.copies]
         gone = list(without(victims.copies, alone))
         batches: dict[int, Sequence[ChunkCopy]] = {}
         targets = targets_of(ladder, alone, tier.index, shortest=self._shortest)

@@ -109,12 +109,19 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots all of whose blocks are among those to copy."""
+        """Return the slots that surely got every block of their chunk, for a store.
+
+        The first chunk of a group may lack its head, which ``block_indices`` says. What else
+        is missing the engine does not say: the blocks behind it have moved up, each to another
+        one's place, and only the group's end comes out wrong. Then none of the group counts.
+        """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots
-        copied = np.concatenate([copy.slots for copy in self.groups])
-        numbers, blocks = np.unique(copied, return_counts=True)
-        filled = set(numbers[blocks == blocks_per_chunk].tolist())
+        filled: set[int] = set()
+        for copy in self.groups:
+            numbers, blocks = np.unique(copy.slots, return_counts=True)
+            if np.count_nonzero(copy.subs == blocks_per_chunk - 1) == len(numbers):
+                filled.update(numbers[blocks == blocks_per_chunk].tolist())
         return self.slots if len(filled) == len(self.slots) else sorted(filled)
 
 

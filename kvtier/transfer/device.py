@@ -88,7 +88,8 @@ class DeviceStore(_DeviceRoute):
 
     A chunk some of whose blocks are gone is never whole. An engine may offer one where a
     sliding window is shorter than a chunk, and a hit that ends elsewhere would load what was in
-    the slot before.
+    the slot before. Nor are the others of its group, unless it is only the first one's head
+    that is gone: an engine leaves out what is gone, and does not say where.
     """
 
     def __init__(

@@ -197,6 +197,8 @@ class KVTierConnector(OffloadingConnector):
         busy, in_step = self._busy, self._in_step
         if in_step is not None:
             in_step.end_offers()
+        if self._corrections is not None:
+            self._corrections.strike_out_given(scheduler_output)
         output = self._without_what_came_back(scheduler_output)
         shown = output if busy is None else busy.of(output)
         if busy is not None and shown is None:
@@ -244,6 +246,7 @@ class KVTierConnector(OffloadingConnector):
         """Note that a request ended, and how far it got."""
         if self._corrections is not None:
             self._corrections.bound_last_stores(request)
+            self._corrections.strike_out_lost(request, (block_ids,))
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished(
             request, block_ids
         )
@@ -256,6 +259,7 @@ class KVTierConnector(OffloadingConnector):
         """Do so for a model with several KV cache groups."""
         if self._corrections is not None:
             self._corrections.bound_last_stores(request)
+            self._corrections.strike_out_lost(request, block_ids)
         answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(
             request, block_ids
         )

@@ -5,23 +5,30 @@
   of them in part; one that ended after it was preempted has none, and the half does not know
   yet. Both would be stored under keys of what was never computed. So the half is told how far
   the request got.
+* **Late stores.** With windows, where groups have chunks of different lengths, the half offers
+  some chunks that it had passed over when it knows where the request ended. Their blocks it
+  looked at when it passed them, and not again: windows may have left them behind since, and
+  others have got them. So blocks that the request does not hold when it ends, and those that
+  are given away before the half offers, are struck out.
 * **Events of a reset.** The half forgets what it knows of each chunk before it hears that the
   chunks are gone, so of a chunk of several blocks only the last would be called removed. So it
   is asked for its events at once, while it is made to know.
 
-Both reach into state that is nobody's interface. Where a release does not have it, vLLM's half
+All reach into state that is nobody's interface. Where a release does not have it, vLLM's half
 is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvtier.vllm import compat
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 __all__ = ["Corrections"]
@@ -37,6 +44,15 @@ class Corrections:
     def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
         self._half = half
         self._bounds = compat.offers_can_be_bounded(half)
+        self._windows: list[tuple[int, int]] = []
+        """Of each group with a window, its place in the half's lists and its own index."""
+        if compat.blocks_can_be_struck_out(half):
+            self._windows = [
+                (place, group.group_idx)
+                for place, group in enumerate(half.config.kv_group_configs)
+                if group.sliding_window_size_in_chunks is not None
+            ]
+        self._ending: list[Any] = []
         self._untold: list[KVCacheEvent] = []
 
     def bound_last_stores(self, request: Request) -> None:
@@ -49,6 +65,44 @@ class Corrections:
         if status is not None:
             limit, computed = status.max_offload_tokens, request.num_computed_tokens
             status.max_offload_tokens = computed if limit is None else min(limit, computed)
+
+    def strike_out_lost(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """Let the half offer nothing late from blocks that a request lost before it ended.
+
+        Args:
+            request: The request, which ends.
+            block_ids: What it holds, per KV cache group.
+        """
+        status = self._half._req_status.get(request.request_id) if self._windows else None  # noqa: SLF001
+        if status is None:
+            return
+        self._ending.append(status)
+        for place, group in self._windows:
+            self._strike_out(status.group_states[place], block_ids[group])
+
+    def strike_out_given(self, output: SchedulerOutput) -> None:
+        """Let the half offer nothing late from blocks that a step gives to others.
+
+        Args:
+            output: The step, which the half has not seen yet.
+        """
+        if not self._ending:
+            return
+        ending, self._ending = self._ending, []
+        given = {*self._half._current_batch_allocated_block_ids, *_new_blocks(output)}  # noqa: SLF001
+        for status in ending:
+            for place, _ in self._windows:
+                state = status.group_states[place]
+                held = [0 if block in given else block for block in state.block_ids]
+                self._strike_out(state, held)
+
+    def _strike_out(self, state: Any, held: Sequence[int]) -> None:  # noqa: ANN401 - vLLM's
+        """Strike out the blocks of chunks that were passed, but those that are ``held``."""
+        table = state.block_ids
+        passed = state.next_stored_chunk_idx * self._half.config.blocks_per_chunk
+        for at, block in enumerate(table[:passed]):
+            if at >= len(held) or held[at] != block:
+                table[at] = 0
 
     def reset(self, reset: Callable[[], bool | None]) -> bool | None:
         """Reset the half, and keep what it has to tell of before.
@@ -75,3 +129,12 @@ class Corrections:
         """Return the events of before a reset, once."""
         untold, self._untold = self._untold, []
         return untold
+
+
+def _new_blocks(output: SchedulerOutput) -> Iterator[int]:
+    """Yield the blocks that a step gives to requests."""
+    tables = chain(
+        (new.block_ids for new in output.scheduled_new_reqs),
+        filter(None, output.scheduled_cached_reqs.new_block_ids),
+    )
+    return chain.from_iterable(chain.from_iterable(tables))

@@ -3,7 +3,7 @@
 vLLM's own scheduler and block pool drive both roles of :class:`KVTierConnector` over a cache
 whose copies are notes. A block holds a note of what was written to it: the hash of its tokens,
 or nothing right. So whatever reads a block whose load failed, shares it, or stores what was
-computed from it, is noticed at once.
+computed from it, is noticed at once; and so is a block of a window that was left behind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -25,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier.config import parse_config
 from kvtier.connector.service import CacheService
+from kvtier.keys import group_of, make_key
 from kvtier.testing.stepped import SteppedCache
 from kvtier.vllm import connector as door
 from kvtier.vllm.connector import KVTierConnector
@@ -174,7 +176,8 @@ class LayerwiseWorld:
     """Requests and steps, drawn from one seed.
 
     Args:
-        setup: One group of full attention, one rank, ``failing`` the share of loads that fail.
+        setup: One rank, ``failing`` the share of loads that fail. Only with one group of full
+            attention do loads happen within the passes.
         model: A directory for the model's configuration.
         seed: Of everything.
     """
@@ -190,8 +193,7 @@ class LayerwiseWorld:
         self.contents: dict[int, bytes] = {}
         self.requests: dict[str, Request] = {}
         self._parents: dict[bytes, bytes | None] = {}
-        ((self._block_tokens, _),) = setup.groups
-        self._hasher = get_request_block_hasher(self._block_tokens, sha256)
+        self._hasher = get_request_block_hasher(setup.tokens_per_hash, sha256)
         extra = {"world": self}
         self.scheduler = scheduler_with(
             NotesConnector.__name__, NotesConnector.__module__, extra, setup, model
@@ -277,23 +279,32 @@ class LayerwiseWorld:
             request = self.requests[req_id]
             self._note_parents(request)
             end = request.num_computed_tokens
-            start = end - count
-            blocks = self._blocks(req_id)
-            before = blocks[: start // self._block_tokens]
-            if self.notes.lost.intersection(before):
-                wrong.add(req_id)
-            for number, block in enumerate(before):
-                right = self.contents.get(block) == request.block_hashes[number]
-                assert right or req_id in wrong, f"{req_id} reads block {number}, not its own"
-            last = -(-end // self._block_tokens)
-            for number in range(start // self._block_tokens, last):
-                whole = number < len(request.block_hashes) and req_id not in wrong
-                full = (number + 1) * self._block_tokens <= end
-                self.contents[blocks[number]] = (
-                    request.block_hashes[number] if whole and full else WRONG
-                )
+            for group in range(len(self.setup.groups)):
+                self._pass(request, group, range(end - count, end), wrong)
         self.seen["wrong passes"] += len(wrong)
         return wrong
+
+    def _pass(self, request: Request, group: int, tokens: range, wrong: set[str]) -> None:
+        """Do so for the ``tokens`` of one request in one group."""
+        req_id, (size, window) = request.request_id, self.setup.groups[group]
+        seen = 0 if window is None else max(0, tokens.start - window + 1)
+        blocks = self._blocks(req_id, group)
+        before = range(seen // size, tokens.start // size)
+        if self.notes.lost.intersection(blocks[number] for number in before):
+            wrong.add(req_id)
+        for number in before:
+            right = self.contents.get(blocks[number]) == self._note(request, group, number)
+            assert right or req_id in wrong, f"{req_id} reads block {number}, not its own"
+        for number in range(tokens.start // size, -(-tokens.stop // size)):
+            full = (number + 1) * size <= min(tokens.stop, request.num_tokens)
+            self.contents[blocks[number]] = (
+                self._note(request, group, number) if full and req_id not in wrong else WRONG
+            )
+
+    def _note(self, request: Request, group: int, number: int) -> bytes:
+        """Return what the block of that ``number`` in a group should hold."""
+        hashes = (number + 1) * self.setup.groups[group][0] // self.setup.tokens_per_hash
+        return make_key(request.block_hashes[hashes - 1], group)
 
     def _answer(
         self, output: SchedulerOutput, wrong: set[str], results: KVConnectorOutput
@@ -312,8 +323,8 @@ class LayerwiseWorld:
             kv_connector_output=results,
         )
 
-    def _blocks(self, req_id: str) -> list[int]:
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+    def _blocks(self, req_id: str, group: int) -> list[int]:
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
         return [block.block_id for block in manager.req_to_blocks[req_id]]
 
     # -- contents ------------------------------------------------------------------------------
@@ -328,18 +339,27 @@ class LayerwiseWorld:
         self, blocks: GPULoadStoreSpec, slots: SlotLoadStoreSpec
     ) -> list[tuple[int, bytes]]:
         """Return each block of a job with what it should hold."""
-        size = self.setup.blocks_per_chunk
-        notes: list[bytes] = []
-        for key in self.spied.keys_of(slots.slots, slots.generations):
-            chain = [key[:-4]]
-            while len(chain) < size:
-                parent = self._parents[chain[-1]]
-                assert parent is not None
-                chain.append(parent)
-            notes += reversed(chain)
-        first = int(blocks.block_indices[0]) % size
-        ids = [int(block) for block in blocks.block_ids]
-        return list(zip(ids, notes[first:], strict=False))
+        keys = iter(self.spied.keys_of(slots.slots, slots.generations))
+        ids = iter(blocks.block_ids.tolist())
+        pairs: list[tuple[int, bytes]] = []
+        for count, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
+            skip, own = first % self.setup.blocks_per_chunk, list(islice(ids, count))
+            while own:
+                notes = self._notes_of(next(keys))[skip:]
+                pairs += zip(own, notes, strict=False)
+                own, skip = own[len(notes) :], 0
+        return pairs
+
+    def _notes_of(self, key: bytes) -> list[bytes]:
+        """Return what the blocks of a chunk should hold."""
+        group = group_of(key)
+        step = self.setup.groups[group][0] // self.setup.tokens_per_hash
+        chain = [key[:-4]]
+        while len(chain) <= step * (self.setup.blocks_per_chunk - 1):
+            parent = self._parents[chain[-1]]
+            assert parent is not None
+            chain.append(parent)
+        return [make_key(block_hash, group) for block_hash in reversed(chain[::step])]
 
     def _note_parents(self, request: Request) -> None:
         hashes = request.block_hashes

@@ -22,8 +22,9 @@ def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
     arrange(monkeypatch, "ahead")
 
     def make(**setup: Any) -> LayerwiseWorld:
+        seed = setup.pop("seed", 0)
         setup = {"engine_blocks": 48, "store_decode": True} | setup
-        worlds.append(LayerwiseWorld(Setup(**setup), tmp_path / "model", 0))
+        worlds.append(LayerwiseWorld(Setup(**setup), tmp_path / "model", seed))
         return worlds[-1]
 
     yield make
@@ -70,6 +71,23 @@ def test_a_request_that_ends_well_stores_all_it_computed(make_world: MakeWorld) 
     world.submit(tokens(world, 100), 13)
     world.settle()
     assert world.seen["stored"] == 7, "112 tokens of 16 each"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_stored_late_from_a_block_that_a_window_left_behind(
+    make_world: MakeWorld, seed: int
+) -> None:
+    # Chunks of two lengths, so that of the window not all are worth storing.
+    world = make_world(groups=((64, None), (16, 40)), slots=(96, 400), seed=seed)
+    draw = world.draw
+    for _ in range(300):
+        if len(world.alive()) < 6 and draw.random() < 0.5:
+            world.submit(tokens(world, draw.randint(20, 150)), draw.randint(1, 90))
+        if draw.random() < 0.02 and (alive := world.alive()):
+            world.abort(draw.choice(alive))
+        world.step()
+    world.settle()
+    assert world.seen["stored"] > 0
 
 
 class Router:

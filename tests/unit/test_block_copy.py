@@ -321,9 +321,11 @@ def test_a_store_leaves_its_stamp_and_a_load_insists_on_it(make_device: MakeDevi
 @pytest.mark.parametrize(
     ("blocks", "first", "whole"),
     [
-        ([3, 4, 5, 6], 0, [True, True]),
-        ([4, 5, 6], 1, [False, True]),
-        ([3, 4, 5], 0, [True, False]),
+        ([3, 4, 5, 6, 7, 8], 0, [True, True, True]),
+        ([4, 5, 6, 7, 8], 1, [False, True, True]),
+        # Of the first, the second or the last chunk: what is behind a gap has moved up.
+        ([3, 4, 6, 7, 8], 0, [False, False, False]),
+        ([4, 6, 7, 8], 1, [False, False, False]),
     ],
 )
 def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
@@ -331,13 +333,15 @@ def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
 ) -> None:
     device = make_device(blocks_per_chunk=2)
     control = device.control
-    plan = plan_copy(blocks, [len(blocks), 0], [first, 0], [0, 1], blocks_per_chunk=2)
-    control.issue([0, 1])
+    slots = [0, 1, 2, 3]
+    # Another group's chunk is as whole as ever.
+    plan = plan_copy([*blocks, 1, 2], [len(blocks), 2], [first, 0], slots, blocks_per_chunk=2)
+    control.issue(slots)
     moved = asyncio.run(device.store.run(store_job(plan)))
-    assert [outcome is Outcome.DONE for outcome in moved.outcomes] == whole
+    assert [outcome is Outcome.DONE for outcome in moved.outcomes] == [*whole, True]
     assert bool(moved.error) is not all(whole)
-    assert control.stored([0, 1], [8, 8]) == whole
-    assert control.quiet([0, 1]) == [True, True]
+    assert control.stored(slots, [8] * 4) == [*whole, True]
+    assert control.quiet(slots) == [True] * 4
 
 
 def test_a_revoked_store_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup, ManagerLimits
 from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Why
+from kvtier.types import Outcome, Why
 from tests.unit.test_manager_progress import Exclusive
 
 
@@ -71,3 +71,36 @@ def test_below_a_tier_without_slots_nothing_is_waited_for() -> None:
     assert bench.step() == []
     assert bench.ram.counters.lost == 1
     assert bench.ram.slots.free == 1
+
+
+def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> None:
+    bench = evicting(2, 4, reserve=1.0)
+    bench.store(prefix(1))
+    (first,) = bench.step()
+    plan = bench.manager.prepare_load(prefix(1), "reader")
+    bench.truth.refuse(plan.slots, plan.generations)
+    bench.manager.complete_load("reader")
+    assert bench.resident() == set(), "a worker could not load it"
+    bench.store(prefix(1))
+    assert bench.step() == [], "or two jobs would write it to two slots"
+    assert bench.resident() == set()
+    bench.finish(first)
+    assert bench.resident(1) == {*prefix(1)}
+    assert not bench.manager.has_work()
+
+
+def test_a_victim_that_is_on_its_way_down_and_does_not_arrive_is_lost_once() -> None:
+    bench = evicting(2, 4, reserve=1.0)
+    bench.store(prefix(1))
+    (first,) = bench.step()
+    plan = bench.manager.prepare_load(prefix(1), "reader")
+    bench.truth.refuse(plan.slots, plan.generations)
+    bench.manager.complete_load("reader")
+    bench.store(prefix(1))
+    assert bench.step() == []
+    bench.finish(first, Outcome.FAILED)
+    assert bench.ram.counters.lost == 1
+    assert bench.resident() == bench.resident(1) == set()
+    bench.store(prefix(1))
+    bench.settle()
+    assert bench.resident(1) == {*prefix(1)}

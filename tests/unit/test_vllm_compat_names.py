@@ -195,6 +195,27 @@ def test_a_half_is_known_if_all_that_is_read_of_it_is_there() -> None:
         assert not known(half, without)
 
 
+def test_blocks_can_be_struck_out_where_a_half_keeps_its_tables() -> None:
+    half = SimpleNamespace(_current_batch_allocated_block_ids=(), _req_status={}, config=None)
+    tables = {
+        "RequestOffloadState": ["group_states"],
+        "RequestGroupState": ["block_ids", "next_stored_chunk_idx"],
+        "SchedulerOffloadConfig": ["blocks_per_chunk", "kv_group_configs"],
+        "GroupOffloadConfig": ["group_idx", "sliding_window_size_in_chunks"],
+    }
+    kept = {name: dataclasses.make_dataclass(name, fields) for name, fields in tables.items()}
+
+    def possible(half: object, **other: Any) -> bool:
+        module = SimpleNamespace(**kept | other)
+        return compat.blocks_can_be_struck_out(half, lambda _: module)
+
+    assert possible(half)
+    assert not possible(SimpleNamespace())
+    for name in kept:
+        assert not possible(half, **{name: None})
+        assert not possible(half, **{name: Job})
+
+
 def test_a_half_without_source_was_not_read(tmp_path: Path) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name)

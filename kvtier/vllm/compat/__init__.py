@@ -51,6 +51,7 @@ from kvtier.vllm.compat.engine import (
     read_engine,
 )
 from kvtier.vllm.compat.halves import (
+    blocks_can_be_struck_out,
     event_payloads,
     half_is_known,
     loads_before_the_pass,
@@ -77,6 +78,7 @@ __all__ = [
     "OFFLOADING_NAMES",
     "EngineFacts",
     "adopt_chunk_size",
+    "blocks_can_be_struck_out",
     "chunk_level",
     "chunk_positions",
     "event_extras",

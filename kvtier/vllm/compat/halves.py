@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvtier.vllm.compat.checks import Load, missing_members
 
 __all__ = [
+    "blocks_can_be_struck_out",
     "event_payloads",
     "half_is_known",
     "loads_before_the_pass",
@@ -50,6 +51,14 @@ _STATE: Final[Mapping[str, tuple[str, ...]]] = {
     "GroupOffloadConfig": ("tokens_per_block", "tokens_per_chunk"),
 }
 """What is read of the scheduler half's state to load within the forward pass."""
+
+_TABLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "RequestOffloadState": ("group_states",),
+    "RequestGroupState": ("block_ids", "next_stored_chunk_idx"),
+    "SchedulerOffloadConfig": ("blocks_per_chunk", "kv_group_configs"),
+    "GroupOffloadConfig": ("group_idx", "sliding_window_size_in_chunks"),
+}
+"""What is read of it to strike out blocks that are not a request's any more."""
 
 
 def source_was_read(load: Load = importlib.import_module) -> bool:
@@ -91,6 +100,19 @@ def offers_can_be_bounded(half: object, load: Load = importlib.import_module) ->
     state = getattr(load(_SCHEDULER), "RequestOffloadState", None)
     missing = missing_members(state, "max_offload_tokens")
     return not (missing or missing_members(half, "_req_status"))
+
+
+def blocks_can_be_struck_out(half: object, load: Load = importlib.import_module) -> bool:
+    """Return whether a half keeps each request's block tables, and how far it passed them.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+        load: Imports a module by name.
+    """
+    module = load(_SCHEDULER)
+    classes = ((getattr(module, name, None), names) for name, names in _TABLES.items())
+    read = [(half, ("_current_batch_allocated_block_ids", "_req_status", "config")), *classes]
+    return not any(missing_members(thing, *names) for thing, names in read)
 
 
 def event_payloads(half: object) -> dict[Any, Any] | None:
