@@ -261,6 +261,7 @@ def test_a_layer_that_does_not_come_in_time_fails_the_step_and_delays_it_once(
     make: MakeLoader, copier: Gated
 ) -> None:
     loader = started(make, load_of(1, [2]), timeout_s=NEVER_S)
+    assert copier.begun.acquire(timeout=SOON_S)
     for layer in LAYERS:
         loader.wait_for(layer)
     assert copier.copied == [], "the model went on without"
@@ -274,6 +275,7 @@ def test_a_step_ends_only_when_nothing_is_written_any_more(
 ) -> None:
     monkeypatch.setattr(step_loads, "_LEAVE_TIMEOUT_S", NEVER_S)
     loader = started(make, load_of(1, [2]), timeout_s=NEVER_S)
+    assert copier.begun.acquire(timeout=SOON_S)
     loader.wait_for("a")
     with pytest.raises(KvtierError, match="did not end"):
         loader.end()
