@@ -55,7 +55,7 @@ DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 HANG_S = 20.0
 BUDGET_S = 4.0
 SEED = 20
-REMEDY = re.compile(r"\b(check|create|give|lower|make|mount|move|remove|stop|use)\b")
+REMEDY = re.compile(r"\b(allow|check|create|give|lower|make|mount|move|remove|stop|use)\b")
 LOUD = (ConfigError, StoreDamagedError, StoreLockedError, TierUnavailableError)
 
 
