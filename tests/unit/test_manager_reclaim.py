@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.keys import ChunkKey
 from kvtier.manager import Lookup, ManagerLimits
 from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Outcome, Why
+from kvtier.types import Job, Outcome, Why
 from tests.unit.test_manager_progress import Exclusive
 
 
@@ -73,7 +73,8 @@ def test_below_a_tier_without_slots_nothing_is_waited_for() -> None:
     assert bench.ram.slots.free == 1
 
 
-def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> None:
+def dropped_while_on_its_way_down() -> tuple[Workbench, Job]:
+    """Return a bench whose one chunk left RAM before the job that brings it down ended."""
     bench = evicting(2, 4, reserve=1.0)
     bench.store(prefix(1))
     (first,) = bench.step()
@@ -81,6 +82,11 @@ def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> Non
     bench.truth.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("reader")
     assert bench.resident() == set(), "a worker could not load it"
+    return bench, first
+
+
+def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> None:
+    bench, first = dropped_while_on_its_way_down()
     bench.store(prefix(1))
     assert bench.step() == [], "or two jobs would write it to two slots"
     assert bench.resident() == set()
@@ -90,12 +96,7 @@ def test_a_victim_that_is_on_its_way_down_already_is_not_sent_once_more() -> Non
 
 
 def test_a_victim_that_is_on_its_way_down_and_does_not_arrive_is_lost_once() -> None:
-    bench = evicting(2, 4, reserve=1.0)
-    bench.store(prefix(1))
-    (first,) = bench.step()
-    plan = bench.manager.prepare_load(prefix(1), "reader")
-    bench.truth.refuse(plan.slots, plan.generations)
-    bench.manager.complete_load("reader")
+    bench, first = dropped_while_on_its_way_down()
     bench.store(prefix(1))
     assert bench.step() == []
     bench.finish(first, Outcome.FAILED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +52,9 @@ _STATE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What is read of the scheduler half's state to load within the forward pass."""
 
+_LIMITS: Final[Mapping[str, tuple[str, ...]]] = {"RequestOffloadState": ("max_offload_tokens",)}
+"""What is read of it to bound what is offered of a request."""
+
 _TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "RequestOffloadState": ("group_states",),
     "RequestGroupState": ("block_ids", "next_stored_chunk_idx"),
@@ -84,10 +87,7 @@ def half_is_known(half: object, load: Load = importlib.import_module) -> bool:
         half: vLLM's ``OffloadingConnectorScheduler``.
         load: Imports a module by name.
     """
-    module = load(_SCHEDULER)
-    classes = ((getattr(module, name, None), names) for name, names in _STATE.items())
-    read = [(half, ("_jobs", "_req_status")), *classes]
-    return not any(missing_members(thing, *names) for thing, names in read)
+    return _has(half, ("_jobs", "_req_status"), _STATE, load)
 
 
 def offers_can_be_bounded(half: object, load: Load = importlib.import_module) -> bool:
@@ -97,9 +97,7 @@ def offers_can_be_bounded(half: object, load: Load = importlib.import_module) ->
         half: vLLM's ``OffloadingConnectorScheduler``.
         load: Imports a module by name.
     """
-    state = getattr(load(_SCHEDULER), "RequestOffloadState", None)
-    missing = missing_members(state, "max_offload_tokens")
-    return not (missing or missing_members(half, "_req_status"))
+    return _has(half, ("_req_status",), _LIMITS, load)
 
 
 def blocks_can_be_struck_out(half: object, load: Load = importlib.import_module) -> bool:
@@ -109,10 +107,19 @@ def blocks_can_be_struck_out(half: object, load: Load = importlib.import_module)
         half: vLLM's ``OffloadingConnectorScheduler``.
         load: Imports a module by name.
     """
+    members = ("_current_batch_allocated_block_ids", "_req_status", "config")
+    return _has(half, members, _TABLES, load)
+
+
+def _has(
+    half: object, members: Sequence[str], state: Mapping[str, Sequence[str]], load: Load
+) -> bool:
+    """Return whether a half has ``members``, and its state's classes those named for each."""
     module = load(_SCHEDULER)
-    classes = ((getattr(module, name, None), names) for name, names in _TABLES.items())
-    read = [(half, ("_current_batch_allocated_block_ids", "_req_status", "config")), *classes]
-    return not any(missing_members(thing, *names) for thing, names in read)
+    classes = ((getattr(module, name, None), names) for name, names in state.items())
+    return not any(
+        missing_members(thing, *names) for thing, names in [(half, members), *classes]
+    )
 
 
 def event_payloads(half: object) -> dict[Any, Any] | None:
