@@ -244,7 +244,6 @@ class CacheService:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    @answered_with(_nothing)
     def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
         """Close a scheduling step: start promotions and demotions.
 
@@ -252,18 +251,23 @@ class CacheService:
             started: Requests that were scheduled for the first time in this step.
             preempted: Requests that lost their blocks and will be looked up again.
         """
-        self._step_begins = True
-        self._steps_untaken += 1
-        self._take_results()
-        now = time.monotonic()
-        self._manager.end_step(started=started, preempted=preempted, now=now)
-        self._hand_over()
-        if now >= self._logs_due_s:
-            self._note_logs(now)
-        if self._observer is not None:
-            self._observer.started(started, now)
+        # Most steps bring nothing to do, and whatever is asked then is asked with cold caches,
+        # after a forward pass; so without the decorator, and without calls that ask in vain.
+        try:
+            self._step_begins = True
+            self._steps_untaken += 1
+            self._take_results()
+            now = time.monotonic()
+            self._manager.end_step(started=started, preempted=preempted, now=now)
+            if self._manager.has_orders:
+                self._hand_over()
+            if now >= self._logs_due_s:
+                self._note_logs(now)
+            if self._observer is not None:
+                self._observer.started(started, now)
+        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.note_internal_error("end_step", error)
 
-    @answered_with(_nothing)
     def computing(self, tokens: int) -> None:
         """Note that a step was scheduled which computes ``tokens`` prompt tokens.
 
@@ -272,12 +276,11 @@ class CacheService:
         """
         self._clock.scheduled(tokens, time.monotonic())
 
-    @answered_with(_nothing)
     def computed(self) -> None:
         """Note that the oldest step that was scheduled is over."""
         step = self._clock.ended(time.monotonic())
         if step is not None and step[0]:  # what only generates says nothing of prompts
-            self._manager.computed(*step)
+            self._learn(*step)
 
     @answered_with(lambda: False)
     def has_pending_work(self) -> bool:
@@ -344,6 +347,7 @@ class CacheService:
         if self._observer is not None:
             self._observer.reset()
         self._take_results()
+        self._forget_corrupt()
         try:
             resets = {tier.name: tier.reset for tier in self._storage.tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
@@ -382,6 +386,11 @@ class CacheService:
     def _is_working(self) -> bool:
         """Whether jobs between tiers are planned or on their way."""
         return not self._closed and self._manager.has_work()
+
+    @answered_with(_nothing)
+    def _learn(self, tokens: int, seconds: float) -> None:
+        """Tell the manager how long a step took that computed ``tokens`` prompt tokens."""
+        self._manager.computed(tokens, seconds)
 
     @answered_with(_nothing)
     def _start_now(self) -> None:
@@ -444,6 +453,9 @@ class CacheService:
         for result in self._engine.poll():
             self._note_transfer(result)
             self._apply(result)
+
+    def _forget_corrupt(self) -> None:
+        """Have the tiers forget what a restart must not bring back."""
         for tier, slot in self._manager.take_corrupt():
             self._storage.tiers[tier - 1].forget((slot,))
 
@@ -462,6 +474,7 @@ class CacheService:
 
     def _hand_over(self) -> list[int]:
         """Give the storage engine the jobs and cancellations planned since the last call."""
+        self._forget_corrupt()  # first: the jobs may use those slots again
         jobs = self._manager.take_jobs()
         try:
             if jobs:
@@ -496,5 +509,6 @@ class CacheService:
                     return
                 self._engine.wait_any(timeout_s=left_s)
                 self._take_results()
+            self._forget_corrupt()
         except Exception:
             logger.exception("shutdown: dirty chunks may not have reached the slower tiers")

@@ -150,6 +150,11 @@ class JobLedger:
         """Ask the engine to drop a job that no request needs any more."""
         self._cancels.append(job_id)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether there are jobs or cancellations to take."""
+        return bool(self._unsent or self._cancels)
+
     def take_unsent(self) -> list[Job]:
         """Return the jobs planned since the last call."""
         unsent = self._unsent

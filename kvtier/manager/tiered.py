@@ -275,6 +275,11 @@ class TieredOffloadingManager:
         """
         self._ladder.out_of_service = tiers
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether there are jobs, cancellations or corrupt slots to take."""
+        return bool(self._ladder.corrupt) or self._ladder.ledger.has_orders
+
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
         return self._ladder.ledger.take_unsent()

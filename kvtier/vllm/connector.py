@@ -107,15 +107,16 @@ class KVTierConnector(OffloadingConnector):
                 "KV cache group: use what `kvtier vllm-args --door spec` prints"
             )
         transfer = vllm_config.kv_transfer_config
-        settings = _settings(transfer.kv_connector_extra_config)
-        self._wants_layers = settings.transfer.load_mode == "layerwise"
-        self._timeout_s = settings.transfer.load_timeout_s
+        self._transfer = _settings(transfer.kv_connector_extra_config).transfer
+        self._wants_layers = self._transfer.load_mode == "layerwise"
         self._recomputes = transfer.kv_load_failure_policy != "fail"
         self._loads = WorkerLoads(one_group=self._one_group, recomputes=self._recomputes)
         self._skips = compat.source_was_read()
         events = vllm_config.kv_events_config
         self._listens = events is not None and events.enable_kv_cache_events
         self._has_deferred = False
+        self._stepping: KVTierWorker | None = None
+        """The worker, if it is to load within the forward pass."""
         self._planned: set[str] = set()
         """Requests with a load in the step that is being scheduled."""
         self._kvtier: KVTierManager | None = None
@@ -197,9 +198,9 @@ class KVTierConnector(OffloadingConnector):
         busy, in_step = self._busy, self._in_step
         if in_step is not None:
             in_step.end_offers()
-        if self._corrections is not None:
-            self._corrections.strike_out_given(scheduler_output)
-        output = self._without_what_came_back(scheduler_output)
+        output, corrections = scheduler_output, self._corrections
+        if self._planned or (corrections is not None and corrections.has_ending):
+            output = self._corrected(output)
         shown = output if busy is None else busy.of(output)
         if busy is not None and shown is None:
             return busy.pass_over()
@@ -212,15 +213,16 @@ class KVTierConnector(OffloadingConnector):
             busy.looked_at(shown)
         return metadata
 
-    def _without_what_came_back(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Hide preemptions of requests that load in the same step from vLLM's half.
+    def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Strike out what a step gives away, and hide who came back in it from vLLM's half.
 
-        vLLM preempts all that run when its prefix cache is reset by force, and lets them in
-        again at once. Such a request has no stores in flight, or it would not load yet, and
-        these are all that the half looks for; it asserts that it finds no load.
+        These are preempted requests that load in the same step: vLLM preempts all that run when
+        its prefix cache is reset by force, and lets them in again at once. Such a request has
+        no stores in flight, or it would not load yet, and these are all that the half looks
+        for; it asserts that it finds no load.
         """
-        if not self._planned:
-            return output
+        if self._corrections is not None:
+            self._corrections.strike_out_given(output)
         loading, self._planned = self._planned, set()
         preempted = output.preempted_req_ids or set()
         if loading.isdisjoint(preempted):
@@ -292,6 +294,13 @@ class KVTierConnector(OffloadingConnector):
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what changed since the last call, in vLLM's names and in kvtier's."""
+        if self.connector_scheduler is None:
+            return None
+        manager = self._kvtier
+        if manager is not None:
+            manager.computed()
+            if self._skips and not manager.has_stats():
+                return None  # the half keeps its own figures until then
         stats = super().get_kv_connector_stats()
         if isinstance(stats, OffloadingConnectorStats):
             add_device_transfers(stats)
@@ -303,10 +312,12 @@ class KVTierConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's KV memory."""
         super().register_kv_caches(kv_caches)
-        worker = self._worker
-        if worker is not None and self._wants_layers and self._one_group:
+        if not self._wants_layers:
+            return
+        self._stepping = worker = self._worker
+        if worker is not None and self._one_group:
             (group,) = self._kv_cache_config.kv_cache_groups
-            worker.open_steps(group.layer_names, timeout_s=self._timeout_s)
+            worker.open_steps(group.layer_names, timeout_s=self._transfer.load_timeout_s)
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -384,11 +395,6 @@ class KVTierConnector(OffloadingConnector):
     def _worker(self) -> KVTierWorker | None:
         worker = self.connector_worker.worker
         return worker if isinstance(worker, KVTierWorker) else None
-
-    @property
-    def _stepping(self) -> KVTierWorker | None:
-        """The worker, if it is to load within the forward pass."""
-        return self._worker if self._wants_layers else None
 
     # -- front end -----------------------------------------------------------------------------
 

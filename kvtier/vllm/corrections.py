@@ -39,6 +39,9 @@ class Corrections:
 
     Args:
         half: vLLM's ``OffloadingConnectorScheduler``.
+
+    Attributes:
+        has_ending: Whether :meth:`strike_out_given` has anything to look at.
     """
 
     def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -52,6 +55,7 @@ class Corrections:
                 for place, group in enumerate(half.config.kv_group_configs)
                 if group.sliding_window_size_in_chunks is not None
             ]
+        self.has_ending = False
         self._ending: list[Any] = []
         self._untold: list[KVCacheEvent] = []
 
@@ -77,6 +81,7 @@ class Corrections:
         if status is None:
             return
         self._ending.append(status)
+        self.has_ending = True
         for place, group in self._windows:
             self._strike_out(status.group_states[place], block_ids[group])
 
@@ -86,9 +91,8 @@ class Corrections:
         Args:
             output: The step, which the half has not seen yet.
         """
-        if not self._ending:
-            return
         ending, self._ending = self._ending, []
+        self.has_ending = False
         given = {*self._half._current_batch_allocated_block_ids, *_new_blocks(output)}  # noqa: SLF001
         for status in ending:
             for place, _ in self._windows:

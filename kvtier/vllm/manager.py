@@ -50,6 +50,11 @@ class KVTierManager(OffloadingManager):
         service: The cache; shut down with the manager.
         persistent: Whether a restart should find what was stored.
         report_metrics: Whether :meth:`get_stats` returns anything.
+
+    Attributes:
+        computing: Notes that the step that was just scheduled computes so many prompt tokens.
+        computed: Notes that the oldest step that was scheduled is over.
+        has_stats: Returns whether it is time for :meth:`get_stats`.
     """
 
     def __init__(
@@ -57,8 +62,12 @@ class KVTierManager(OffloadingManager):
     ) -> None:
         self._service = service
         self._lookup = service.lookup
+        # Called in every step, with cold caches: each frame between costs microseconds.
+        self.computing = service.computing
+        self.computed = service.computed
         self._warn_of_random_hashes = persistent
         self._reporter = StatsReporter(service) if report_metrics else None
+        self.has_stats = _always if self._reporter is None else self._reporter.is_due
         self._in_step: set[str] = set()
         names = [tier.name for tier in service.statistics().tiers]
         self._tiers = [_place(name, index) for index, name in enumerate(names)]
@@ -160,10 +169,6 @@ class KVTierManager(OffloadingManager):
         """Close a scheduling step: start promotions and demotions."""
         self._service.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)
 
-    def computing(self, tokens: int) -> None:
-        """Note that the step that was just scheduled computes ``tokens`` prompt tokens."""
-        self._service.computing(tokens)
-
     @override
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
@@ -186,7 +191,6 @@ class KVTierManager(OffloadingManager):
 
         vLLM asks once after each step.
         """
-        self._service.computed()
         if self._reporter is None:
             return None
         try:
@@ -210,6 +214,10 @@ class KVTierManager(OffloadingManager):
     def shutdown(self) -> None:
         """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""
         self._service.shutdown()
+
+
+def _always() -> bool:
+    return True
 
 
 def _place(name: str, index: int) -> dict[str, Any]:

@@ -78,10 +78,14 @@ class StatsReporter:
 
     Args:
         source: Whose figures they are.
+
+    Attributes:
+        is_due: Returns whether it is time for :meth:`report`.
     """
 
     def __init__(self, source: StatisticsSource) -> None:
         self._reporter = Reporter(source)
+        self.is_due = self._reporter.is_due
         self._changes: Changes | None = None
 
     def report(self) -> OffloadingConnectorStats | None:

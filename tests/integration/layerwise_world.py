@@ -162,7 +162,7 @@ class NotesConnector(KVTierConnector):
         if role == KVConnectorRole.SCHEDULER:
             world.worker = NotesConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
         else:
-            self.connector_worker.worker = world.notes
+            self._stepping = self.connector_worker.worker = world.notes
 
 
 def with_notes(vllm_config: Any, kv_cache_config: Any = None) -> Any:

@@ -332,6 +332,22 @@ def test_a_half_that_was_not_read_is_shown_everything(
     assert seen["requests shown"] == seen["requests"]
 
 
+def test_figures_of_vllms_half_are_told_with_kvtiers_own_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_world(SETUPS["one group"], tmp_path, seed=3) as world:
+        connector = cast("Any", world.pair.half)
+        figures = connector.connector_scheduler._connector_stats
+        figures.increase_counter("vllm:kv_offload_load_bytes", 7)
+        with monkeypatch.context() as early:
+            early.setattr(connector._kvtier, "has_stats", lambda: False)
+            assert connector.get_kv_connector_stats() is None
+            figures.increase_counter("vllm:kv_offload_load_bytes", 5)
+        told = connector.get_kv_connector_stats()
+        assert told.reduce()["vllm:kv_offload_load_bytes"] == 12
+        assert connector.get_kv_connector_stats() is None, "told once"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4, 12))
 @pytest.mark.parametrize("name", SETUPS)

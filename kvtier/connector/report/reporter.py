@@ -76,11 +76,14 @@ class Reporter:
         self._clock = clock
         self._due_s = float("-inf")
 
+    def is_due(self) -> bool:
+        """Return whether :meth:`take` has a reading. To be asked at every step."""
+        return self._clock() >= self._due_s or not self._source.is_active
+
     def take(self) -> Report | None:
-        """Return a reading; None when the last one will do. To be called at every step."""
-        now_s = self._clock()
-        source = self._source
-        if now_s < self._due_s and source.is_active:
+        """Return a reading; None when the last one will do."""
+        if not self.is_due():
             return None
-        self._due_s = now_s + _EVERY_S
+        self._due_s = self._clock() + _EVERY_S
+        source = self._source
         return Report(source.statistics(), source.take_reuse_gaps(), source.take_transfers())

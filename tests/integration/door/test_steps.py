@@ -50,6 +50,22 @@ def test_every_number_that_is_reported_was_declared(
     assert door.manager.get_stats() is None
 
 
+def test_figures_are_due_at_once_when_no_step_may_follow_and_seldom_before(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    door = open_door(settings(ram=4))
+    fill_and_store(door, 10, 4)
+    door.settle()
+    door.manager.get_stats()
+    assert door.manager.has_stats()
+    context = ReqContext(req_id="running")
+    door.manager.on_new_request(context)
+    door.manager.get_stats()
+    assert not door.manager.has_stats()
+    door.manager.on_request_finished(context)
+    assert door.manager.has_stats()
+
+
 @dataclass(frozen=True)
 class Asker:
     """A request for a prefix whose first chunk is filled with ``content``, and so on."""
