@@ -94,6 +94,8 @@ class DeviceEngine:
         close_timeout_s: float,
     ) -> None:
         self._region = region
+        if len(share.stripes) == region.geometry.stripes:  # or most pages are other ranks'
+            region.map_pages()
         self._blocks_per_chunk = blocks_per_chunk
         self._close_timeout_s = close_timeout_s
         self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)

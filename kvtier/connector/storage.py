@@ -21,6 +21,7 @@ from kvtier.manager.building import build_manager, build_tiers
 from kvtier.memory import HostRegion
 from kvtier.recording import ManagerSetup, Recorder, RecordingManager
 from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import (
     BetweenTiers,
@@ -108,6 +109,8 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     recorder: Recorder | None = None
     try:
         tiers.extend(open_tier(options, context) for options in config.tiers[1:])
+        if not all(isinstance(tier, HostedTier) for tier in tiers):
+            region.map_pages()
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
         setup = ManagerSetup(config, capacities, slot_nbytes, tokens_per_chunk, counting_group)
         recorder = _open_recorder(setup)

@@ -11,6 +11,7 @@ and rows of it go to consecutive slots in one copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy as shallow_copy
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ ALL_PAGES = slice(None)
 """Every page of a block: all of its layers."""
 _STAGING_NBYTES = 64 << 20
 """Most device memory a copy borrows: the engine leaves little, a long prefix is gigabytes."""
+_KEPT_NBYTES = 8 << 20
+"""On a CPU a copy keeps its staging memory. Memory that is new costs a page fault for every
+four KiB, which takes longer than to copy them; and little of it stays in the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,9 @@ class BlockCopier:
         ]
         flat = torch.frombuffer(region.payload, dtype=torch.int8)
         self._stream = open_stream(self._device, flat)
+        on_cpu = self._device.type == "cpu"
+        self._staging_nbytes = _KEPT_NBYTES if on_cpu else _STAGING_NBYTES
+        self._kept = torch.empty(0, dtype=word) if on_cpu else None
         slot, stripe, place = (
             nbytes // word.itemsize
             for nbytes in (geometry.slot_nbytes, geometry.stripe_nbytes, place_nbytes)
@@ -264,6 +271,8 @@ class BlockCopier:
         """
         other = shallow_copy(self)
         other._stream = self._stream.beside()  # noqa: SLF001 - one of its own kind
+        if other._kept is not None:  # noqa: SLF001
+            other._kept = torch.empty(0, dtype=self._word)  # noqa: SLF001
         return other
 
     def close(self) -> None:
@@ -286,7 +295,7 @@ class BlockCopier:
             chosen = choose(copy) if choose else None
             whole = copy if chosen is None else copy.part(chosen)
             block_nbytes = self._width(copy) * self._word.itemsize
-            step = max(_STAGING_NBYTES // max(block_nbytes, 1), 1)
+            step = max(self._staging_nbytes // max(block_nbytes, 1), 1)
             for at in range(0, len(whole.blocks), step):
                 yield whole.part(slice(at, at + step))
 
@@ -308,7 +317,12 @@ class BlockCopier:
     def _staging(self, copy: GroupCopy, pages: slice = ALL_PAGES) -> torch.Tensor:
         parts = len(self._share.stripes)
         shape = (len(copy.blocks), parts, self._width(copy, pages) // parts)
-        return torch.empty(shape, dtype=self._word, device=self._device)
+        if self._kept is None:
+            return torch.empty(shape, dtype=self._word, device=self._device)
+        words = math.prod(shape)
+        if words > len(self._kept):
+            self._kept = torch.empty(words, dtype=self._word)
+        return self._kept[:words].view(shape)
 
     def _gather(self, copy: GroupCopy) -> torch.Tensor:
         staged = self._staging(copy)

@@ -38,6 +38,7 @@ from typing import Self
 from kvtier.errors import CapacityError, UnsupportedError
 from kvtier.memory.backing import HugePages, create_memory
 from kvtier.memory.control import ControlBlock
+from kvtier.page_mapper import PageMapper
 from kvtier.types import SharedMemory
 
 __all__ = ["HostRegion", "RegionGeometry"]
@@ -116,6 +117,7 @@ class HostRegion:
             self._view[geometry.shared_nbytes :], slots=geometry.slots, ranks=geometry.ranks
         )
         self._server: _Server | None = None
+        self._mapper: PageMapper | None = None
 
     @classmethod
     def create(
@@ -193,8 +195,16 @@ class HostRegion:
     @property
     def shared(self) -> SharedMemory:
         """All slots, for a process that is to map them."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        return SharedMemory(self._descriptor, address, self.geometry.shared_nbytes)
+        return SharedMemory(self._descriptor, self._address, self.geometry.shared_nbytes)
+
+    def map_pages(self) -> None:
+        """Map all pages in the background: this process is going to touch every slot."""
+        if self._mapper is None:
+            self._mapper = PageMapper(self._address, self.geometry.nbytes)
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
     def payload(self) -> memoryview:
@@ -206,6 +216,8 @@ class HostRegion:
 
         The memory itself is freed when the last view onto it is gone, here and elsewhere.
         """
+        if self._mapper is not None:
+            self._mapper.close()
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
 
-_FIRST_PAUSE_S: Final = 0.0002
+_SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
+_PAUSE_SHARE: Final = 1 / 8
+"""Between two looks at a slot's stamp, of the time waited so far: a disk takes a tenth of a
+millisecond and more, and a look takes a few microseconds of an interpreter that others need."""
 _LOOKED_AT: Final = 256
-"""Between two looks at a slot's stamp: a disk takes a tenth of a millisecond and more, and a
-look takes a few microseconds of an interpreter that others need."""
 _UNBLAMED: Final = (Outcome.DONE, Outcome.CANCELLED)
 _OVERWRITTEN: Final = "a slot was given away while it was read"
 
@@ -172,8 +173,8 @@ class DeviceLoad(_DeviceRoute):
         self, payload: LoadRequest, outcomes: list[Outcome], *, priority: int
     ) -> str:
         """Copy chunk by chunk as they arrive; return what went wrong, if anything did."""
-        deadline = time.monotonic() + payload.wait_s
-        pause_s = _FIRST_PAUSE_S
+        began_s = time.monotonic()
+        deadline = began_s + payload.wait_s
         waiting = list(range(len(outcomes)))
         error = ""
         while waiting:
@@ -191,10 +192,11 @@ class DeviceLoad(_DeviceRoute):
                     return error or _OVERWRITTEN
                 done = set(ready)
                 waiting = [at for at in waiting if at not in done]
-                pause_s = _FIRST_PAUSE_S
+                began_s = time.monotonic()
             elif waiting:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                waited_s = time.monotonic() - began_s
+                pause_s = max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * waited_s)
+                await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
         return error
 
     def _look(

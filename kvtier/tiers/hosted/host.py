@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import gc
 import logging
@@ -28,6 +29,7 @@ from typing_extensions import override
 from kvtier.config import options_of
 from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
+from kvtier.page_mapper import PageMapper
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
@@ -282,6 +284,7 @@ def main() -> None:
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
     memory = memoryview(mmap.mmap(memory_descriptor, 0))
     os.close(memory_descriptor)
+    PageMapper(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
     connection = socket.socket(fileno=descriptor)
     with contextlib.suppress(ConnectionError):  # the engine went away
         asyncio.run(_serve(connection, memory, engine_pid))
