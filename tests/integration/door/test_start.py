@@ -22,6 +22,7 @@ from kvtier.errors import (
     UnsupportedError,
 )
 from kvtier.memory import backing
+from kvtier.memory.limits import HugePagePool
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
 from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, offloading_config
@@ -49,7 +50,7 @@ def test_huge_pages_that_are_required_and_not_reserved_are_an_error_at_the_start
 ) -> None:
     path = settings()
     path.write_text(path.read_text().replace("kind: ram", "kind: ram\n  huge_pages: require"))
-    monkeypatch.setattr(backing, "_free_huge_pages", lambda: 0)
+    monkeypatch.setattr(backing, "huge_page_pool", lambda _: HugePagePool(2 << 20, 0, 0))
     with pytest.raises(CapacityError, match="huge_pages to auto"):
         open_door(path)
 
