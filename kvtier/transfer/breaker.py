@@ -55,3 +55,10 @@ class Breaker:
         self._failures += 1
         self._closed_again_s = now + self._backoff_s
         return self.tripped
+
+    def discount(self) -> None:
+        """Note that a call that was allowed ended without a word on whether the tier works.
+
+        If it was the probe, the next call is.
+        """
+        self._probing = False

@@ -230,6 +230,8 @@ class Runner:
         failed = Outcome.FAILED in outcomes
         if pending.late:
             channel.late -= 1
+        elif {*outcomes} == {Outcome.CANCELLED}:  # for a reset, before it came to anything
+            channel.breaker.discount()
         else:
             self._record(pending, failed=failed, now=ended_s)
         tell_of_losses(job, outcomes, error)

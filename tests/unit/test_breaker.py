@@ -34,6 +34,18 @@ def test_only_one_probe_is_let_through_at_a_time() -> None:
     assert breaker.is_open(10.0)
 
 
+def test_a_call_that_was_given_up_counts_neither_way() -> None:
+    breaker = make()
+    breaker.record(failed=True, now=0.0)
+    breaker.discount()
+    assert breaker.record(failed=True, now=0.0), "two failures in a row"
+    assert breaker.allow(10.0)
+    breaker.discount()
+    assert breaker.tripped
+    assert breaker.allow(10.0), "the next one is the probe"
+    assert not breaker.allow(10.0)
+
+
 def test_a_probe_that_fails_opens_it_again_and_one_that_succeeds_closes_it() -> None:
     breaker = make()
     breaker.record(failed=True, now=0.0)

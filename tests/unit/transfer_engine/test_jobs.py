@@ -169,6 +169,18 @@ def test_a_corrupt_chunk_does_not_count_against_the_medium(
         assert wait_for(engine, work) == {work.job_id: ([answer], True)}
 
 
+def test_a_job_that_was_given_up_says_nothing_of_the_tier(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=2, breaker_backoff_s=1000.0)
+    for answer in (Outcome.FAILED, Outcome.CANCELLED, Outcome.FAILED):
+        work = job(chunks=2)
+        route.answers[work.job_id] = answer
+        engine.submit(work)
+        assert wait_for(engine, work) == {work.job_id: ([answer] * 2, True)}
+    assert engine.statistics()["nvme", "ram"].out_of_service
+
+
 def test_jobs_that_expire_behind_one_that_hangs_count_against_the_tier(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
