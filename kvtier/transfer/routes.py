@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from kvtier.tiers.base import SlotOutcomes, StorageTier
+from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, Outcome
 
 __all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier"]
@@ -100,7 +100,7 @@ class FromTier(Route):
         self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
     ) -> SlotOutcomes:
         try:
-            moved = await reading
+            moved = check_outcomes(await reading, len(job.source_slots))
         except BaseException:
             self.abandon(job)
             raise

@@ -269,6 +269,20 @@ def test_a_read_that_raises_poisons_all_of_it() -> None:
     assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
 
 
+@pytest.mark.parametrize("outcomes", [[], [DONE], [DONE] * 4], ids=len)
+def test_a_read_that_does_not_answer_for_each_chunk_poisons_all_of_it(
+    outcomes: list[Outcome],
+) -> None:
+    disk = Disk(*outcomes)
+    disk.gate.set()
+    route, truth = route_of(disk)
+    with pytest.raises(TypeError, match="not one outcome per chunk"):
+        asyncio.run(route.run(rise()))
+    assert truth.published == []
+    assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+    assert disk.used == []
+
+
 @contextlib.contextmanager
 def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, RecordingTruth]]:
     route, truth = route_of(disk)
