@@ -18,7 +18,7 @@ from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.errors import ConfigError
 from kvtier.manager import TieredOffloadingManager
-from kvtier.memory.limits import memory_limits
+from kvtier.memory.limits import huge_page_pool, memory_limits
 from kvtier.transfer import relay_slots
 from kvtier.units import approximate_size
 
@@ -86,7 +86,7 @@ def examine_pages(config: KvtierConfig, *, machine: Machine | None = None) -> Fi
         config: The configuration.
         machine: Where to look; this machine by default.
     """
-    pool = _memory.huge_page_pool(machine or Machine())
+    pool = huge_page_pool((machine or Machine()).proc)
     return _memory.check_pages(_ram_bytes(config), pool, wanted=config.ram.huge_pages)
 
 
@@ -203,8 +203,8 @@ def _host_checks(
     ram, ram_bytes = config.ram, _ram_bytes(config)
 
     def memory() -> Iterator[Finding]:
-        pool = _memory.huge_page_pool(machine)
-        if ram.huge_pages != "off" and pool.holds(ram_bytes):
+        pool = huge_page_pool(machine.proc)
+        if ram.huge_pages != "off" and _memory.comes_in_huge_pages(ram_bytes, pool):
             yield Finding("memory", Verdict.OK, "the RAM tier comes from reserved huge pages")
             return
         limits = memory_limits(machine.proc, machine.sys)

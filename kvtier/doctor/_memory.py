@@ -10,19 +10,18 @@ from typing import Final
 
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
-from kvtier.memory.limits import MemoryLimit, meminfo
+from kvtier.memory.limits import HugePagePool, MemoryLimit
 from kvtier.units import approximate_size
 
 __all__ = [
-    "HugePagePool",
     "ProcessLimits",
     "check_memory",
     "check_open_files",
     "check_pages",
     "check_pinning",
     "check_shared_memory",
+    "comes_in_huge_pages",
     "find_gpus",
-    "huge_page_pool",
     "process_limits",
     "shared_memory_nbytes",
 ]
@@ -45,29 +44,6 @@ class ProcessLimits:
     open_files: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class HugePagePool:
-    """The kernel's reserve of huge pages.
-
-    Attributes:
-        page_bytes: Size of one; 0 on a kernel without them.
-        total: Pages in the pool.
-        free: Pages that nobody has and nobody was promised.
-    """
-
-    page_bytes: int
-    total: int
-    free: int
-
-    def needed(self, nbytes: int) -> int:
-        """Return how many pages a RAM tier takes, with one for what else is in its memory."""
-        return -(-nbytes // self.page_bytes) + 1 if self.page_bytes else 0
-
-    def holds(self, nbytes: int) -> bool:
-        """Return whether a RAM tier would fit."""
-        return 0 < self.needed(nbytes) <= self.free
-
-
 def process_limits() -> ProcessLimits:
     """Return the limits of this process."""
     return ProcessLimits(
@@ -88,16 +64,6 @@ def shared_memory_nbytes(machine: Machine) -> int:
     """Return the size of ``/dev/shm``."""
     status = os.statvfs(machine.dev / "shm")
     return status.f_blocks * status.f_frsize
-
-
-def huge_page_pool(machine: Machine) -> HugePagePool:
-    """Return the kernel's pool of huge pages of the usual size."""
-    figures = meminfo(machine.proc)
-    return HugePagePool(
-        page_bytes=figures.get("Hugepagesize", 0) * 1024,
-        total=figures.get("HugePages_Total", 0),
-        free=figures.get("HugePages_Free", 0) - figures.get("HugePages_Rsvd", 0),
-    )
 
 
 def check_memory(ram_bytes: int, limits: list[MemoryLimit], *, engine_runs: bool) -> Finding:
@@ -163,6 +129,11 @@ def check_open_files(open_files: int | None) -> Finding:
     return Finding("open files", Verdict.WARNING, found, "ulimit -n 65536")
 
 
+def comes_in_huge_pages(ram_bytes: int, pool: HugePagePool) -> bool:
+    """Return whether ``pool`` has enough for a RAM tier that takes huge pages."""
+    return pool.holds(_file_nbytes(ram_bytes, pool))
+
+
 def check_pages(ram_bytes: int, pool: HugePagePool, *, wanted: str) -> Finding:
     """Say in which pages the RAM tier comes.
 
@@ -172,14 +143,14 @@ def check_pages(ram_bytes: int, pool: HugePagePool, *, wanted: str) -> Finding:
         wanted: ``tiers[0].huge_pages``.
     """
     check, key = "huge pages", "tiers[0].huge_pages"
-    needed = pool.needed(ram_bytes)
+    needed = pool.needed(_file_nbytes(ram_bytes, pool))
     if wanted == "off":
         return Finding(check, Verdict.OK, "not asked for")
     if not needed:
         verdict = Verdict.PROBLEM if wanted == "require" else Verdict.OK
         return Finding(check, verdict, "the kernel has none", "set it to auto", key)
     found = f"{pool.free:,} huge pages reserved and free; the RAM tier takes {needed:,}"
-    if pool.holds(ram_bytes):
+    if comes_in_huge_pages(ram_bytes, pool):
         return Finding(check, Verdict.OK, found)
     verdict = Verdict.PROBLEM if wanted == "require" else Verdict.NOTE
     found = f"{found}: in small pages disk I/O takes about twice the processor time"
@@ -199,6 +170,11 @@ def check_shared_memory(size_bytes: int) -> Finding:
     found = f"{size}: enough for kvtier, which does not use it, but vLLM's processes talk in it"
     remedy = "with several GPUs: docker run --shm-size=4g, or an emptyDir of medium Memory"
     return Finding(check, Verdict.WARNING, found, remedy)
+
+
+def _file_nbytes(ram_bytes: int, pool: HugePagePool) -> int:
+    """Return how much memory a RAM tier takes, with a page for what else is in its file."""
+    return ram_bytes + pool.page_nbytes
 
 
 def _soft_limit(which: int) -> int | None:

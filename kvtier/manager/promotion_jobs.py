@@ -84,7 +84,12 @@ class PromotionJobs:
             self._blame(record, source, outcome)
         self._ladder.publish(ram, arrived)
         moved = self._take_away(record, result)
-        read = [source for source in record.sources if source.state == _RESIDENT]
+        unread = {source for source, _, _ in failures}
+        read = [
+            source
+            for source in record.sources
+            if source.state == _RESIDENT and source not in unread
+        ]
         source_tier.touch(read, self._ladder.ctx)
         self._grants.settle_arrived(arrived)
         passing = sum([copy.transient for copy in arrived]) if ram.passing else 0

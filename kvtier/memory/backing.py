@@ -16,10 +16,10 @@ from typing import Literal
 
 from kvtier.errors import CapacityError
 from kvtier.memory.anonymous import open_anonymous
-from kvtier.memory.limits import meminfo, memory_limits
+from kvtier.memory.limits import huge_page_pool, memory_limits
 from kvtier.units import format_size
 
-__all__ = ["HugePages", "create_memory", "huge_pages_needed"]
+__all__ = ["HugePages", "create_memory"]
 
 HugePages = Literal["auto", "require", "off"]
 """Whether to take them: if there are enough, or else refuse, or never."""
@@ -48,10 +48,11 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
         if descriptor is not None:
             return descriptor
         if huge_pages == "require":
+            pool = huge_page_pool(_PROC)
             raise CapacityError(
-                f"the RAM tier needs {huge_pages_needed(nbytes):,} free huge pages and there "
-                f"are {_free_huge_pages():,}: as root, sysctl -w vm.nr_hugepages=N, best at "
-                "boot, or set tiers[0].huge_pages to auto"
+                f"the RAM tier needs {pool.needed(nbytes):,} free huge pages and there are "
+                f"{pool.free:,}: as root, sysctl -w vm.nr_hugepages=N, best at boot, or set "
+                "tiers[0].huge_pages to auto"
             )
     _require_memory(nbytes)
     descriptor = open_anonymous(name)
@@ -66,20 +67,14 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
     return descriptor
 
 
-def huge_pages_needed(nbytes: int) -> int:
-    """Return how many huge pages ``nbytes`` take; 0 on a kernel without them."""
-    size = _huge_page_nbytes()
-    return -(-nbytes // size) if size else 0
-
-
 def _create_huge(name: str, nbytes: int) -> int | None:
     """Return a file of huge pages, or None if there are not enough."""
-    needed = huge_pages_needed(nbytes)
-    if not needed or needed > _free_huge_pages():
+    pool = huge_page_pool(_PROC)
+    if not pool.holds(nbytes):
         return None
     descriptor = open_anonymous(name, huge_pages=True)
     try:
-        _prefault(descriptor, needed * _huge_page_nbytes())
+        _prefault(descriptor, pool.needed(nbytes) * pool.page_nbytes)
     except OSError:
         # Somebody else was faster, or the control group allows fewer.
         os.close(descriptor)
@@ -112,13 +107,3 @@ def _require_memory(nbytes: int) -> None:
                 f"the RAM tier needs {format_size(nbytes)} but {limit.name} leaves "
                 f"{format_size(limit.free_bytes)}: lower tiers[0].capacity or raise the limit"
             )
-
-
-def _free_huge_pages() -> int:
-    """Return the huge pages that nobody has and nobody was promised."""
-    figures = meminfo(_PROC)
-    return figures.get("HugePages_Free", 0) - figures.get("HugePages_Rsvd", 0)
-
-
-def _huge_page_nbytes() -> int:
-    return meminfo(_PROC).get("Hugepagesize", 0) * 1024

@@ -169,6 +169,12 @@ def plan_copy(
         groups.append(GroupCopy(group, own[order], of_block[order], subs[order]))
         block_at += size
         slot_at += chunks
+    if block_at == len(blocks) and slot_at < len(places):
+        # What is behind a gap has moved up, so nobody can say which chunks are whole.
+        raise UnsupportedError(
+            f"some blocks of the chunks are gone: {block_at} are those of {slot_at} chunks, "
+            f"not of {len(places)}"
+        )
     if block_at != len(blocks) or slot_at != len(places):
         raise UnsupportedError(
             f"{len(blocks)} blocks in {len(places)} slots: {block_at} and {slot_at} matched"

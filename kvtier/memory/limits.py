@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MemoryLimit", "meminfo", "memory_limits", "words_of"]
+__all__ = ["HugePagePool", "MemoryLimit", "huge_page_pool", "memory_limits", "words_of"]
 
 _NO_LIMIT: Final = 1 << 60
 """Control groups of version 1 say "unlimited" with a number near 2**63."""
@@ -26,6 +26,29 @@ class MemoryLimit:
     free_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class HugePagePool:
+    """The kernel's reserve of huge pages of the usual size.
+
+    Attributes:
+        page_nbytes: Size of one; 0 on a kernel without them.
+        total: Pages in the pool.
+        free: Pages that nobody has and nobody was promised.
+    """
+
+    page_nbytes: int
+    total: int
+    free: int
+
+    def needed(self, nbytes: int) -> int:
+        """Return how many pages ``nbytes`` take; 0 on a kernel without them."""
+        return -(-nbytes // self.page_nbytes) if self.page_nbytes else 0
+
+    def holds(self, nbytes: int) -> bool:
+        """Return whether there are enough for ``nbytes``."""
+        return 0 < self.needed(nbytes) <= self.free
+
+
 def memory_limits(proc: Path, sys: Path) -> list[MemoryLimit]:
     """Return the limits that are in force on memory, the control groups' included.
 
@@ -36,11 +59,18 @@ def memory_limits(proc: Path, sys: Path) -> list[MemoryLimit]:
     return [*_available(proc), *_group_limits(proc, sys / "fs/cgroup")]
 
 
-def meminfo(proc: Path) -> dict[str, int]:
-    """Return the figures of /proc/meminfo as they stand there, most of them in KiB."""
-    lines = words_of(proc / "meminfo").splitlines()
-    parts = (line.partition(":") for line in lines)
-    return {name: int(rest.split()[0]) for name, _, rest in parts}
+def huge_page_pool(proc: Path) -> HugePagePool:
+    """Return the kernel's pool of huge pages.
+
+    Args:
+        proc: Where procfs is mounted.
+    """
+    figures = _meminfo(proc)
+    return HugePagePool(
+        page_nbytes=figures.get("Hugepagesize", 0) * 1024,
+        total=figures.get("HugePages_Total", 0),
+        free=figures.get("HugePages_Free", 0) - figures.get("HugePages_Rsvd", 0),
+    )
 
 
 def words_of(path: Path) -> str:
@@ -51,8 +81,15 @@ def words_of(path: Path) -> str:
         return ""
 
 
+def _meminfo(proc: Path) -> dict[str, int]:
+    """Return the figures of /proc/meminfo as they stand there, most of them in KiB."""
+    lines = words_of(proc / "meminfo").splitlines()
+    parts = (line.partition(":") for line in lines)
+    return {name: int(rest.split()[0]) for name, _, rest in parts}
+
+
 def _available(proc: Path) -> Iterator[MemoryLimit]:
-    available_kib = meminfo(proc).get("MemAvailable")
+    available_kib = _meminfo(proc).get("MemAvailable")
     if available_kib is not None:
         yield MemoryLimit("available memory", available_kib * 1024)
 

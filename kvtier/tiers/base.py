@@ -25,6 +25,7 @@ __all__ = [
     "StorageTier",
     "TierContext",
     "check_batch",
+    "check_outcomes",
 ]
 
 
@@ -89,6 +90,18 @@ def check_batch(
                 f"tier {tier.name}: a buffer of {view.nbytes} bytes for a slot of "
                 f"{tier.slot_nbytes}"
             )
+
+
+def check_outcomes(moved: SlotOutcomes, chunks: int) -> SlotOutcomes:
+    """Return what a tier says of a batch, having checked that it says something of each chunk.
+
+    Raises:
+        TypeError: It does not.
+    """
+    outcomes = moved.outcomes
+    if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
+        raise TypeError(f"not one outcome per chunk, but {outcomes!r:.80}")
+    return moved
 
 
 class StorageTier(ABC):

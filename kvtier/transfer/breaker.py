@@ -42,16 +42,18 @@ class Breaker:
         self._probing = True
         return True
 
-    def record(self, *, failed: bool, now: float) -> bool:
-        """Note how a call that was allowed ended.
-
-        Returns:
-            Whether this opened it, or opened it again.
-        """
+    def record(self, *, failed: bool, now: float) -> None:
+        """Note how a call that was allowed ended."""
         self._probing = False
         if not failed:
             self._failures = 0
-            return False
+            return
         self._failures += 1
         self._closed_again_s = now + self._backoff_s
-        return self.tripped
+
+    def discount(self) -> None:
+        """Note that a call that was allowed ended without a word on whether the tier works.
+
+        If it was the probe, the next call is.
+        """
+        self._probing = False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.routes import Route
 
 __all__ = ["Channel", "ChannelStatistics", "EngineLimits"]
+
+_QUIET_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Channel:
     """Jobs whose deadline passed while a system call of theirs goes on."""
     pauses: int = 0
     """Exclusive actions under way, for which jobs wait."""
+    quiet_until_s: float = 0.0
+    """Until when failures are not logged, while jobs are refused because of failures."""
 
     def is_out_of_service(self, now: float) -> bool:
         """Return whether jobs are refused at ``now``, a probe aside.
@@ -77,6 +81,17 @@ class Channel:
         During an exclusive action nothing runs, so nothing can probe either.
         """
         return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
+
+    def is_news(self, now: float) -> bool:
+        """Return whether the operator is to be told of a job that fails at ``now``.
+
+        Of each, until they take the channel out of service, and then once a minute: probes and
+        those that were running go on failing. To be asked before the breaker is told.
+        """
+        if self.breaker.tripped and now < self.quiet_until_s:
+            return False
+        self.quiet_until_s = now + _QUIET_S
+        return True
 
     def statistics(self, now: float) -> ChannelStatistics:
         """Return a snapshot at ``now``."""

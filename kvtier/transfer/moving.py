@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
 from kvtier.keys import short
-from kvtier.tiers.base import SlotOutcomes
+from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.jobs import Pending
 from kvtier.types import Job, Outcome
 
@@ -32,8 +32,7 @@ async def outcomes_of(
     """Return what became of each chunk; a tier that breaks its word is one that failed."""
     chunks = len(job.source_slots)
     try:
-        moved = await moving
-        _require_outcomes(moved.outcomes, chunks)
+        moved = check_outcomes(await moving, chunks)
     # Nobody cancels a job's task: a cancellation is that of something the tier waited for.
     except (Exception, asyncio.CancelledError, SystemExit) as raised:
         logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
@@ -58,11 +57,6 @@ def tell_of_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
             f"chunk {short(lost[0])}, of {len(lost)} lost: " if lost else "",
             error,
         )
-
-
-def _require_outcomes(outcomes: Sequence[Outcome], chunks: int) -> None:
-    if len(outcomes) != chunks or not {*map(type, outcomes)} <= {Outcome}:
-        raise TypeError(f"not one outcome per chunk, but {outcomes!r:.80}")
 
 
 async def _raise(error: Exception) -> NoReturn:

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from typing_extensions import override
 
 from kvtier.config import KvtierConfig
-from kvtier.tiers.base import SlotOutcomes, StorageTier
+from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.transfer.routes import Route, SlotMemory
 from kvtier.types import Job, JobId, Outcome
 
@@ -129,7 +129,8 @@ class BetweenTiers(Route):
         async with self._relay.lane(len(part.keys)) as views:
             if job.job_id not in self._running:
                 return _given_up(part)
-            read = await self._source.read(part.keys, part.source_slots, views, why=job.why)
+            reading = self._source.read(part.keys, part.source_slots, views, why=job.why)
+            read = check_outcomes(await reading, len(part.keys))
             if job.job_id not in self._running:
                 return _given_up(part)
             whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]

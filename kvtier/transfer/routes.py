@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 from typing_extensions import override
 
-from kvtier.tiers.base import SlotOutcomes, StorageTier
+from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, Outcome
 
 __all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier"]
@@ -99,12 +100,11 @@ class FromTier(Route):
         self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
     ) -> SlotOutcomes:
         try:
-            moved = await reading
+            moved = check_outcomes(await reading, len(job.source_slots))
         except BaseException:
             self.abandon(job)
             raise
         self._announce(job, moved.outcomes)
-        self._tier.touch(job.source_slots)
         return moved
 
     @override
@@ -112,14 +112,21 @@ class FromTier(Route):
         self._stamps.poison(job.destination_slots, job.payload)
 
     def _announce(self, job: Job, outcomes: Sequence[Outcome]) -> None:
+        """Tell workers what became of each chunk, and the tier which slots were of use."""
         if outcomes.count(Outcome.DONE) == len(outcomes):
             self._stamps.publish(job.destination_slots, job.payload)
+            self._tier.touch(job.source_slots)
             return
-        stamped = list(zip(job.destination_slots, job.payload, outcomes, strict=True))
-        whole = [pair for *pair, outcome in stamped if outcome is Outcome.DONE]
-        lost = [pair for *pair, outcome in stamped if outcome is not Outcome.DONE]
-        for tell, pairs in ((self._stamps.publish, whole), (self._stamps.poison, lost)):
-            tell([slot for slot, _ in pairs], [generation for _, generation in pairs])
+        whole = [outcome is Outcome.DONE for outcome in outcomes]
+        lost = [not arrived for arrived in whole]
+        slots, generations = job.destination_slots, job.payload
+        self._stamps.publish(_those(slots, whole), _those(generations, whole))
+        self._stamps.poison(_those(slots, lost), _those(generations, lost))
+        self._tier.touch(_those(job.source_slots, whole))
+
+
+def _those(numbers: Sequence[int], chosen: Sequence[bool]) -> list[int]:
+    return list(compress(numbers, chosen))
 
 
 def _views(memory: SlotMemory, slots: Sequence[int]) -> list[memoryview]:

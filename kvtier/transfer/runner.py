@@ -228,11 +228,14 @@ class Runner:
         channel.running_bytes -= pending.nbytes
         del self._running[job.job_id]
         failed = Outcome.FAILED in outcomes
+        if not failed or channel.is_news(ended_s):
+            tell_of_losses(job, outcomes, error)
         if pending.late:
             channel.late -= 1
+        elif {*outcomes} == {Outcome.CANCELLED}:  # for a reset, before it came to anything
+            channel.breaker.discount()
         else:
             self._record(pending, failed=failed, now=ended_s)
-        tell_of_losses(job, outcomes, error)
         done = sum(outcome is Outcome.DONE for outcome in outcomes)
         channel.seconds += ended_s - began_s
         channel.queued_s += began_s - pending.submitted_s
@@ -266,23 +269,31 @@ class Runner:
             return
         pending.late = True
         channel.late += 1
+        if channel.is_news(now):
+            logger.warning(
+                "job %d, %s -> %s: no answer after %.1f s",
+                job.job_id,
+                job.source,
+                job.destination,
+                job.timeout_s,
+            )
         self._record(pending, failed=True, now=now)
-        logger.warning(
-            "job %d, %s -> %s: no answer after %.1f s",
-            job.job_id,
-            job.source,
-            job.destination,
-            job.timeout_s,
-        )
         self._answers.answer_early(pending, f"no answer after {job.timeout_s:.1f} s")
 
     def _record(self, pending: Pending, *, failed: bool, now: float) -> None:
-        """Tell a channel's breaker how a job ended, and the operator when that opened it."""
-        if pending.channel.breaker.record(failed=failed, now=now):
+        """Tell a channel's breaker how a job ended, and the operator when that turned it."""
+        breaker = pending.channel.breaker
+        was_tripped = breaker.tripped
+        breaker.record(failed=failed, now=now)
+        if breaker.tripped == was_tripped:
+            return
+        if was_tripped:
+            logger.warning("%s -> %s is in service again", *pending.pair)
+        else:
             logger.warning(
-                "%s -> %s is out of service for %.1f s after repeated failures",
-                pending.job.source,
-                pending.job.destination,
+                "%s -> %s is out of service after repeated failures, and tried again every "
+                "%.1f s",
+                *pending.pair,
                 self._limits.breaker_backoff_s,
             )
 

@@ -40,7 +40,7 @@ from kvtier.vllm.connector_contract import (
     TransferResults,
 )
 from kvtier.vllm.contract import OffloadingConnectorStats
-from kvtier.vllm.corrections import Corrections
+from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
@@ -134,6 +134,7 @@ class KVTierConnector(OffloadingConnector):
             )
         half = self.connector_scheduler
         manager = half.manager
+        _require_no_late_stores(half, vllm_config, kv_cache_config)
         self._corrections = Corrections(half)
         if not isinstance(manager, KVTierManager):
             return
@@ -424,6 +425,22 @@ class KVTierConnector(OffloadingConnector):
 def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
     """Return kvtier's own file."""
     return load_config(extra_config["kvtier_config"])
+
+
+def _require_no_late_stores(
+    half: Any,  # noqa: ANN401 - vLLM's
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+) -> None:
+    """Refuse an engine whose half makes late stores and cannot be corrected."""
+    if compat.blocks_can_be_struck_out(half):
+        return
+    kinds = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    groups = ((kind.block_size, kind) for kind in kinds)
+    settings = _settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    blocks_per_chunk = settings.engine.blocks_per_chunk
+    if compat.offers_late(vllm_config, groups, blocks_per_chunk=blocks_per_chunk):
+        raise late_stores_refused()
 
 
 def _with_spec(

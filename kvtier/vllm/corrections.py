@@ -15,7 +15,7 @@
   is asked for its events at once, while it is made to know.
 
 All reach into state that is nobody's interface. Where a release does not have it, vLLM's half
-is left alone.
+is left alone; but an engine of which late stores are to be expected is refused then.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from kvtier.errors import UnsupportedError
 from kvtier.vllm import compat
 
 if TYPE_CHECKING:
@@ -31,7 +32,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["Corrections"]
+__all__ = ["Corrections", "late_stores_refused"]
+
+
+def late_stores_refused(*, otherwise: str = "") -> UnsupportedError:
+    """Return what to raise where late stores are to be expected and are not corrected.
+
+    Args:
+        otherwise: What else than another configuration of vLLM helps.
+    """
+    return UnsupportedError(
+        "prefix_cache_retention_interval is None, and this model's sliding windows have "
+        "shorter blocks than the rest: when a request ends, vLLM's half would store chunks "
+        "from blocks that another request may have got; start vLLM with "
+        f"--prefix-cache-retention-interval 0, its default{otherwise}"
+    )
 
 
 class Corrections:

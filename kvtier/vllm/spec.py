@@ -20,6 +20,7 @@ from kvtier.memory import HostRegion
 from kvtier.vllm.compat import (
     adopt_chunk_size,
     kv_content,
+    offers_late_here,
     read_engine,
     require_supported_vllm,
 )
@@ -31,6 +32,7 @@ from kvtier.vllm.contract import (
     OffloadingSpec,
     OffloadingWorker,
 )
+from kvtier.vllm.corrections import late_stores_refused
 from kvtier.vllm.layout import fingerprint, require_supported_layout
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
@@ -125,8 +127,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._worker is None:
             rank = self._engine.rank
             name = self._engine.engine_id
+            content = kv_content(self._engine)
+            if self._door is Door.SPEC and offers_late_here(self._engine):
+                raise late_stores_refused(
+                    otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"
+                )
             geometry, share = lay_out_slots(
-                self._engine, self._settings, kv_caches, content=kv_content(self._engine)
+                self._engine, self._settings, kv_caches, content=content
             )
             region = (
                 HostRegion.create(

@@ -107,8 +107,8 @@ class KVTierWorker(OffloadingWorker):
             return True
         try:
             self._device.store(job_id, self._plan(src_spec, chunks), chunks.generations)
-        except Exception as failure:
-            logger.exception("store %d was not started", job_id)
+        except Exception as failure:  # noqa: BLE001 - told as a job that failed
+            _tell_not_started(f"store {job_id}", failure)
             self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, failure)
         return True
 
@@ -130,8 +130,8 @@ class KVTierWorker(OffloadingWorker):
                 self._device.load_in_step(job_id, plan, chunks.generations)
             else:
                 self._device.load(job_id, plan, chunks.generations, wait_s=chunks.wait_s)
-        except Exception as error:
-            logger.exception("load %d was not started", job_id)
+        except Exception as error:  # noqa: BLE001 - told as a job that failed
+            _tell_not_started(f"load {job_id}", error)
             if chunks.in_step:
                 self._not_begun.append(job_id)
             self._device.fail(job_id, Why.LOAD, chunks.slots, chunks.generations, error)
@@ -215,6 +215,14 @@ class KVTierWorker(OffloadingWorker):
         return self._device.plan(
             blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
         )
+
+
+def _tell_not_started(job: str, error: Exception) -> None:
+    """Log why a job was not started: with a traceback only what nobody expects."""
+    if isinstance(error, UnsupportedError):
+        logger.warning("%s was not started: %s", job, error)
+    else:
+        logger.error("%s was not started", job, exc_info=error)
 
 
 def _slots(spec: LoadStoreSpec) -> SlotLoadStoreSpec:

@@ -10,6 +10,8 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.request import RequestStatus
 
+from kvtier.errors import UnsupportedError
+from kvtier.vllm import compat
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
 from tests.integration.scheduler_setup import Setup
 
@@ -88,6 +90,17 @@ def test_nothing_is_stored_late_from_a_block_that_a_window_left_behind(
         world.step()
     world.settle()
     assert world.seen["stored"] > 0
+
+
+def test_a_half_that_makes_late_stores_and_cannot_be_corrected_is_refused_at_start(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "blocks_can_be_struck_out", lambda half: False)
+    late, level = ((64, None), (16, 40)), ((16, None), (16, 40))
+    with pytest.raises(UnsupportedError, match=r"interval 0, its default$"):
+        make_world(groups=late, slots=(96, 400))
+    make_world(groups=late, slots=(96, 400), retention_tokens=0)
+    make_world(groups=level, slots=(96, 400))
 
 
 class Router:

@@ -240,6 +240,11 @@ def test_blocks_and_slots_that_do_not_match_are_refused(
         plan_copy(blocks, sizes, [0] * len(sizes), slots, blocks_per_chunk=1)
 
 
+def test_gaps_as_large_as_a_chunk_are_told_as_what_they_are() -> None:
+    with pytest.raises(UnsupportedError, match=r"gone: 4 are those of 2 chunks, not of 3$"):
+        plan_copy([3, 4, 7, 8], [4], [0], [0, 1, 2], blocks_per_chunk=2)
+
+
 def test_a_group_whose_blocks_do_not_fit_their_slots_is_refused(
     make_region: MakeRegion,
 ) -> None:

@@ -16,8 +16,8 @@ import kvtier
 from kvtier.cli import main
 from kvtier.cli._example import EXAMPLES
 from kvtier.config import schema
-from kvtier.doctor import _memory
-from kvtier.doctor._memory import HugePagePool
+from kvtier.doctor import _examine
+from kvtier.memory.limits import HugePagePool
 from tests.unit.model_shapes import LLAMA_8B
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -122,7 +122,7 @@ def test_a_file_that_requires_huge_pages_is_ok_only_where_there_are_enough(
     shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch, free: int, code: int
 ) -> None:
     pool = HugePagePool(2 << 20, total=20, free=free)
-    monkeypatch.setattr(_memory, "huge_page_pool", lambda _: pool)
+    monkeypatch.setattr(_examine, "huge_page_pool", lambda _: pool)
     text = config.read_text()
     assert shell("check", config).code == 0
     config.write_text(text.replace("32MiB", "32MiB, huge_pages: require"))

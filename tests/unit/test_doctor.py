@@ -17,14 +17,14 @@ from kvtier.doctor import (
     Examination,
     Finding,
     Verdict,
-    _memory,
+    _examine,
     _store,
     examine,
     examine_pages,
 )
 from kvtier.doctor._machine import Machine
-from kvtier.doctor._memory import HugePagePool
 from kvtier.doctor._store import Room
+from kvtier.memory.limits import HugePagePool
 from kvtier.units import approximate_rate
 
 FINDINGS = [
@@ -200,10 +200,10 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) ->
 def test_an_error_without_words_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stumble(machine: Machine) -> HugePagePool:
+    def stumble(proc: Path) -> HugePagePool:
         raise RuntimeError
 
-    monkeypatch.setattr(_memory, "huge_page_pool", stumble)
+    monkeypatch.setattr(_examine, "huge_page_pool", stumble)
     (finding,) = found(examine(config_of(tmp_path), seconds=None), "huge pages")
     assert finding.found == "could not be looked at: RuntimeError"
 
@@ -213,7 +213,7 @@ def test_the_relay_between_two_disks_needs_pages_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, pages: int
 ) -> None:
     pool = HugePagePool(2 << 20, total=100, free=100)
-    monkeypatch.setattr(_memory, "huge_page_pool", lambda machine: pool)
+    monkeypatch.setattr(_examine, "huge_page_pool", lambda proc: pool)
     disks = "".join(
         f"- {{kind: nvme, name: {name}, path: {tmp_path / name}, capacity: 64MiB}}\n"
         for name in ("fast", "large")

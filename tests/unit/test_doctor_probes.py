@@ -13,16 +13,14 @@ from kvtier.doctor._devices import BlockQueue, find_queues
 from kvtier.doctor._gds import cuda_of_torch, find_gds_parts
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._memory import (
-    HugePagePool,
     find_gpus,
-    huge_page_pool,
     process_limits,
     shared_memory_nbytes,
 )
 from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
 from kvtier.doctor._store import find_holders, find_room, stored_chunk_nbytes
 from kvtier.errors import ConfigError
-from kvtier.memory.limits import MemoryLimit, memory_limits
+from kvtier.memory.limits import HugePagePool, MemoryLimit, huge_page_pool, memory_limits
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.types import LayoutFingerprint
 
@@ -163,7 +161,7 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
 def test_a_machine_that_says_nothing_has_no_limits(tree: Tree) -> None:
     assert memory_limits(tree.machine.proc, tree.machine.sys) == []
     assert find_gpus(tree.machine) == []
-    assert huge_page_pool(tree.machine) == HugePagePool(0, 0, 0)
+    assert huge_page_pool(tree.machine.proc) == HugePagePool(0, 0, 0)
 
 
 def test_gpus_are_counted_without_their_helpers(tree: Tree) -> None:
@@ -178,7 +176,7 @@ def test_huge_pages_promised_to_somebody_are_not_free(tree: Tree) -> None:
         "HugePages_Total:      64\nHugePages_Free:       60\nHugePages_Rsvd:       10\n"
         "Hugepagesize:       2048 kB\n",
     )
-    assert huge_page_pool(tree.machine) == HugePagePool(2 << 20, total=64, free=50)
+    assert huge_page_pool(tree.machine.proc) == HugePagePool(2 << 20, total=64, free=50)
 
 
 def test_this_machine_has_limits_and_shared_memory() -> None:

@@ -107,6 +107,17 @@ def test_a_promotion_that_does_not_arrive_is_a_miss_and_gives_its_slot_back(
     assert bench.manager.snapshot().granted == 0
 
 
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.EXPIRED, Outcome.REFUSED])
+def test_a_chunk_that_could_not_be_read_was_of_no_use_there(outcome: Outcome) -> None:
+    bench = Workbench(4, 3)
+    bench.manager.recover(1, zip(prefix(3), range(3), strict=True))
+    bench.finish(asked(bench, 3), Outcome.DONE, outcome, Outcome.DONE)
+    bench.store(prefix(1, of=1))
+    bench.settle()
+    first, unread, third = prefix(3)
+    assert bench.resident(1) == {first, third, *prefix(1, of=1)}, f"{unread!r} goes first"
+
+
 def test_a_corrupt_chunk_leaves_the_slower_tier_for_good() -> None:
     bench = warmed(4, 8)
     bench.finish(asked(bench, 2), Outcome.DONE, Outcome.CORRUPT)

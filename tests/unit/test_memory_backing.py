@@ -13,7 +13,8 @@ from kvtier.errors import CapacityError
 from kvtier.memory import HostRegion, RegionGeometry, anonymous
 from kvtier.memory import backing as module
 from kvtier.memory.anonymous import open_anonymous
-from kvtier.memory.backing import create_memory, huge_pages_needed
+from kvtier.memory.backing import create_memory
+from kvtier.memory.limits import huge_page_pool
 
 HUGE = 2 << 20
 
@@ -113,7 +114,7 @@ def test_a_region_in_real_huge_pages_is_a_region(request: pytest.FixtureRequest)
     geometry = RegionGeometry(
         slots=3, slot_nbytes=1 << 20, stripe_nbytes=1 << 20, stripes=1, ranks=1
     )
-    if huge_pages_needed(geometry.nbytes) > module._free_huge_pages():
+    if not huge_page_pool(module._PROC).holds(geometry.nbytes):
         pytest.skip("no huge pages are reserved here: sysctl vm.nr_hugepages")
     name = f"test-{os.getpid()}-{request.node.name}"
     region = HostRegion.create(name, geometry, attachers=1, timeout_s=10, huge_pages="require")

@@ -206,6 +206,7 @@ class Disk:
     def __init__(self, *outcomes: Outcome | BaseException) -> None:
         self._outcomes = outcomes
         self.gate = asyncio.Event()
+        self.used: list[int] = []
 
     async def begin_read(self, *_: object, **__: object) -> SlotOutcomes:
         await self.gate.wait()
@@ -217,7 +218,7 @@ class Disk:
         return SlotOutcomes(outcomes)
 
     def touch(self, slots: Sequence[int]) -> None:
-        """A disk that remembers nothing."""
+        self.used.extend(slots)
 
 
 class Ram:
@@ -247,6 +248,16 @@ def test_what_arrived_is_stamped_and_what_did_not_is_poisoned() -> None:
     asyncio.run(route.run(rise()))
     assert truth.published == [(4, 21), (6, 22)]
     assert truth.poisoned == {(5, 21)}
+    assert disk.used == [0, 2]
+
+
+def test_chunks_that_all_arrived_were_all_of_use() -> None:
+    disk = Disk(DONE, DONE, DONE)
+    disk.gate.set()
+    route, truth = route_of(disk)
+    asyncio.run(route.run(rise()))
+    assert truth.published == [(4, 21), (5, 21), (6, 22)]
+    assert disk.used == [0, 1, 2]
 
 
 def test_a_read_that_raises_poisons_all_of_it() -> None:
@@ -256,6 +267,20 @@ def test_a_read_that_raises_poisons_all_of_it() -> None:
     with pytest.raises(OSError, match="gone"):
         asyncio.run(route.run(rise()))
     assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+
+
+@pytest.mark.parametrize("outcomes", [[], [DONE], [DONE] * 4], ids=len)
+def test_a_read_that_does_not_answer_for_each_chunk_poisons_all_of_it(
+    outcomes: list[Outcome],
+) -> None:
+    disk = Disk(*outcomes)
+    disk.gate.set()
+    route, truth = route_of(disk)
+    with pytest.raises(TypeError, match="not one outcome per chunk"):
+        asyncio.run(route.run(rise()))
+    assert truth.published == []
+    assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+    assert disk.used == []
 
 
 @contextlib.contextmanager

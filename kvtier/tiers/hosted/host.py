@@ -30,7 +30,7 @@ from kvtier.config import options_of
 from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
 from kvtier.page_mapper import PageMapper
-from kvtier.tiers.base import StorageTier, TierContext
+from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
     Batch,
@@ -120,7 +120,8 @@ class _Server:
         nbytes = self._tier.slot_nbytes
         views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
         why = Why(frame.header["why"])
-        moved = await move(batch.keys, batch.slots.tolist(), views, why=why)
+        moving = move(batch.keys, batch.slots.tolist(), views, why=why)
+        moved = check_outcomes(await moving, len(batch.keys))
         word, codes = encode_outcomes(moved.outcomes)
         return Frame({"outcomes": word, "words": moved.error}, codes)
 

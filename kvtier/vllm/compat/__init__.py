@@ -48,6 +48,7 @@ from kvtier.vllm.compat.engine import (
     adopt_chunk_size,
     full_attention_groups,
     kv_content,
+    offers_late_here,
     read_engine,
 )
 from kvtier.vllm.compat.halves import (
@@ -56,6 +57,7 @@ from kvtier.vllm.compat.halves import (
     half_is_known,
     loads_before_the_pass,
     offers_can_be_bounded,
+    offers_late,
     source_was_read,
 )
 from kvtier.vllm.compat.names import (
@@ -95,6 +97,8 @@ __all__ = [
     "missing_members",
     "names_tiers",
     "offers_can_be_bounded",
+    "offers_late",
+    "offers_late_here",
     "page_mapping",
     "read_engine",
     "refusal",

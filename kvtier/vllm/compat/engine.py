@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
+from kvtier.vllm.compat.halves import offers_late
 
 __all__ = [
     "FULL_GROUPS",
@@ -19,6 +20,7 @@ __all__ = [
     "adopt_chunk_size",
     "full_attention_groups",
     "kv_content",
+    "offers_late_here",
     "read_engine",
 ]
 
@@ -271,6 +273,24 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
             "--calculate-kv-scales, and use a checkpoint that has scales"
         )
     return " ".join([element, *what])
+
+
+def offers_late_here(engine: EngineFacts, *, load: Load = importlib.import_module) -> bool:
+    """Return whether the scheduler half of a worker's engine :func:`offers_late`.
+
+    To be asked where the worker registers its KV memory, after :func:`kv_content`: a spec is
+    not told of windows.
+
+    Args:
+        engine: The engine.
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    layers = config.compilation_config.static_forward_context
+    groups = (
+        (tokens, layers[names[0]].get_kv_cache_spec(config)) for tokens, names in engine.groups
+    )
+    return offers_late(config, groups, blocks_per_chunk=engine.blocks_per_chunk, load=load)
 
 
 def _layer_content(name: str, layer: Any) -> list[str]:  # noqa: ANN401 - vLLM's

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ __all__ = [
     "half_is_known",
     "loads_before_the_pass",
     "offers_can_be_bounded",
+    "offers_late",
     "source_was_read",
 ]
 
@@ -109,6 +110,47 @@ def blocks_can_be_struck_out(half: object, load: Load = importlib.import_module)
     """
     members = ("_current_batch_allocated_block_ids", "_req_status", "config")
     return _has(half, members, _TABLES, load)
+
+
+def offers_late(
+    vllm_config: Any,  # noqa: ANN401 - vLLM's
+    groups: Iterable[tuple[int, Any]],
+    *,
+    blocks_per_chunk: int,
+    load: Load = importlib.import_module,
+) -> bool:
+    """Return whether a half offers chunks of a window late: some that it had passed over.
+
+    Since 0.30, where all ends of windows are kept that a chunk of full attention may end with.
+    Between two of these ends there must be a whole chunk of the window, to be passed over.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        groups: Per KV cache group, the tokens of a block and what its layers keep; not looked
+            at where vLLM is configured otherwise.
+        blocks_per_chunk: Blocks of a chunk.
+        load: Imports a module by name.
+    """
+    half = getattr(load(_SCHEDULER), "OffloadingConnectorScheduler", None)
+    interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
+    if interval is not None or not hasattr(half, "_final_swa_alignment_blocks"):
+        return False
+    kinds = load("vllm.v1.kv_cache_interface")
+    known = list(groups)
+    full = {tokens for tokens, kind in known if isinstance(kind, kinds.FullAttentionSpec)}
+    if len(full) > 1:
+        return False  # then it offers all
+    apart_tokens = blocks_per_chunk * max(full or (tokens for tokens, _ in known))
+
+    def passes_over(tokens: int, kind: Any) -> bool:  # noqa: ANN401 - vLLM's
+        seen = kind.sliding_window - 1 + getattr(kind, "extra_retained_tokens", 0)
+        blocks = -(-seen // tokens) + blocks_per_chunk
+        return apart_tokens % tokens == 0 and blocks <= apart_tokens // tokens
+
+    return any(
+        isinstance(kind, kinds.SlidingWindowSpec) and passes_over(tokens, kind)
+        for tokens, kind in known
+    )
 
 
 def _has(

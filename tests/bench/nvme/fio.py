@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.doctor._machine import Machine
-from kvtier.doctor._memory import huge_page_pool
+from kvtier.memory.limits import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.machine import drop_page_cache
 from tests.bench.nvme.workload import Workload
@@ -109,7 +109,7 @@ class Fio:
 
     def _find_memories(self) -> Sequence[Memory]:
         """Return where buffers may lie: fio's default, and huge pages if there are any."""
-        if huge_page_pool(Machine()).free < _HUGE_PAGES:
+        if huge_page_pool(Machine().proc).free < _HUGE_PAGES:
             return ("malloc",)
         probe = ["--rw=write", "--bs=2m", "--ioengine=psync", f"--size={2 * _PROBE_NBYTES}"]
         try:

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from kvtier.doctor._machine import Machine
-from kvtier.doctor._memory import huge_page_pool
+from kvtier.memory.limits import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 
 __all__ = ["describe", "drop_page_cache", "require_disk"]
@@ -67,7 +67,7 @@ def describe(directory: Path) -> dict[str, str]:
         "cpu": f"{os.cpu_count()} x {_cpu_model()}",
         "kernel": platform.release(),
         "file system": f"{kind} on {source}",
-        "huge pages": f"{huge_page_pool(Machine()).total} reserved",
+        "huge pages": f"{huge_page_pool(Machine().proc).total} reserved",
         "page cache": "dropped before each pass"
         if drop_page_cache()
         else "not dropped, that takes root; all peers use O_DIRECT",

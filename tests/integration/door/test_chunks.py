@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
+    LookupResult,
 )
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.vllm import worker as worker_module
 from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, key
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_a_chunk_comes_back_from_ram_and_from_nvme_bit_for_bit(
@@ -88,6 +96,26 @@ def test_chunks_of_several_blocks_and_partial_ends(
     assert door.worker.submit_load(1, spec, GPULoadStoreSpec([10, 11, 12, 13, 14], [5], [2]))
     door.finish(1)
     assert all(door.holds(10 + i, 42 + i) for i in range(5))
+
+
+def test_chunks_with_gaps_as_large_as_one_of_them_are_misses_and_one_line_in_the_log(
+    settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings(ram=64, nvme=256, extra="engine:\n  blocks_per_chunk: 2\n")
+    door = open_door(path, cache=OffloadingCacheConfig(32, 2))
+    keys, context = [key(1), key(2), key(3)], door.request()
+    plan = door.manager.prepare_store(keys, context)
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(worker_module.logger, "handle", logged.append)
+    assert door.worker.submit_store(
+        0, GPULoadStoreSpec([3, 4, 7, 8], [4], [0]), plan.store_spec
+    )
+    door.finish(0)
+    door.manager.complete_store({*keys}, context)
+    assert [door.manager.lookup(each, context) for each in keys] == [LookupResult.MISS] * 3
+    (record,) = logged
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert record.getMessage().startswith("store 0 was not started: some blocks of the chunks")
 
 
 def test_dirty_chunks_are_brought_down_at_shutdown_when_written_on_evict(

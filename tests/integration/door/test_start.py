@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
+    OffloadingGroupConfig,
     OffloadingModelConfig,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -22,9 +30,19 @@ from kvtier.errors import (
     UnsupportedError,
 )
 from kvtier.memory import backing
+from kvtier.memory.limits import HugePagePool
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
-from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, offloading_config
+from kvtier.vllm.spec import KVTierConnectorSpec
+from tests.integration.door.doors import (
+    BLOCKS,
+    PAGE_NBYTES,
+    OpenDoor,
+    Settings,
+    fill_and_store,
+    model,
+    offloading_config,
+)
 
 
 def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
@@ -49,7 +67,7 @@ def test_huge_pages_that_are_required_and_not_reserved_are_an_error_at_the_start
 ) -> None:
     path = settings()
     path.write_text(path.read_text().replace("kind: ram", "kind: ram\n  huge_pages: require"))
-    monkeypatch.setattr(backing, "_free_huge_pages", lambda: 0)
+    monkeypatch.setattr(backing, "huge_page_pool", lambda _: HugePagePool(2 << 20, 0, 0))
     with pytest.raises(CapacityError, match="huge_pages to auto"):
         open_door(path)
 
@@ -112,6 +130,60 @@ def test_what_kvtier_cannot_serve_is_refused_at_start(
 ) -> None:
     with pytest.raises(error, match=says):
         KVTierOffloadingSpec(offloading_config(settings(), **changes))
+
+
+def two_groups(interval: int | None, *, window_block: int) -> tuple[Any, CanonicalKVCaches]:
+    """Return vLLM's configuration of a model with a sliding window, and its KV memory."""
+    layout = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.int8}
+    kinds: list[Any] = [
+        FullAttentionSpec(block_size=64, **layout),
+        SlidingWindowSpec(block_size=window_block, sliding_window=40, **layout),
+    ]
+    config = model(("auto", "auto"))
+    config.cache_config.prefix_cache_retention_interval = interval
+    for layer, kind in zip(
+        config.compilation_config.static_forward_context.values(), kinds, strict=True
+    ):
+        layer.get_kv_cache_spec = lambda _, kind=kind: kind
+    tensors = [torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in kinds]
+    caches = CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(tensor, PAGE_NBYTES) for tensor in tensors],
+        group_data_refs=[[CanonicalKVCacheRef(at, PAGE_NBYTES)] for at in range(len(kinds))],
+    )
+    return config, caches
+
+
+@pytest.mark.parametrize(
+    ("kind", "interval", "window_block", "refused"),
+    [
+        (KVTierOffloadingSpec, None, 16, True),
+        (KVTierOffloadingSpec, 0, 16, False),
+        (KVTierOffloadingSpec, None, 64, False),
+        (KVTierConnectorSpec, None, 16, False),  # it is corrected there
+    ],
+)
+def test_windows_of_which_chunks_would_be_stored_late_are_refused_at_start(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[KVTierOffloadingSpec],
+    interval: int | None,
+    window_block: int,
+    refused: bool,
+) -> None:
+    config, caches = two_groups(interval, window_block=window_block)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    groups = (
+        OffloadingGroupConfig(64, ("layer.0",), 0),
+        OffloadingGroupConfig(window_block, ("layer.1",), 1),
+    )
+    spec = kind(
+        offloading_config(settings(), groups=groups, cache=OffloadingCacheConfig(16, 1))
+    )
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"interval 0.*use KVTierConnector"):
+            spec.get_worker(caches)
+    else:
+        spec.get_worker(caches).shutdown()
 
 
 def test_a_broken_file_is_refused_with_its_place(settings: Settings) -> None:

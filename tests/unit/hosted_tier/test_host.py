@@ -9,17 +9,20 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
+import numpy as np
 import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import CapacityError
 from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.tiers.hosted import HostedTier, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
-from kvtier.types import Why
+from kvtier.types import Outcome, Why
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
 
 
@@ -173,3 +176,29 @@ async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
 ) -> None:
     with pytest.raises(CapacityError, match="slots 99 to 99"):
         await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), why=Why.STORE)
+
+
+class Brief:
+    """A tier of a plugin's that does not say of each chunk what became of it."""
+
+    slot_nbytes = SLOT
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        self._outcomes = outcomes
+
+    async def read(self, *_: object, why: Why) -> SlotOutcomes:
+        return SlotOutcomes(self._outcomes)
+
+
+@pytest.mark.parametrize("outcomes", [[], [DONE], [DONE] * 3], ids=len)
+async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_whole(
+    outcomes: Sequence[Outcome],
+) -> None:
+    sent: list[Frame] = []
+    tier = cast("StorageTier", Brief(outcomes))
+    server = host._Server(tier, memoryview(bytearray(2 * SLOT)), sent.append)
+    batch = Batch(make_keys([1, 2]), np.array([0, 1]), np.array([0, SLOT]))
+    server.take(batch.frame({"op": "read", "call": 7, "why": int(Why.LOAD)}))
+    await server.drain()
+    (answer,) = sent
+    assert "not one outcome per chunk" in answer.header["error"]["text"]

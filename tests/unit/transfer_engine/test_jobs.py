@@ -158,6 +158,41 @@ def test_a_tier_that_keeps_failing_is_taken_out_of_service(
     assert engine.statistics()["nvme", "ram"].out_of_service
 
 
+def test_what_fails_while_a_tier_is_out_of_service_fills_no_log(
+    make_engine: MakeEngine, route: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(breaker_failures=2, breaker_backoff_s=0.0)
+    first, second, *probes, last = [job() for _ in range(6)]
+    for work in (first, second, *probes, last):
+        route.answers[work.job_id] = Outcome.DONE if work is last else Outcome.FAILED
+        engine.submit(work)
+        wait_for(engine, work)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    lost = "chunk 00/0, of 1 lost: scripted"
+    assert warned == [
+        f"job {first.job_id}, nvme -> ram: {lost}",
+        f"job {second.job_id}, nvme -> ram: {lost}",
+        "nvme -> ram is out of service after repeated failures, and tried again every 0.0 s",
+        "nvme -> ram is in service again",
+    ]
+
+
+def test_a_probe_that_hangs_is_not_told_of_either(
+    make_engine: MakeEngine, route: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(breaker_failures=1, breaker_backoff_s=0.0)
+    failing, probe = job(), job(timeout_s=0.01)
+    route.answers[failing.job_id] = Outcome.FAILED
+    engine.submit(failing)
+    wait_for(engine, failing)
+    route.hold(probe)
+    engine.submit(probe)
+    assert engine.wait_any(timeout_s=10)
+    assert outcomes(engine.poll()) == {probe.job_id: ([Outcome.EXPIRED], False)}
+    assert "no answer" not in caplog.text
+    assert caplog.text.count("out of service") == 1
+
+
 def test_a_corrupt_chunk_does_not_count_against_the_medium(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
@@ -167,6 +202,18 @@ def test_a_corrupt_chunk_does_not_count_against_the_medium(
         route.answers[work.job_id] = answer
         engine.submit(work)
         assert wait_for(engine, work) == {work.job_id: ([answer], True)}
+
+
+def test_a_job_that_was_given_up_says_nothing_of_the_tier(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=2, breaker_backoff_s=1000.0)
+    for answer in (Outcome.FAILED, Outcome.CANCELLED, Outcome.FAILED):
+        work = job(chunks=2)
+        route.answers[work.job_id] = answer
+        engine.submit(work)
+        assert wait_for(engine, work) == {work.job_id: ([answer] * 2, True)}
+    assert engine.statistics()["nvme", "ram"].out_of_service
 
 
 def test_jobs_that_expire_behind_one_that_hangs_count_against_the_tier(
