@@ -117,6 +117,10 @@ _TIER_COUNTERS: Final = {
     "skipped_load_tokens": "Prompt tokens they stand for.",
     "stored_chunks": "Chunks that became resident in the tier.",
     "evicted_chunks": "Chunks that left the tier to make room.",
+    "followed_chunks": (
+        "Evicted chunks of which kvtier_evict_reuse_gap_seconds tells whether they are asked "
+        "for again; of a large tier a sample."
+    ),
     "promoted_chunks": "Chunks that came up from the tier to RAM to stay.",
     "demoted_chunks": "Chunks that went down from the tier and arrived in a slower one.",
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
