@@ -145,7 +145,9 @@ _TIER_GAUGES: Final = {
     "dirty_chunks": "Chunks that must still reach a slower tier.",
     "queued_bytes": "Bytes queued or running to and from the tier.",
     "load_seconds_per_gb": "What loading a gigabyte is estimated to take; 0 if not measured.",
-    "out_of_service": "1 while the tier is skipped after repeated failures.",
+    "out_of_service": (
+        "1 while the tier is not read from, or not written to, after repeated failures."
+    ),
 }
 _FAILED: Final = Metric(
     "kvtier_failed_chunks",

@@ -56,7 +56,7 @@ class TierFigures(NamedTuple):
         dirty_chunks: Copies that must still reach a slower tier.
         queued_bytes: Bytes queued or running.
         load_seconds_per_gb: Estimate of what loading takes from here; 0 if never measured.
-        out_of_service: 1 while the tier is skipped, else 0.
+        out_of_service: 1 while the tier is not read from, or not written to, else 0.
     """
 
     name: str
