@@ -117,6 +117,10 @@ _TIER_COUNTERS: Final = {
     "skipped_load_tokens": "Prompt tokens they stand for.",
     "stored_chunks": "Chunks that became resident in the tier.",
     "evicted_chunks": "Chunks that left the tier to make room.",
+    "followed_chunks": (
+        "Evicted chunks of which kvtier_evict_reuse_gap_seconds tells whether they are asked "
+        "for again; of a large tier a sample."
+    ),
     "promoted_chunks": "Chunks that came up from the tier to RAM to stay.",
     "demoted_chunks": "Chunks that went down from the tier and arrived in a slower one.",
     "refused_chunks": "Chunks not taken for lack of room or by policy.",
@@ -141,7 +145,9 @@ _TIER_GAUGES: Final = {
     "dirty_chunks": "Chunks that must still reach a slower tier.",
     "queued_bytes": "Bytes queued or running to and from the tier.",
     "load_seconds_per_gb": "What loading a gigabyte is estimated to take; 0 if not measured.",
-    "out_of_service": "1 while the tier is skipped after repeated failures.",
+    "out_of_service": (
+        "1 while the tier is not read from, or not written to, after repeated failures."
+    ),
 }
 _FAILED: Final = Metric(
     "kvtier_failed_chunks",

@@ -25,6 +25,9 @@ class TierCounters:
     """Chunks that became resident, from wherever."""
     evicted: int = 0
     """Chunks that left to make room."""
+    followed: int = 0
+    """Those of them of which it is known when they are asked for again: of a large tier a
+    sample, and none if nobody wants to know."""
     refused: int = 0
     """Chunks not taken for lack of room or by the placement policy."""
     failed: int = 0

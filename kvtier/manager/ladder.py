@@ -249,7 +249,7 @@ class Ladder:
     def _left(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
         """Record that ``keys`` left to make room."""
         if self.follows_reuse:
-            self.gaps[tier.index].evicted(keys)
+            tier.counters.followed += self.gaps[tier.index].evicted(keys)
         if self.events.listened_to:
             self.events.add(tier.index, keys, removed=True)
 

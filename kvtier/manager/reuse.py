@@ -14,7 +14,7 @@ a chunk's gap ends when it is asked for first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Final
 
@@ -54,11 +54,17 @@ class ReuseGaps:
         # The keys of both: every new chunk is looked for here, and a set is the quickest.
         self._names: set[ChunkKey] = set()
 
-    def evicted(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that ``keys`` left the tier to make room in this step."""
+    def evicted(self, keys: Sequence[ChunkKey]) -> int:
+        """Note that ``keys`` left the tier to make room in this step.
+
+        Returns:
+            How many of them are in the sample.
+        """
         self.busy = True
         mask = self.mask
-        self._left += [key for key in keys if not key[SAMPLING_BYTE] & mask] if mask else keys
+        sample = [key for key in keys if not key[SAMPLING_BYTE] & mask] if mask else keys
+        self._left += sample
+        return len(sample)
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` was asked for in this step and is not in the tier."""

@@ -283,6 +283,10 @@ class Scrape:
         assert found, f"no series {name} {labels}"
         return sum(found)
 
+    def labels(self, name: str) -> set[str]:
+        """Return the names of the labels of the series of ``name``; empty if there is none."""
+        return {label for sample, have in self._samples if sample == name for label, _ in have}
+
 
 async def first_scrape(session: aiohttp.ClientSession) -> Scrape:
     """Scrape as soon as the server listens, a moment after it said that it is up."""

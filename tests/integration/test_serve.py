@@ -16,6 +16,7 @@ import pytest
 
 from kvtier.connector.metrics import METRICS
 from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
+from tests.docs.test_dashboard import TARGET, VLLM, expressions, selected
 from tests.integration.harness import (
     ANSWER_TOKENS,
     CONVERSATIONS,
@@ -177,6 +178,7 @@ def assert_consistent(answered: Answered, scrapes: Sequence[Scrape]) -> None:
     assert saved <= sum(by_tier.values()) <= saved + again
     assert last.value("vllm:prompt_tokens_total") == sum(len(p) for p, _ in answered)
     assert_bytes_add_up(last)
+    assert_dashboard_fits(last)
     for trouble in ("failed_chunks", "internal_errors", "expired_jobs"):
         assert last.value(f"kvtier_{trouble}_total") == 0, trouble
     for tier in ("ram", "nvme"):
@@ -206,6 +208,16 @@ def assert_bytes_add_up(last: Scrape) -> None:
     assert read == last.value(moved, **up)
     assert read >= last.value("kvtier_promoted_chunks_total", tier="nvme") * nbytes
     assert read >= last.value("kvtier_hit_chunks_total", tier="nvme") * nbytes
+
+
+def assert_dashboard_fits(last: Scrape) -> None:
+    """A histogram that observed nothing, and a shadow that nobody asked for, have no series."""
+    asked = [pair for expression in expressions().values() for pair in selected(expression)]
+    there = {name for name, _ in asked if last.labels(name)}
+    assert {*VLLM, "kvtier_hit_tokens_total", "kvtier_followed_chunks_total"} <= there
+    for name, compared in asked:
+        if name in there:
+            assert compared - TARGET <= last.labels(name), name
 
 
 def serve(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
+
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import Lookup
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
@@ -66,12 +68,12 @@ def test_what_is_remembered_is_bounded_and_the_latest_is_kept() -> None:
 def test_of_a_large_tier_a_sample_is_kept_chosen_by_the_key() -> None:
     gaps = ReuseGaps(1_000_000)
     sample = keys(4096)
-    gaps.evicted(sample)
+    followed = gaps.evicted(sample)
     gaps.end_step(0.0)
     for key in sample:
         gaps.asked(key)
     gaps.end_step(1.0)
-    assert len(gaps.take()) == 4096 // 256
+    assert len(gaps.take()) == followed == 4096 // 256
 
 
 def test_the_manager_notes_gaps_in_every_tier_that_was_passed() -> None:
@@ -88,6 +90,25 @@ def test_the_manager_notes_gaps_in_every_tier_that_was_passed() -> None:
     ram, nvme = bench.manager.take_reuse_gaps()
     assert len(ram) == 2
     assert nvme == []
+
+
+@pytest.mark.parametrize(("slots", "sampled"), [(200, 1), (512, 4)])
+def test_gaps_are_a_share_of_the_evicted_chunks_that_are_followed(
+    slots: int, sampled: int
+) -> None:
+    bench = Workbench(slots)
+    first, second = (hashed(slots, of=number) for number in range(2))
+    for chunks in (first, second, first):
+        bench.store(chunks)
+        bench.manager.end_step(now=1.0)
+    (ram,) = bench.manager.snapshot().tiers
+    (gaps,) = bench.manager.take_reuse_gaps()
+    came_back, left = (
+        sum(key[SAMPLING_BYTE] % sampled == 0 for key in keys) for keys in (first, second)
+    )
+    assert 0 < came_back == len(gaps)
+    assert ram.counters.followed == came_back + left
+    assert ram.counters.evicted == 2 * slots
 
 
 def test_every_chunk_of_a_prefix_that_left_the_slowest_tier_has_its_gap() -> None:

@@ -30,6 +30,7 @@ class TierFigures(NamedTuple):
         skipped_load_tokens: Prompt tokens they stand for.
         stored_chunks: Chunks that became resident.
         evicted_chunks: Chunks that left to make room.
+        followed_chunks: Those of them whose reuse gap would be told; of a large tier a sample.
         promoted_chunks: Chunks that came up from here to RAM to stay.
         demoted_chunks: Chunks that went down from here and arrived.
         refused_chunks: Chunks not taken for lack of room or by policy.
@@ -55,7 +56,7 @@ class TierFigures(NamedTuple):
         dirty_chunks: Copies that must still reach a slower tier.
         queued_bytes: Bytes queued or running.
         load_seconds_per_gb: Estimate of what loading takes from here; 0 if never measured.
-        out_of_service: 1 while the tier is skipped, else 0.
+        out_of_service: 1 while the tier is not read from, or not written to, else 0.
     """
 
     name: str
@@ -67,6 +68,7 @@ class TierFigures(NamedTuple):
     skipped_load_tokens: int
     stored_chunks: int
     evicted_chunks: int
+    followed_chunks: int
     promoted_chunks: int
     demoted_chunks: int
     refused_chunks: int
@@ -224,6 +226,7 @@ def _tier_figures(
         skipped_load_tokens=load[1],
         stored_chunks=counters.stored,
         evicted_chunks=counters.evicted,
+        followed_chunks=counters.followed,
         promoted_chunks=counters.promoted,
         demoted_chunks=counters.demoted,
         refused_chunks=counters.refused,
