@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from itertools import compress
-from typing import Any, Protocol
+from itertools import chain, compress
+from typing import Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
@@ -13,6 +14,10 @@ from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, Outcome
 
 __all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier"]
+
+_MOST_PARTS: Final = 4
+_LEAST_PART_NBYTES: Final = 2 << 20
+"""What a disk reads in about a millisecond: less is hardly worth a call of its own."""
 
 
 class SlotMemory(Protocol):
@@ -67,7 +72,7 @@ class ToTier(Route):
         return self._tier.begin_write(
             job.keys,
             job.destination_slots,
-            _views(self._memory, job.source_slots),
+            [self._memory.slot(number) for number in job.source_slots],
             why=job.why,
         )
 
@@ -77,6 +82,9 @@ class FromTier(Route):
 
     The job's payload is the stamp of each slot. What arrived is published and what did not is
     poisoned before the job's result is posted: a worker may wait for the chunk already.
+
+    A large job is read in a few parts that are published one by one, so that such a worker
+    copies the first while the last are still being read.
     """
 
     def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:
@@ -86,15 +94,25 @@ class FromTier(Route):
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        return self._finish(
-            job,
-            self._tier.begin_read(
-                job.keys,
-                job.source_slots,
-                _views(self._memory, job.destination_slots),
-                why=job.why,
-            ),
-        )
+        chunks = len(job.source_slots)
+        least = -(-_LEAST_PART_NBYTES // self._tier.slot_nbytes)
+        step = max(-(-chunks // _MOST_PARTS), least)
+        if chunks <= step:
+            return self._finish(job, self._begin(job))
+        parts = [_part_of(job, slice(at, at + step)) for at in range(0, chunks, step)]
+        return _all_of([self._try_part(part) for part in parts])
+
+    def _begin(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        views = [self._memory.slot(number) for number in job.destination_slots]
+        return self._tier.begin_read(job.keys, job.source_slots, views, why=job.why)
+
+    def _try_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes | BaseException]:
+        """Begin to read a part; the coroutine returns what is raised, then or now."""
+        try:
+            return _returning(self._finish(part, self._begin(part)))
+        except Exception as raised:  # noqa: BLE001 - the parts before it have begun
+            self.abandon(part)
+            return _returning(_raising(raised))
 
     async def _finish(
         self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
@@ -125,9 +143,43 @@ class FromTier(Route):
         self._tier.touch(_those(job.source_slots, whole))
 
 
+def _part_of(job: Job, part: slice) -> Job:
+    """Return some of the chunks of ``job`` as a job."""
+    return job._replace(
+        keys=job.keys[part],
+        source_slots=job.source_slots[part],
+        destination_slots=job.destination_slots[part],
+        payload=job.payload[part],
+    )
+
+
+async def _all_of(
+    parts: Sequence[Coroutine[Any, Any, SlotOutcomes | BaseException]],
+) -> SlotOutcomes:
+    """Await all parts, for a thread may touch the slots of each; raise what one returned."""
+    ended = [await task for task in [asyncio.create_task(part) for part in parts]]
+    moved: list[SlotOutcomes] = []
+    for part in ended:
+        if isinstance(part, BaseException):
+            raise part
+        moved.append(part)
+    outcomes = list(chain.from_iterable(part.outcomes for part in moved))
+    return SlotOutcomes(outcomes, next((part.error for part in moved if part.error), ""))
+
+
+async def _returning(
+    moving: Coroutine[Any, Any, SlotOutcomes],
+) -> SlotOutcomes | BaseException:
+    try:
+        return await moving
+    # In a task of its own an exit would end the event loop, and with it every other job.
+    except BaseException as raised:  # noqa: BLE001 - raised again where the job ends
+        return raised
+
+
+async def _raising(error: Exception) -> NoReturn:
+    raise error
+
+
 def _those(numbers: Sequence[int], chosen: Sequence[bool]) -> list[int]:
     return list(compress(numbers, chosen))
-
-
-def _views(memory: SlotMemory, slots: Sequence[int]) -> list[memoryview]:
-    return [memory.slot(number) for number in slots]
