@@ -147,7 +147,7 @@ def test_bytes_that_are_no_whole_words_are_copied_too(
 def test_a_long_copy_borrows_a_bounded_amount_of_memory(
     make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_module, "_STAGING_NBYTES", 3 * BLOCK_NBYTES)
+    monkeypatch.setattr(copy_module, "_KEPT_NBYTES", 3 * BLOCK_NBYTES)
     borrowed: list[int] = []
     empty = torch.empty
 
@@ -166,6 +166,9 @@ def test_a_long_copy_borrows_a_bounded_amount_of_memory(
     out.store(plan, after=None)
     back.load(plan, after=None)
     assert max(borrowed) <= 3 * BLOCK_NBYTES
+    borrowed.clear()
+    back.load(plan, after=None)
+    assert not borrowed, "new memory would fault page by page"
     monkeypatch.undo()
     assert all(block_bytes(target, 0, b) == block_bytes(source, 0, b) for b in blocks)
     out.close()

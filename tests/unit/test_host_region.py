@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -44,6 +45,32 @@ def test_every_process_sees_the_same_slots_and_control_words(name: str) -> None:
     second.close()
     first.close()
     first.close()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14),
+    reason="this kernel maps no pages ahead",
+)
+def test_pages_mapped_ahead_cost_no_fault_when_they_are_touched(name: str) -> None:
+    pages, nbytes = 1024, mmap.PAGESIZE
+    geometry = RegionGeometry(pages, nbytes, nbytes, stripes=1, ranks=1)
+    region = HostRegion.create(name, geometry, attachers=0, timeout_s=1, huge_pages="off")
+    region.map_pages()
+    region.map_pages()
+    assert region._mapper is not None
+    region._mapper.join()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for number in range(pages):
+        region.slot(number)[0] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < pages / 10
+    region.close()
+
+
+def test_a_region_that_is_closed_at_once_is_mapped_no_further(name: str) -> None:
+    region = HostRegion.create(name, SMALL, attachers=0, timeout_s=1)
+    region.map_pages()
+    region.close()
+    assert "kvtier-pages" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_engines_with_names_longer_than_a_socket_takes_have_regions_of_their_own() -> None:

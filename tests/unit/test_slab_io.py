@@ -24,6 +24,7 @@ from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab import store as slab
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
 SLOT = 8192
@@ -211,6 +212,18 @@ async def test_neighbouring_slots_move_in_one_call(open_shelf: OpenShelf, io: Fa
     await shelf.put(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
     await shelf.get(KEYS, [7, 3, 0, 5, 1, 6, 2, 4])
     assert io.calls.count("pwritev") == io.calls.count("preadv") == 2  # pieces of four slots
+
+
+async def test_all_threads_share_a_read_that_is_worth_it(
+    open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab, "_LEAST_PIECE_NBYTES", 2 * SLOT)
+    shelf = await open_shelf()
+    await shelf.put(KEYS, list(range(8)))
+    for chunks, calls in ((8, min(pool.threads, 4)), (4, 2), (1, 1)):
+        io.calls.clear()
+        await shelf.get(KEYS[:chunks], list(range(chunks)))
+        assert io.calls.count("preadv") == calls
 
 
 async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: FaultyIo) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
 from typing_extensions import override
 
+from kvtier.errors import KvtierError
 from kvtier.iopool import IoPool
 from kvtier.memory import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
@@ -202,6 +203,7 @@ class Disk:
     """A tier whose reads end as the test says."""
 
     name = "nvme"
+    slot_nbytes = 4096
 
     def __init__(self, *outcomes: Outcome | BaseException) -> None:
         self._outcomes = outcomes
@@ -281,6 +283,103 @@ def test_a_read_that_does_not_answer_for_each_chunk_poisons_all_of_it(
     assert truth.published == []
     assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
     assert disk.used == []
+
+
+class LargeSlots(Disk):
+    """A tier of slots so large that a job has a part for each; each is read when it is told."""
+
+    slot_nbytes = 4 << 20
+
+    def __init__(self, *ends: Outcome | BaseException, refuses: int | None = None) -> None:
+        super().__init__()
+        self.gates = [asyncio.Event() for _ in ends]
+        self._ends = ends
+        self._refuses = refuses
+
+    @override
+    def begin_read(  # type: ignore[override]
+        self, keys: object, slots: Sequence[int], *_: object, **__: object
+    ) -> Coroutine[Any, Any, SlotOutcomes]:
+        (slot,) = slots
+        if slot == self._refuses:
+            raise KvtierError("closed")
+        return self._read(slot)
+
+    async def _read(self, slot: int) -> SlotOutcomes:
+        await self.gates[slot].wait()
+        end = self._ends[slot]
+        if isinstance(end, BaseException):
+            raise end
+        return SlotOutcomes([end], "" if end is DONE else f"slot {slot} is lost")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():  # noqa: ASYNC110 - a stamp wakes nobody
+            await asyncio.sleep(0)
+
+
+def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
+    disk = LargeSlots(DONE, CORRUPT, DONE)
+    route, truth = route_of(disk)
+
+    async def read() -> SlotOutcomes:
+        moving = asyncio.create_task(route.run(rise()))
+        disk.gates[2].set()
+        await until(lambda: truth.published == [(6, 22)])
+        disk.gates[1].set()
+        await until(lambda: truth.poisoned == {(5, 21)})
+        assert not moving.done()
+        disk.gates[0].set()
+        return await moving
+
+    moved = asyncio.run(read())
+    assert moved.outcomes == [DONE, CORRUPT, DONE]
+    assert moved.error == "slot 1 is lost"
+    assert truth.published == [(6, 22), (4, 21)]
+    assert truth.poisoned == {(5, 21)}
+    assert disk.used == [2, 0]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "gone"), SystemExit(3)], ids=type)
+def test_a_part_that_raises_is_waited_for_with_the_others(error: BaseException) -> None:
+    disk = LargeSlots(error, DONE, DONE)
+    route, truth = route_of(disk)
+
+    async def read() -> None:
+        moving = asyncio.create_task(_caught(route.run(rise())))
+        disk.gates[0].set()
+        await until(lambda: truth.poisoned == {(4, 21)})
+        assert not moving.done(), "threads touch the slots of the others"
+        for gate in disk.gates:
+            gate.set()
+        assert await moving is error
+
+    asyncio.run(read())
+    assert truth.published == [(5, 21), (6, 22)]
+    assert truth.poisoned == {(4, 21)}
+
+
+def test_a_part_that_cannot_begin_does_not_keep_the_others_from_it() -> None:
+    disk = LargeSlots(DONE, DONE, DONE, refuses=1)
+    route, truth = route_of(disk)
+
+    async def read() -> BaseException | None:
+        for gate in disk.gates:
+            gate.set()
+        return await _caught(route.run(rise()))
+
+    assert isinstance(asyncio.run(read()), KvtierError)
+    assert truth.published == [(4, 21), (6, 22)]
+    assert truth.poisoned == {(5, 21)}
+
+
+async def _caught(moving: Awaitable[object]) -> BaseException | None:
+    try:
+        await moving
+    except BaseException as raised:  # noqa: BLE001 - an exit is among what is raised
+        return raised
+    return None
 
 
 @contextlib.contextmanager

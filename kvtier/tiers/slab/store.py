@@ -43,6 +43,8 @@ __all__ = ["SlabTier"]
 
 logger = logging.getLogger(__name__)
 
+_LEAST_PIECE_NBYTES = 512 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -221,7 +223,7 @@ class SlabTier(StorageTier):
         held = self._table.matches(batch.slots, batch.key_hashes)
         if len(held) < len(batch.slots):
             batch.errors.append("a slot does not hold the chunk asked for")
-        pieces = plan_pieces(batch.slots, held, slots_per_piece=self._slots_per_piece)
+        pieces = plan_pieces(batch.slots, held, slots_per_piece=self._per_piece(len(held)))
 
         # The checksums are taken before the first await: what is written meanwhile, against
         # the rules, does not verify.
@@ -360,6 +362,15 @@ class SlabTier(StorageTier):
                 self.name,
                 self._store.namespace.directory,
             )
+
+    def _per_piece(self, chunks: int) -> int:
+        """Return how many of the chunks of a read to move by one call at most.
+
+        All threads share even a small read, so that it is over sooner and what is asked for
+        next begins to arrive while it is verified.
+        """
+        least = -(-_LEAST_PIECE_NBYTES // self.slot_nbytes)
+        return min(self._slots_per_piece, max(-(-chunks // self._pool.threads), least))
 
     def _batch(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
