@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import prometheus_client
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 from kvtier.config import load_config, vllm_transfer_config
 from kvtier.connector.metrics import METRICS, Kind
@@ -39,22 +41,22 @@ IRRELEVANT_LABELS = {"engine", "model_name"}
 
 def open_engine(scenario: Scenario) -> LLM:
     """Start the engine that ``scenario`` describes."""
-    return LLM(
-        model=str(scenario.model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
-        max_model_len=scenario.context_tokens,
-        max_num_batched_tokens=scenario.step_tokens,
-        num_gpu_blocks_override=scenario.gpu_blocks,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        seed=0,
-        kv_transfer_config=connector(scenario),
-        kv_events_config=publisher(scenario),
-        **workers(scenario.ranks),
-    )
+    arguments: dict[str, Any] = {
+        "model": str(scenario.model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": scenario.context_tokens,
+        "max_num_batched_tokens": scenario.step_tokens,
+        "num_gpu_blocks_override": scenario.gpu_blocks,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "seed": 0,
+        "kv_transfer_config": connector(scenario),
+        "kv_events_config": publisher(scenario),
+    }
+    return LLM(**arguments | workers(scenario.ranks) | scenario.arguments)
 
 
 def workers(ranks: int) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class Driver:
         started_s = time.monotonic()
         prompts = [self._literal(prompt) for prompt in wave.prompts]
         names = [
-            self._send(tokens, wave.max_tokens, prompt.wishes)
+            self._send(tokens, wave.max_tokens, prompt)
             for tokens, prompt in zip(prompts, wave.prompts, strict=True)
         ]
         outputs: dict[str, Any] = {}
@@ -178,16 +180,25 @@ class Driver:
         before = self._answers[prompt.after]
         return before.prompt + before.tokens + prompt.tokens
 
-    def _send(self, tokens: Sequence[int], max_tokens: int, wishes: Mapping[str, Any]) -> str:
+    def _send(self, tokens: Sequence[int], max_tokens: int, prompt: Prompt) -> str:
         name = str(next(self._ids))
-        parameters = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": dict(wishes)} if wishes else None,
+        usual: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "detokenize": False,
+            "extra_args": {"kv_transfer_params": dict(prompt.wishes)}
+            if prompt.wishes
+            else None,
+        }
+        parameters = SamplingParams(**usual | prompt.sampling)
+        self._engine.add_request(
+            name,
+            request_of(tokens, prompt),
+            parameters,
+            lora_request=adapter_of(prompt),
+            priority=prompt.priority,
         )
-        self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, parameters)
         return name
 
     def _step(self) -> dict[str, Any]:
@@ -212,6 +223,23 @@ class Driver:
         return growth(before, self._counters)
 
 
+def request_of(tokens: Sequence[int], prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt in vLLM's words."""
+    request: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+    if prompt.embeds is not None:
+        request = {"prompt_embeds": torch.load(prompt.embeds)}
+    if prompt.salt is not None:
+        request["cache_salt"] = prompt.salt
+    return request
+
+
+def adapter_of(prompt: Prompt) -> LoRARequest | None:
+    """Return a prompt's adapter in vLLM's words."""
+    if (adapter := prompt.adapter) is None:
+        return None
+    return LoRARequest(adapter.name, adapter.number, str(adapter.path))
+
+
 def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return what every counter grew by, and what every gauge is, series by series."""
     return {
@@ -224,13 +252,22 @@ def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:  # noqa: ANN401 -
     """Return the answer to ``prompt``; ``output`` is None when it was aborted."""
     if output is None or output.outputs[0].finish_reason == "abort":
         return Answer(prompt=prompt, tokens=(), cached_tokens=0, first_token_s=0, aborted=True)
+    first, *others = (tuple(sample.token_ids) for sample in output.outputs)
     return Answer(
         prompt=prompt,
-        tokens=tuple(output.outputs[0].token_ids),
+        tokens=first,
+        others=tuple(others),
+        prompt_logprobs=logprobs_of(prompt, output.prompt_logprobs),
         cached_tokens=output.num_cached_tokens or 0,
         first_token_s=output.metrics.first_token_latency,
         failed=output.outputs[0].finish_reason == "error",
     )
+
+
+def logprobs_of(prompt: tuple[int, ...], told: Any) -> tuple[float, ...]:  # noqa: ANN401 - vLLM's
+    """Return what vLLM told of each prompt token but the first."""
+    pairs = zip(prompt[1:], (told or [None])[1:], strict=False)
+    return tuple(each[token].logprob for token, each in pairs)
 
 
 def damage_kv(worker: Any, every: int) -> None:  # noqa: ANN401 - vLLM's

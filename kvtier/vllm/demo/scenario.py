@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvtier.config import Door
 
 __all__ = [
+    "Adapter",
     "Answer",
     "Prompt",
     "Report",
@@ -27,6 +28,15 @@ class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Adapter(_Value):
+    """A LoRA adapter, as a request names it."""
+
+    name: str
+    number: int
+    """One number for each name and path that an engine hears of."""
+    path: Path
+
+
 class Prompt(_Value):
     """One request."""
 
@@ -36,6 +46,16 @@ class Prompt(_Value):
     """The earlier request that this one continues, counted over all waves."""
     wishes: dict[str, Any] = Field(default_factory=dict)
     """What it says in ``kv_transfer_params``."""
+    adapter: Adapter | None = None
+    """The LoRA adapter it asks for."""
+    salt: str | None = None
+    """Its ``cache_salt``."""
+    embeds: Path | None = None
+    """A file of ``torch.save`` with the prompt's embeddings; sent in place of ``tokens``."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Sampling parameters besides the wave's."""
+    priority: int = 0
+    """Lower is earlier, with ``scheduling_policy: priority``."""
 
 
 class Wave(_Value):
@@ -82,6 +102,8 @@ class Scenario(_Value):
     """Where to publish what is cached, as a ZeroMQ endpoint."""
     load_failures: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose KV could not be loaded."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine, or others in place of the demo's."""
     timed: bool = False
     """Begin each wave when the parent says so, and report what each step of it took."""
 
@@ -92,6 +114,10 @@ class Answer(_Value):
     prompt: tuple[int, ...]
     """The prompt as it was sent, the continued conversation included."""
     tokens: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...] = ()
+    """Tokens of its further samples, where ``n`` was more than one."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of each prompt token but the first, where they were asked for."""
     cached_tokens: int
     """Prompt tokens whose KV was not computed."""
     first_token_s: float
