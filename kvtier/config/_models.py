@@ -104,6 +104,9 @@ class NvmeTierConfig(TierConfig):
     """Proof on every read that the bytes are those stored; `off` trusts the disk blindly."""
     durability: Literal["process", "power"] = "process"
     """What a stored chunk survives: a killed `process`, or loss of `power` (fsync, slower)."""
+    keep_after_reset: bool = False
+    """Whether what is stored after a reset of the cache survives a restart; not with weights
+    that are updated while the engine runs."""
     own_process: bool = True
     """Read, write and checksum in a process of its own, out of the way of the engine's."""
 

@@ -35,7 +35,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, nbytes_of, read_layout
-from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
+from kvtier.tiers.slab.schema import RESET_NOTE, IndexDamagedError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
@@ -272,6 +272,15 @@ class IndexReader:
         """Return how payloads are checksummed: ``xxh3`` or ``off``."""
         rows = self._query("SELECT value FROM meta WHERE name = 'checksum'")
         return str(rows[0][0]) if rows else "xxh3"
+
+    def reset_at(self) -> int | None:
+        """Return when the cache was reset if what was stored since goes at the next start.
+
+        Returns:
+            Seconds since the epoch, 0 if unknown; None if all of it stays.
+        """
+        rows = self._query(f"SELECT {_time('value')} FROM meta WHERE name = ?", (RESET_NOTE,))
+        return int(rows[0][0]) if rows else None
 
     def totals(self) -> Totals:
         """Sum up the index."""

@@ -15,6 +15,7 @@ from typing import Final
 from kvtier.tiers.slab.trail import TRAIL_SCHEMA_2, TRAIL_SCHEMA_3
 
 __all__ = [
+    "RESET_NOTE",
     "IndexDamagedError",
     "blame",
     "bring_up",
@@ -22,6 +23,12 @@ __all__ = [
     "is_full",
     "lacks_shared_memory",
 ]
+
+RESET_NOTE: Final = "reset"
+"""Name of the note that the cache was reset and what was stored since is doubted.
+
+Its value is when, in seconds since the epoch. Why, says :mod:`kvtier.tiers.slab.opening`.
+"""
 
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"
 _VERSION: Final = 3

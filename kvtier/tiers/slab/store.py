@@ -126,6 +126,7 @@ class SlabTier(StorageTier):
         self._epoch = 0
         self._closed = False
         self._told_of_removal = False
+        self._told_of_doubt = False
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
         # Last, for it has a thread, which nobody would stop if anything after it failed.
@@ -253,7 +254,9 @@ class SlabTier(StorageTier):
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
-        Writes in progress fail: their bytes belong to the time before.
+        Writes in progress fail: their bytes belong to the time before. What is written later
+        does not survive a restart, unless ``keep_after_reset`` says so: why, says
+        :mod:`kvtier.tiers.slab.opening`.
 
         Raises:
             ClosedError: The tier was closed.
@@ -266,9 +269,11 @@ class SlabTier(StorageTier):
         self._table.clear()
         self._recovered = None
         try:
-            await self._index.clear()
+            await self._index.clear(doubt=not self._options.keep_after_reset)
         except sqlite3.Error as error:
             await self._abandon_index(error)
+        else:
+            self._tell_of_doubt()
 
     async def _abandon_index(self, cause: sqlite3.Error) -> None:
         """Move an index that cannot be cleared out of a restart's way; that takes no room."""
@@ -359,6 +364,17 @@ class SlabTier(StorageTier):
                 "but take their room until this engine ends, and are lost then",
                 self.name,
                 self._store.namespace.directory,
+            )
+
+    def _tell_of_doubt(self) -> None:
+        """Log once what a reset means for a restart."""
+        if not (self._told_of_doubt or self._options.keep_after_reset):
+            self._told_of_doubt = True
+            logger.warning(
+                "tier %s: the cache was reset; what is stored from now on does not survive a "
+                "restart, for the weights may have changed and change back then: where they "
+                "never do, set keep_after_reset: true",
+                self.name,
             )
 
     def _batch(
