@@ -170,6 +170,8 @@ def _open_namespace(
             options.name, options.path, layout, io, owner_pid=context.owner_pid
         )
         stack.callback(namespace.close)
+    if options.durability == "power":
+        namespace.sync()  # where that cannot be done, nothing is lost yet
     _make_room(options, namespace, _file_spec(options, context, namespace, capacity_slots), io)
     return namespace
 
