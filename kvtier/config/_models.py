@@ -7,6 +7,7 @@ the descriptions in the JSON Schema.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -365,5 +366,5 @@ class KvtierConfig(_Section):
             _refuse(f"{key}.name", f"tiers[{twin}] has the same name", remedy)
         if isinstance(tier, NvmeTierConfig):
             paths = [other.path for other in faster if isinstance(other, NvmeTierConfig)]
-            if tier.path in paths:
+            if os.path.realpath(tier.path) in map(os.path.realpath, paths):
                 _refuse(f"{key}.path", "another tier has the same path", "use two directories")
