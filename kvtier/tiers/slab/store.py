@@ -37,7 +37,6 @@ from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
 from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.types import Outcome, Why
-from kvtier.units import approximate_size
 
 __all__ = ["SlabTier"]
 
@@ -162,11 +161,8 @@ class SlabTier(StorageTier):
             release_store(store)
             raise
         logger.info(
-            "tier %s: %d of %d slots of %s recovered from %s, %s",
+            "tier %s: %s is open, %s",
             tier.name,
-            len(rows.keys),
-            tier.capacity_slots,
-            approximate_size(tier.slot_nbytes),
             store.namespace.directory,
             "O_DIRECT" if store.file.direct else "through the page cache",
         )
