@@ -31,7 +31,7 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
 )
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.schema import IndexDamagedError
+from kvtier.tiers.slab.schema import IndexDamagedError, IndexMissingError
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import UnitError, parse_duration
 
@@ -47,7 +47,10 @@ __all__ = [
 ]
 
 _STOP_FIRST = "stop that engine first"
-_STOP_OR_RESET = f"{_STOP_FIRST}, or reset its prefix cache, which empties all tiers"
+_STOP_OR_RESET = (
+    f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
+    "a server with VLLM_SERVER_DEV_MODE=1 by POST /reset_prefix_cache?reset_external=true"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,10 @@ def _explained(space: StoredNamespace) -> Iterator[None]:
     """Turn what goes wrong in a store into one line that names the place and a remedy."""
     try:
         yield
+    except IndexMissingError as error:
+        raise ConfigError(
+            f"{space.index_path} is missing; an engine would start with an empty cache"
+        ) from error
     except IndexDamagedError as error:
         raise ConfigError(
             f"{space.index_path} cannot be used: {error}; an engine would set it aside and "

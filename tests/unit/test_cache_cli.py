@@ -113,6 +113,17 @@ class TestStat:
             assert ran.code == 2
             assert ran.err.startswith(f"error: {store.index} cannot be used: file is not a")
 
+    @pytest.mark.parametrize("command", READING[1:], ids=lambda command: command[0])
+    def test_an_index_that_is_not_there_is_not_said_to_be_set_aside(
+        self, shell: Shell, store: Store, command: list[str]
+    ) -> None:
+        store.filled().index.unlink()
+        ran = shell(*command, store.root)
+        assert ran.code == 2
+        assert flat(ran.err) == (
+            f"error: {store.index} is missing; an engine would start with an empty cache"
+        )
+
 
 class TestDisturbingNobody:
     @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])

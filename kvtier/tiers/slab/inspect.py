@@ -35,7 +35,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, nbytes_of, read_layout
-from kvtier.tiers.slab.schema import RESET_NOTE, IndexDamagedError, blame, check_identity
+from kvtier.tiers.slab.schema import RESET_NOTE, IndexMissingError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
@@ -346,7 +346,7 @@ class IndexReader:
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():
-            raise IndexDamagedError("it is missing")
+            raise IndexMissingError("it is missing")
         if self._beside_engine:
             uri = _uri(self._path, "mode=ro")
         elif nbytes_of(self._directory / _WAL):

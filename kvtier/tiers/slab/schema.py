@@ -17,6 +17,7 @@ from kvtier.tiers.slab.trail import TRAIL_SCHEMA_2, TRAIL_SCHEMA_3
 __all__ = [
     "RESET_NOTE",
     "IndexDamagedError",
+    "IndexMissingError",
     "blame",
     "bring_up",
     "check_identity",
@@ -80,6 +81,10 @@ _BLAMELESS: Final = frozenset(
 
 class IndexDamagedError(Exception):
     """The file is not an index this version wrote, or no longer."""
+
+
+class IndexMissingError(IndexDamagedError):
+    """There is no such file."""
 
 
 def bring_up(connection: sqlite3.Connection) -> None:
