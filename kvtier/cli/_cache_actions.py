@@ -31,8 +31,7 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
 )
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.schema import IndexDamagedError
-from kvtier.tiers.slab.verify import Verification
+from kvtier.tiers.slab.schema import IndexDamagedError, IndexMissingError
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import UnitError, parse_duration
 
@@ -48,7 +47,10 @@ __all__ = [
 ]
 
 _STOP_FIRST = "stop that engine first"
-_STOP_OR_RESET = f"{_STOP_FIRST}, or reset its prefix cache, which empties all tiers"
+_STOP_OR_RESET = (
+    f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
+    "a server with VLLM_SERVER_DEV_MODE=1 by POST /reset_prefix_cache?reset_external=true"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def ls(
     for space in find_namespaces(directory, namespace):
         with _explained(space), IndexReader(space) as reader:
             entries = reader.entries(sort, limit or -1)
-            listings.append(render.Listing(space, entries, reader.totals().chunks))
+            chunks, reset_at = reader.totals().chunks, reader.reset_at()
+            listings.append(render.Listing(space, entries, chunks, reset_at))
     if as_json:
         _echo_json([listing.as_dict() for listing in listings])
     else:
@@ -118,19 +121,20 @@ def ls(
 
 def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool) -> bool:
     """See ``kvtier cache verify``. Returns whether all is good."""
-    checks: list[tuple[StoredNamespace, Verification]] = []
+    checks: list[render.Check] = []
     spaces = find_namespaces(directory, namespace)
     with show_bars() as progress:
         for space in spaces:
             task = progress.add_task(space.name, total=_slots(space))
             advance = functools.partial(progress.advance, task)
             with _explained(space), IndexReader(space) as reader:
-                checks.append((space, verify_namespace(space, reader, on_progress=advance)))
+                found = verify_namespace(space, reader, on_progress=advance)
+                checks.append(render.Check(space, found, reader.reset_at()))
     if as_json:
-        _echo_json([render.verification_document(*check, limit) for check in checks])
+        _echo_json([render.verification_document(check, limit) for check in checks])
     else:
         render.show_verifications(make_console(), checks, limit)
-    return not any(found.bad for _, found in checks)
+    return not any(check.found.bad for check in checks)
 
 
 def explain(key: str, directory: Path, namespace: str | None, *, as_json: bool) -> bool:
@@ -206,6 +210,7 @@ def _report(space: StoredNamespace) -> render.Report:
             report.index_nbytes = index_nbytes(space)
             with IndexReader(space) as reader:
                 report.totals = reader.totals()
+                report.reset_at = reader.reset_at()
     except ConfigError as error:
         report.problem = str(error)
     return report
@@ -217,6 +222,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
         answer = render.Explanation(space, entry)
         if entry is not None:
             answer.less_recent = reader.less_recent(entry)
+            answer.reset_at = reader.reset_at()
         else:
             explain_absence(answer, pattern, list(reader.departures()))
     return answer
@@ -274,6 +280,10 @@ def _explained(space: StoredNamespace) -> Iterator[None]:
     """Turn what goes wrong in a store into one line that names the place and a remedy."""
     try:
         yield
+    except IndexMissingError as error:
+        raise ConfigError(
+            f"{space.index_path} is missing; an engine would start with an empty cache"
+        ) from error
     except IndexDamagedError as error:
         raise ConfigError(
             f"{space.index_path} cannot be used: {error}; an engine would set it aside and "

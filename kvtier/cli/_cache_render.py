@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
+    "Check",
     "Explanation",
     "Listing",
     "Report",
@@ -48,6 +49,7 @@ _REASONS: Final = {
     "dropped": "removed by an operator",
     "reset": "gone with a reset of the cache",
     "doubted": "distrusted: without checksums nothing proved that its bytes were whole",
+    "after-reset": "dropped at a start: it was stored after a reset of the cache",
     "damaged": "lost with an index that could not be read",
 }
 
@@ -62,6 +64,7 @@ class Report:
     disk_nbytes: int = 0
     index_nbytes: int = 0
     totals: Totals | None = None
+    reset_at: int | None = None
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,6 +85,7 @@ class Report:
             "oldest_at": (totals and totals.oldest_at) or None,
             "newest_at": (totals and totals.newest_at) or None,
             "departures": totals and totals.departures,
+            **_doubt_document(self.reset_at),
             "problem": self.problem or None,
         }
 
@@ -93,11 +97,26 @@ class Listing:
     space: StoredNamespace
     entries: Sequence[Entry]
     chunks: int
+    reset_at: int | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the listing as plain values."""
         listed = [_entry_document(entry) for entry in self.entries]
-        return {**_place(self.space), "chunks": self.chunks, "listed": listed}
+        return {
+            **_place(self.space),
+            "chunks": self.chunks,
+            **_doubt_document(self.reset_at),
+            "listed": listed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One namespace for ``verify``."""
+
+    space: StoredNamespace
+    found: Verification
+    reset_at: int | None
 
 
 @dataclass(slots=True)
@@ -107,6 +126,7 @@ class Explanation:
     space: StoredNamespace
     entry: Entry | None
     less_recent: int = 0
+    reset_at: int | None = None
     short_key: str = ""
     left_at: int = 0
     reason: str = ""
@@ -123,6 +143,7 @@ class Explanation:
                 **_entry_document(self.entry),
                 "offset_nbytes": self.entry.slot * self.space.layout.slot_nbytes,
                 "chunks_used_less_recently": self.less_recent,
+                **_doubt_document(self.reset_at),
             }
         return {
             **document,
@@ -161,17 +182,17 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
             )
         show_table(console, table)
         console.print(f"{len(listing.entries):,} of {_count(listing.chunks)}", soft_wrap=True)
+        _pairs(console, _doubt_lines(listing.reset_at))
 
 
-def show_verifications(
-    console: Console, checks: Sequence[tuple[StoredNamespace, Verification]], limit: int
-) -> None:
+def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
     """Print what ``verify`` found, at most ``limit`` bad chunks of each namespace; 0 is all."""
-    for number, (space, found) in enumerate(checks):
+    for number, check in enumerate(checks):
         if number:
             console.print()
-        _heading(console, space)
-        _pairs(console, _verification_lines(found))
+        found = check.found
+        _heading(console, check.space)
+        _pairs(console, _verification_lines(found) | _doubt_lines(check.reset_at))
         if found.bad:
             table = _columns("bad chunk", "problem", numbers=("slot",))
             for bad in found.bad[: limit or None]:
@@ -183,12 +204,11 @@ def show_verifications(
                 console.print(f"and {hidden:,} more; --limit 0 lists all", soft_wrap=True)
 
 
-def verification_document(
-    space: StoredNamespace, found: Verification, limit: int
-) -> dict[str, Any]:
+def verification_document(check: Check, limit: int) -> dict[str, Any]:
     """Return what ``verify`` found as plain values."""
+    found = check.found
     return {
-        **_place(space),
+        **_place(check.space),
         "verified": found.verified,
         "chunks": found.chunks,
         "good": _good(found),
@@ -205,6 +225,7 @@ def verification_document(
         "nbytes": found.nbytes,
         "seconds": round(found.seconds, 6),
         "bytes_per_s": round(_rate(found)),
+        **_doubt_document(check.reset_at),
     }
 
 
@@ -294,6 +315,7 @@ def _report_lines(report: Report) -> dict[str, str]:
             lines["stored"] = f"{_time(totals.oldest_at)} to {_time(totals.newest_at)} UTC"
         lines["hits"] = f"{totals.hits:,} by the chunks there now"
         lines["left lately"] = _counts(totals.departures) or "nothing"
+    lines |= _doubt_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem
     lines["layout"] = _fields(report.space.layout.fingerprint.fields)
@@ -326,6 +348,7 @@ def _entry_lines(answer: Explanation, entry: Entry) -> dict[str, str]:
         "stored": f"{_time(entry.stored_at)} UTC" if entry.stored_at else "unknown",
         "loaded": used if entry.hits else "never",
         "in line": f"{_count(answer.less_recent)} were used less recently",
+        **_doubt_lines(answer.reset_at),
     }
 
 
@@ -349,6 +372,19 @@ def _absence_lines(answer: Explanation) -> dict[str, str]:
             "only: an older kvtier noted it"
         )
     return lines
+
+
+def _doubt_lines(reset_at: int | None) -> dict[str, str]:
+    return {} if reset_at is None else {"doubted": _doubt_words(reset_at)}
+
+
+def _doubt_words(reset_at: int) -> str:
+    when = f" at {_time(reset_at)} UTC" if reset_at else ""
+    return f"the cache was reset{when}; what was stored since goes when an engine starts"
+
+
+def _doubt_document(reset_at: int | None) -> dict[str, Any]:
+    return {"doubted": reset_at is not None, "reset_at": reset_at or None}
 
 
 def _entry_document(entry: Entry) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvtier.units import approximate_duration, approximate_size
 __all__ = [
     "make_console",
     "make_table",
+    "show_line",
     "show_plan",
     "show_prose",
     "show_table",
@@ -97,12 +98,18 @@ def make_console() -> Console:
     return Console(width=columns, highlight=False, markup=False, emoji=False)
 
 
-def make_table(*words: str, numbers: tuple[str, ...]) -> Table:
-    """Return an empty table with a column per word and, to their right, one per number."""
+def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> Table:
+    """Return an empty table with a column per word and, to their right, one per number.
+
+    Args:
+        *words: Heads of columns of words.
+        numbers: Heads of columns of numbers.
+        narrow: Whether so many columns are to fit a terminal that they stand close together.
+    """
     table = Table(
         box=None,
         pad_edge=False,
-        padding=(0, 3, 0, 2),
+        padding=(0, 2, 0, 0) if narrow else (0, 3, 0, 2),
         header_style="dim",
         show_header=any((*words, *numbers)),
     )
@@ -117,6 +124,12 @@ def show_table(console: Console, table: Table) -> None:
     """Print all columns of ``table``: what is narrower breaks the lines and loses nothing."""
     options = console.options.update(max_width=_WIDEST)
     _show_lines(console, table, Measurement.get(console, options, table).maximum)
+
+
+def show_line(console: Console, text: str) -> None:
+    """Print a line of prose, which goes on in the next one where it is too long."""
+    lines = textwrap.fill(text, console.width, subsequent_indent="  ", break_long_words=False)
+    console.print(Text(lines), soft_wrap=True)
 
 
 def show_prose(console: Console, table: Table) -> None:

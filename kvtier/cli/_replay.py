@@ -13,7 +13,7 @@ import typer
 from kvtier.cli._choice import choice
 from kvtier.cli._help import AsJson
 from kvtier.cli._progress import show_progress
-from kvtier.cli._render import make_console, make_table, show_table
+from kvtier.cli._render import make_console, make_table, show_line, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
@@ -134,22 +134,23 @@ def _show(result: ReplayResult) -> None:
         f"{apart['hit_ratio']:+.0%}",
     )
     show_table(console, table)
-    columns = ("hits", "simulated hits", "read", "simulated read", "written", "simulated write")
-    traffic = make_table("tier", numbers=columns)
+    hits = make_table("tier", numbers=("hits", "simulated"))
+    columns = ("read", "simulated", "written", "simulated")
+    traffic = make_table("tier", numbers=columns, narrow=True)
     for tier in result.tiers:
         speed = result.predicted.time_model.speeds[tier.name]
+        hits.add_row(tier.name, f"{tier.hits:,}", f"{tier.predicted_hits:,}")
         traffic.add_row(
             tier.name,
-            f"{tier.hits:,}",
-            f"{tier.predicted_hits:,}",
             _moved(tier.read_bytes, tier.read_bytes_per_s),
             approximate_rate(speed.read_bytes_per_s),
             _moved(tier.written_bytes, tier.write_bytes_per_s),
             approximate_rate(speed.write_bytes_per_s),
         )
+    show_table(console, hits)
     show_table(console, traffic)
     for line in _remarks(result):
-        console.print(line, soft_wrap=True)
+        show_line(console, line)
 
 
 def _moved(nbytes: int, bytes_per_s: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import typer
 
-from kvtier.cli._render import make_console, make_table, show_table
+from kvtier.cli._render import make_console, make_table, show_line, show_table
 from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
@@ -52,7 +52,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
         return
     console = make_console()
     columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
-    table = make_table("tier", "eviction", numbers=columns)
+    table = make_table("tier", "eviction", numbers=columns, narrow=True)
     for tier in result.tiers:
         table.add_row(
             tier.name,
@@ -68,7 +68,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
     show_table(console, table)
     console.print()
     for line in _summary(result):
-        console.print(line, soft_wrap=True)
+        show_line(console, line)
 
 
 def show_replay(result: ReplayResult, *, as_json: bool) -> None:
@@ -78,7 +78,7 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
         return
     console = make_console()
     numbers = ("chunks", "hits", "written", "promoted", "evicted")
-    table = make_table("tier", "policy", numbers=numbers)
+    table = make_table("tier", "policy", numbers=numbers, narrow=True)
     for tier in result.tiers:
         counts = (
             tier.capacity_chunks,
@@ -91,9 +91,7 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
     show_table(console, table)
     console.print()
     replayed = f"{result.calls:,} calls of {result.requests:,} requests replayed"
-    console.print(
-        f"{replayed}; all {result.answers:,} answers are the engine's", soft_wrap=True
-    )
+    show_line(console, f"{replayed}; all {result.answers:,} answers are the engine's")
 
 
 def _summary(result: LadderResult) -> list[str]:

@@ -7,6 +7,7 @@ the descriptions in the JSON Schema.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -104,6 +105,9 @@ class NvmeTierConfig(TierConfig):
     """Proof on every read that the bytes are those stored; `off` trusts the disk blindly."""
     durability: Literal["process", "power"] = "process"
     """What a stored chunk survives: a killed `process`, or loss of `power` (fsync, slower)."""
+    keep_after_reset: bool = False
+    """Whether what is stored after a reset of the cache survives a restart; not with weights
+    that are updated while the engine runs."""
     own_process: bool = True
     """Read, write and checksum in a process of its own, out of the way of the engine's."""
 
@@ -362,5 +366,5 @@ class KvtierConfig(_Section):
             _refuse(f"{key}.name", f"tiers[{twin}] has the same name", remedy)
         if isinstance(tier, NvmeTierConfig):
             paths = [other.path for other in faster if isinstance(other, NvmeTierConfig)]
-            if tier.path in paths:
+            if os.path.realpath(tier.path) in map(os.path.realpath, paths):
                 _refuse(f"{key}.path", "another tier has the same path", "use two directories")

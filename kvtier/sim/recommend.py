@@ -210,15 +210,13 @@ def _reasons(
     model = best.result.time_model
     yield f"For the traffic of {trace.name} (sha256 {trace.sha256[:16]})."
     yield f"Assumed: chunks of {approximate_size(request.chunk_bytes)}, an engine that computes"
-    yield f"{model.prefill_tokens_per_s:,.0f} prompt tokens per second, and"
+    yield f"{model.prefill_tokens_per_s:,.0f} prompt tokens per second, and tiers so fast:"
     for tier, speed in model.speeds.items():
         read, write = speed.read_bytes_per_s, speed.write_bytes_per_s
-        yield (
-            f"{tier} that reads {approximate_rate(read)} and writes {approximate_rate(write)}."
-        )
+        yield f"  {tier} reads {approximate_rate(read)} and writes {approximate_rate(write)}."
     yield f"Loads go the path {best.result.load_path}, as behind kvtier's connector."
-    yield f"Assumes chunks of {trace.chunk_tokens} tokens: set engine.blocks_per_chunk to that"
-    yield f"over the tokens of one of the engine's blocks, usually {_BLOCK_TOKENS}."
+    yield f"Assumes chunks of {trace.chunk_tokens} tokens: set engine.blocks_per_chunk to that,"
+    yield f"divided by the tokens of one of the engine's blocks, usually {_BLOCK_TOKENS}."
     for tier, results in singles.items():
         yield ""
         yield f"Eviction, alone in {results[0].capacity_chunks:,} chunks (the {tier} tier):"

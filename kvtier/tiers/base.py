@@ -41,6 +41,8 @@ class TierContext:
             moves at least one.
         memory: Where all buffers are, if another process can map it.
         owner_pid: Process id of the engine, which a lock names as the store's holder.
+        was_reset: Whether that engine has reset its cache before: it opens the tier again, in
+            place of a process that died.
     """
 
     slot_nbytes: int
@@ -49,6 +51,7 @@ class TierContext:
     piece_nbytes: int = 8 << 20
     memory: SharedMemory | None = None
     owner_pid: int = field(default_factory=os.getpid)
+    was_reset: bool = False
 
     @property
     def is_hosted(self) -> bool:
@@ -243,7 +246,12 @@ class StorageTier(ABC):
 
     @abstractmethod
     async def reset(self) -> None:
-        """Forget everything, durably: a later restart recovers nothing written before this."""
+        """Forget everything, durably: a later restart recovers nothing written before this.
+
+        Weights may have changed for as long as this engine lives, and the next one has those of
+        before. So what is written from now on should not be recovered by it either, unless the
+        operator said that resets have other reasons: a tier decides that for itself.
+        """
 
     @abstractmethod
     async def aclose(self) -> None:

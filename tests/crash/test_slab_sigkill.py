@@ -93,26 +93,35 @@ class Store:
         self.path = path
         self.shelf = Shelf(lambda: open_tier(self.order, pool), pool)
         self.certain: dict[int, int] = {}
+        self.doubted: set[tuple[int, int]] = set()
+        self.is_doubted = False
         self.served = 0
 
     def learn(self, events: list[Event]) -> None:
         """Follow a life: a chunk that was stored is certain until its slot is used otherwise.
 
-        Or until it is stored somewhere else, for of two copies the newer comes back.
+        Or until it is stored somewhere else, for of two copies the newer comes back. What is
+        stored between a reset and the next opening never comes back.
         """
         for event in events:
             slots, chunks = event.get("slots", []), event.get("chunks", [])
             match str(event["what"]):
+                case "open":
+                    self.is_doubted = False
+                    self.doubted.clear()
                 case "write" | "forget":
+                    if self.is_doubted:
+                        self.doubted.update(zip(slots, chunks, strict=False))
                     self.certain = {
                         slot: chunk
                         for slot, chunk in self.certain.items()
                         if slot not in slots and chunk not in chunks
                     }
-                case "written":
+                case "written" if not self.is_doubted:
                     self.certain.update(zip(slots, chunks, strict=True))
                 case "reset":
                     self.certain.clear()
+                    self.is_doubted = True
                 case _:
                     pass
 
@@ -141,6 +150,9 @@ class Store:
             if outcome is Outcome.DONE
         }
         assert self.certain.items() <= held.items(), "what was stored is gone"
+        assert not self.doubted & held.items(), "what was stored after a reset is served"
+        self.is_doubted = False
+        self.doubted.clear()
         self.certain = held
         self.served += len(held)
 

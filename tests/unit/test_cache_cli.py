@@ -80,6 +80,26 @@ class TestStat:
         (only,) = shell.json("stat", store.root, "-n", chosen)["namespaces"]
         assert only["model"] == "another/model"
 
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_a_store_that_goes_at_the_next_start_is_said_to_be_doubted(
+        self, shell: Shell, store: Store, keeps: bool
+    ) -> None:
+        before = int(time.time())  # noqa: TID251 - as above
+        store.start(keep_after_reset=keeps)
+        store.reset()
+        store.fill(1)
+        for live in (True, False):
+            if not live:
+                store.stop()
+            for command in READING:
+                text = flat(shell(*command, store.root).out)
+                assert ("the cache was reset at 20" in text) is not keeps, command
+                documents = shell.json(*command, store.root)
+                key = {"stat": "namespaces", "explain": "answers"}.get(command[0])
+                (document,) = documents[key] if key else documents
+                assert document["doubted"] is not keeps
+                assert keeps or before <= document["reset_at"] <= before + 60
+
     def test_a_damaged_index_is_reported_and_not_fatal(
         self, shell: Shell, store: Store
     ) -> None:
@@ -92,6 +112,17 @@ class TestStat:
             ran = shell(*command, store.root)
             assert ran.code == 2
             assert ran.err.startswith(f"error: {store.index} cannot be used: file is not a")
+
+    @pytest.mark.parametrize("command", READING[1:], ids=lambda command: command[0])
+    def test_an_index_that_is_not_there_is_not_said_to_be_set_aside(
+        self, shell: Shell, store: Store, command: list[str]
+    ) -> None:
+        store.filled().index.unlink()
+        ran = shell(*command, store.root)
+        assert ran.code == 2
+        assert flat(ran.err) == (
+            f"error: {store.index} is missing; an engine would start with an empty cache"
+        )
 
 
 class TestDisturbingNobody:

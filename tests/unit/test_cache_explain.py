@@ -96,6 +96,18 @@ class TestExplain:
         assert self.why(shell, store, 7) == "reset"
         assert shell("explain", KEYS[0].hex(), store.root).code == 0
 
+    def test_stored_after_a_reset(self, shell: Shell, store: Store) -> None:
+        store.start()
+        store.reset()
+        store.fill()
+        store.stop()
+        assert shell("explain", KEYS[7].hex(), store.root).code == 0
+        store.start()
+        store.stop()
+        assert self.why(shell, store, 7) == "after-reset"
+        out = shell("explain", KEYS[7].hex(), store.root).out
+        assert "it was stored after a reset of the cache" in out
+
     def test_distrusted(self, shell: Shell, store: Store) -> None:
         store.filled(checksum="off")
         store.start(checksum="xxh3")

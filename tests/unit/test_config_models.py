@@ -37,6 +37,17 @@ def test_python_names_carry_the_unit_and_take_plain_numbers() -> None:
     assert config.transfer.load_timeout_s == 2.5
 
 
+@pytest.mark.parametrize("way", ["link", "link/../disk", "disk/"])
+def test_two_tiers_in_one_directory_are_refused_whatever_it_is_called(
+    tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    first, second = tmp_path / "disk" / "kv", Path(f"{tmp_path}/{way}/kv")
+    with pytest.raises(ValidationError, match="another tier has the same path"):
+        KvtierConfig(tiers=(RAM, nvme(path=first), nvme(path=second, name="b")))
+
+
 def test_a_tier_is_called_by_its_kind_unless_it_has_a_name() -> None:
     assert [RAM.name, nvme().name, nvme(name="slow").name] == ["ram", "nvme", "slow"]
 

@@ -414,8 +414,9 @@ class TestReplay:
             *("--tier-speed", "nvme=1GB/s,1GB/s,1ms", "--gpu-memory", "2MiB"),
             *("--prefill-rate", "200000"),
         ]
-        shown = CliRunner().invoke(app, arguments)
+        shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
         assert shown.exit_code == 0, shown.output
+        assert max(map(len, shown.output.splitlines())) <= 80
         assert "TTFT p50, ms" in shown.output
         assert "blocks loaded, every byte as it was stored" in shown.output
         document = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)

@@ -182,6 +182,8 @@ class Life:
         self.certain: dict[int, ChunkKey] = {}
         self.gone: set[tuple[ChunkKey, int]] = set()
         self.forgotten: set[tuple[ChunkKey, int]] = set()
+        self.doubted: set[tuple[ChunkKey, int]] | None = None
+        """What was stored since a reset; None if there was none."""
 
     async def run(self) -> None:
         """Live through it all; heal; and see that nothing was lost for good."""
@@ -205,6 +207,11 @@ class Life:
 
     async def open(self) -> None:
         """Open the store, at the second attempt if the first fails loudly."""
+        self.gone |= self.doubted or set()
+        self.certain = {
+            slot: key for slot, key in self.certain.items() if (key, slot) not in self.gone
+        }
+        self.doubted = None
         try:
             found = await self.shelf.open()
         except LOUD as error:
@@ -231,6 +238,8 @@ class Life:
         self.attempted.update(zip(keys, slots, strict=True))
         self.gone -= set(zip(keys, slots, strict=True))
         self.forgotten -= set(zip(keys, slots, strict=True))
+        if self.doubted is not None:
+            self.doubted.update(zip(keys, slots, strict=True))
         outcomes = await self.shelf.put(keys, slots)
         assert set(outcomes) == {DONE} or self.io.struck
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
@@ -255,6 +264,7 @@ class Life:
     async def reset(self) -> None:
         before = set(self.attempted)
         self.certain.clear()
+        self.doubted = set()
         try:
             await self.shelf.tier.reset()
         except TierUnavailableError as error:

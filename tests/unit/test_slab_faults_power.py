@@ -98,6 +98,7 @@ class Machine:
         self.history = History()
         self.pool = pool
         self.looked_at = directory / "looked-at"
+        self.is_doubted = False
         self.live = self.shelf(disk.root, disk)
 
     def shelf(self, root: Path, disk: PowerCutDisk | None, model: str = "m") -> Shelf[SlabTier]:
@@ -116,6 +117,9 @@ class Machine:
         begun = self.disk.moment
         self.history.end_promises(slots, begun)
         stored = list(zip(keys, slots, strict=True))
+        if self.is_doubted:  # by whoever opens it next
+            assert set(await self.live.put(keys, slots)) == {DONE}
+            return
         self.history.attempted += [(begun, each) for each in stored]
         assert set(await self.live.put(keys, slots)) == {DONE}
         self.history.promises += [Promise(slot, key, self.disk.moment) for key, slot in stored]
@@ -129,6 +133,11 @@ class Machine:
         self.history.end_promises(range(CAPACITY), begun)
         await self.live.tier.reset()
         self.history.resets.append((begun, self.disk.moment))
+        self.is_doubted = True
+
+    async def reopen(self) -> None:
+        await self.live.reopen()
+        self.is_doubted = False
 
     def expected(self, moment: int) -> object:
         """Return all that the verdict on a state depends on besides the state."""
@@ -200,6 +209,8 @@ async def one_of_each(machine: Machine) -> int:
     machine.forget(0)
     await machine.reset()
     await machine.put(KEYS[2:3], [0])
+    await machine.reopen()
+    await machine.put(KEYS[3:4], [0])
     await machine.live.tier.aclose()
     return first
 
@@ -305,7 +316,7 @@ async def live(machine: Machine, steps: list[Step]) -> None:
             case "reset":
                 await machine.reset()
             case "reopen":
-                await machine.live.reopen()
+                await machine.reopen()
             case "settle":
                 machine.disk.settle()
     await machine.live.tier.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import logging
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -74,6 +75,7 @@ class HostedTier(StorageTier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._reset_owed = False
+        self._was_reset = False
         self._notes: list[Frame] = []
         self._notes_lock = threading.Lock()
 
@@ -179,7 +181,7 @@ class HostedTier(StorageTier):
         """
         self._require_open()
         self._recovered.clear()
-        self._reset_owed = True
+        self._reset_owed = self._was_reset = True
         try:
             await self._connect()
         except TierUnavailableError:
@@ -341,7 +343,8 @@ class HostedTier(StorageTier):
 
     def _host_again(self) -> HostProcess:
         # Kept from here on: who waits for it may be cancelled.
-        self._host, _ = _start(self._options, self._context)
+        context = dataclasses.replace(self._context, was_reset=self._was_reset)
+        self._host, _ = _start(self._options, context)
         return self._host
 
     def _note(self, op: str, slots: Sequence[int]) -> None:
@@ -393,5 +396,6 @@ def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Open
         "fingerprint": dict(context.fingerprint.fields),
         "piece_nbytes": context.piece_nbytes,
         "threads": context.pool.threads,
+        "was_reset": context.was_reset,
     }
     return HostProcess.start(options.name, opening, _require_memory(options, context))

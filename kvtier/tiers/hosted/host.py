@@ -188,6 +188,7 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
         pool=pool,
         piece_nbytes=header["piece_nbytes"],
         owner_pid=engine_pid,
+        was_reset=header["was_reset"],
     )
     options = options_of(header["options"]["kind"]).model_validate(header["options"])
     with bulk_loading():

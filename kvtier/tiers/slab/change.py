@@ -75,11 +75,14 @@ class Change:
 
     Attributes:
         clear: Whether everything older is deleted, durably.
+        doubt: Whether ``clear`` also notes that what comes after it is not to be served by
+            another engine.
         rows: New row of each slot; None deletes the slot's row.
         notes: Uses and departures.
     """
 
     clear: bool = False
+    doubt: bool = False
     rows: dict[int, Row | None] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
 

@@ -94,8 +94,12 @@ class GroupCommit:
         """
         await asyncio.wrap_future(self._enqueue(lambda pending: _delete(pending, slots)))
 
-    async def clear(self) -> None:
+    async def clear(self, *, doubt: bool) -> None:
         """Delete all rows, durably. Rows put before are gone too, committed or not.
+
+        Args:
+            doubt: Whether to note along with it, before any row put later, that these are not
+                to be served by another engine.
 
         Raises:
             ClosedError: This object was closed.
@@ -105,7 +109,7 @@ class GroupCommit:
         Cancellation:
             The rows are deleted later.
         """
-        await asyncio.wrap_future(self._enqueue(_clear))
+        await asyncio.wrap_future(self._enqueue(lambda pending: _clear(pending, doubt=doubt)))
 
     def delete_nowait(self, slots: Sequence[int]) -> None:
         """Delete the rows of ``slots`` in the background."""
@@ -221,7 +225,7 @@ class GroupCommit:
         with self._wakeup:
             if self._pending.clear:
                 return
-            self._pending.clear = failed.clear
+            self._pending.clear, self._pending.doubt = failed.clear, failed.doubt
             for slot, row in failed.rows.items():
                 if row is None:
                     self._pending.rows.setdefault(slot, None)
@@ -232,8 +236,8 @@ def _delete(pending: Change, slots: Sequence[int]) -> None:
     pending.notes.unuse(slots)
 
 
-def _clear(pending: Change) -> None:
-    pending.clear = True
+def _clear(pending: Change, *, doubt: bool) -> None:
+    pending.clear, pending.doubt = True, doubt
     pending.rows.clear()
     pending.notes.uses.clear()
     pending.notes.hits.clear()

@@ -28,6 +28,7 @@ from kvtier.tiers.slab.change import Change, Notes, Row, Statement, statements_o
 from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.schema import (
+    RESET_NOTE,
     IndexDamagedError,
     blame,
     bring_up,
@@ -45,6 +46,7 @@ __all__ = [
     "StoredRows",
     "hash_keys",
     "index_room_nbytes",
+    "no_rows",
 ]
 
 KeyArray: TypeAlias = npt.NDArray[Any]
@@ -58,6 +60,7 @@ _ROW_NBYTES: Final = 100  # with what a B-tree leaves empty
 _LOG_NBYTES: Final = 4 << 20  # SQLite folds it into the database at a thousand pages
 _LONGEST_LOG_NBYTES: Final = 64 << 20  # kept when it is folded; what is longer is cut off
 _LEAST_SLOT, _GREATEST_SLOT = -(1 << 63), (1 << 63) - 1
+_KEEP_NOTE: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
 _TRIM: Final = "DELETE FROM departures WHERE end <= ?"
 _SOME_KEYS: Final = """
@@ -125,6 +128,7 @@ class IndexDatabase:
         self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
         self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
         self._trail_end = 0
+        self._owes_clear = False
         self._owed_notes: dict[str, str] = {}
 
     @classmethod
@@ -173,11 +177,13 @@ class IndexDatabase:
 
     def apply(self, change: Change) -> None:
         """Commit ``change``: all of it or, if this raises, at most its ``clear``."""
+        if self._owes_clear:
+            self.clear()
         while self._owed_notes:
             name, value = next(iter(self._owed_notes.items()))
             self.set_note(name, value)
         if change.clear:
-            self.clear()
+            self.clear(doubt=change.doubt)
         now = _now()
         writes = [*statements_of(change, now), *self._departures(change.notes, now)]
         if len(writes) == 1:
@@ -185,9 +191,23 @@ class IndexDatabase:
         elif writes:
             self._transact(writes)
 
-    def clear(self) -> None:
-        """Delete all rows; this survives loss of power, whatever the durability."""
-        self._execute_durably("DELETE FROM chunks")
+    def clear(self, *, doubt: bool = False) -> None:
+        """Delete all rows; this survives loss of power, whatever the durability.
+
+        Args:
+            doubt: Whether to note along with it that what is stored from now on is not to be
+                served by another engine; otherwise such a note goes with the rows.
+        """
+        note: Statement = ("DELETE FROM meta WHERE name = ?", (RESET_NOTE,))
+        if doubt:
+            note = (_KEEP_NOTE, (RESET_NOTE, str(_now())))
+        with self._durably():
+            self._transact([("DELETE FROM chunks", ()), note])
+        self._owes_clear = False
+
+    def owe_clear(self) -> None:
+        """Delete all rows before the next change, or let that fail."""
+        self._owes_clear = True
 
     def note_departures(self, reason: Reason, key_marks: KeyMarks) -> None:
         """Add to the trail why chunks left; their rows are the caller's business."""
@@ -207,7 +227,8 @@ class IndexDatabase:
         A note may say that the rows are not to be trusted after a loss of power. It is there
         before the first payload is written, or it is of no use.
         """
-        self._execute_durably("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+        with self._durably():
+            self._connection.execute(_KEEP_NOTE, (name, value))
         self._owed_notes.pop(name, None)
 
     def owe_note(self, name: str, value: str) -> None:
@@ -259,10 +280,12 @@ class IndexDatabase:
         finally:
             self._connection.close()
 
-    def _execute_durably(self, statement: str, parameters: Sequence[object] = ()) -> None:
+    @contextlib.contextmanager
+    def _durably(self) -> Iterator[None]:
+        """Let what is committed in the body survive loss of power."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
-            self._connection.execute(statement, parameters)
+            yield
         finally:
             self._connection.execute(f"PRAGMA synchronous={self._synchronous}")
 
@@ -285,9 +308,10 @@ class IndexDatabase:
         beyond = [(_LEAST_SLOT, -1), (capacity_slots, _GREATEST_SLOT)]
         marks = [mark_keys(keys) for ends in beyond for keys in self._keys_between(*ends)]
         if marks:
-            self._execute_durably(
-                "DELETE FROM chunks WHERE slot < 0 OR slot >= ?", (capacity_slots,)
-            )
+            with self._durably():
+                self._connection.execute(
+                    "DELETE FROM chunks WHERE slot < 0 OR slot >= ?", (capacity_slots,)
+                )
             self.note_departures(Reason.BEYOND, np.concatenate(marks))
 
     def _keys_between(self, first: int, last: int) -> Iterator[list[ChunkKey]]:
@@ -384,6 +408,11 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
         outdated=slots[by_key[~newest]],
         clock=int(latest) + 1,
     )
+
+
+def no_rows() -> StoredRows:
+    """Return what an empty index holds."""
+    return _order(_of_objects([]), np.empty((0, 4), dtype=np.int64))
 
 
 def index_room_nbytes(capacity_slots: int) -> int:

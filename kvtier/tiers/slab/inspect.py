@@ -35,7 +35,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, nbytes_of, read_layout
-from kvtier.tiers.slab.schema import IndexDamagedError, blame, check_identity
+from kvtier.tiers.slab.schema import RESET_NOTE, IndexMissingError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
@@ -273,6 +273,15 @@ class IndexReader:
         rows = self._query("SELECT value FROM meta WHERE name = 'checksum'")
         return str(rows[0][0]) if rows else "xxh3"
 
+    def reset_at(self) -> int | None:
+        """Return when the cache was reset if what was stored since goes at the next start.
+
+        Returns:
+            Seconds since the epoch, 0 if unknown; None if all of it stays.
+        """
+        rows = self._query(f"SELECT {_time('value')} FROM meta WHERE name = ?", (RESET_NOTE,))
+        return int(rows[0][0]) if rows else None
+
     def totals(self) -> Totals:
         """Sum up the index."""
         ((chunks, hits, oldest, newest),) = self._query(
@@ -337,7 +346,7 @@ class IndexReader:
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():
-            raise IndexDamagedError("it is missing")
+            raise IndexMissingError("it is missing")
         if self._beside_engine:
             uri = _uri(self._path, "mode=ro")
         elif nbytes_of(self._directory / _WAL):

@@ -234,12 +234,13 @@ class Namespace:
     def sync(self) -> None:
         """Wait until the files are found again after a loss of power, and the way to them.
 
-        Syncing a file promises nothing about its name, nor about the directories above it.
+        Syncing a file promises nothing about its name, nor about the directories above it. A
+        link above the namespace is somebody else's: where it leads to is synced.
 
         Raises:
             OSError: The file system failed.
         """
-        root = self.directory.parent
+        root = self.directory.parent.resolve()
         for directory in (self.directory, root, root.parent):
             _sync_directory(self._io, directory)
 

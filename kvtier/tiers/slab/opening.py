@@ -1,4 +1,13 @@
-"""Opening a store: everything that can be wrong is found here, before the engine serves."""
+"""Opening a store: everything that can be wrong is found here, before the engine serves.
+
+**What was stored after a reset** is not served by the next engine. An engine whose weights are
+updated while it runs has its cache reset, and its store still has the name of the weights on
+disk, which the next engine loads. So a reset leaves a note in the index, in the transaction
+that deletes the rows, and whoever opens a store with that note begins with deleting rows and
+note, in one transaction again. Only a process that replaces another of the same engine keeps
+the rows, and sees that the note is there: the index may be a new one, if the old one was lost.
+Where weights never change at run time, ``keep_after_reset`` lets a reset leave no note.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ import logging
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import (
@@ -25,10 +34,11 @@ from kvtier.tiers.slab.index import (
     IndexDatabase,
     IndexSpec,
     StoredRows,
+    no_rows,
 )
 from kvtier.tiers.slab.lock import PATIENCE
 from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
-from kvtier.tiers.slab.schema import blame, is_full
+from kvtier.tiers.slab.schema import RESET_NOTE, blame, is_full
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
 from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.units import approximate_size
@@ -85,8 +95,7 @@ def open_store(
             file_spec = _file_spec(options, context, namespace, capacity_slots)
             file = SlotFile.open_as_found(file_spec, io)
             stack.callback(file.close)
-            written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
-            database, rows = _open_index(options, namespace, file, written_slots, io)
+            database, rows = _open_index(options, context, namespace, file, io)
             stack.callback(database.close)
             # Rows without slots are gone, durably, before the file's size stops telling which
             # slots were ever written: without checksums a slot of zeros would count as a chunk.
@@ -161,6 +170,8 @@ def _open_namespace(
             options.name, options.path, layout, io, owner_pid=context.owner_pid
         )
         stack.callback(namespace.close)
+    if options.durability == "power":
+        namespace.sync()  # where that cannot be done, nothing is lost yet
     _make_room(options, namespace, _file_spec(options, context, namespace, capacity_slots), io)
     return namespace
 
@@ -206,15 +217,15 @@ def _file_spec(
 
 def _open_index(
     options: NvmeTierConfig,
+    context: TierContext,
     namespace: Namespace,
     file: SlotFile,
-    written_slots: int,
     io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
     """Open the index, or start an empty one: a cache must start."""
     spec = IndexSpec(namespace.index_path, options.durability)
     try:
-        return _load_index(options, spec, file, written_slots, io)
+        return _load_index(options, context, spec, file, io)
     except IndexDamagedError as error:
         aside = namespace.set_index_aside()
         logger.warning(
@@ -225,7 +236,7 @@ def _open_index(
             aside,
         )
     try:
-        return _load_index(options, spec, file, written_slots, io, aside=aside)
+        return _load_index(options, context, spec, file, io, aside=aside)
     except IndexDamagedError as error:
         raise StoreDamagedError(
             options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
@@ -234,9 +245,9 @@ def _open_index(
 
 def _load_index(
     options: NvmeTierConfig,
+    context: TierContext,
     spec: IndexSpec,
     file: SlotFile,
-    written_slots: int,
     io: BlockIo,
     *,
     aside: Path | None = None,
@@ -246,7 +257,7 @@ def _load_index(
         with blame():
             if aside:
                 database.note_departures(Reason.DAMAGED, mark_keys([]))
-            rows = _load_trusted(options, database, written_slots)
+            rows = _load_trusted(options, context, database, file)
             _keep_note(options, database, _CHECKSUM_NOTE, options.checksum)
             # With a sync before every row, or checksums, no power cut leaves a false row.
             unproven = options.checksum == "off" and options.durability == "process"
@@ -254,6 +265,8 @@ def _load_index(
                 # These rows will count as proven, and an engine that was killed synced none.
                 file.sync()
             _keep_note(options, database, _BOOT_NOTE, _boot_id() if unproven else "")
+            if context.was_reset and not options.keep_after_reset:
+                _keep_note(options, database, RESET_NOTE, database.note(RESET_NOTE) or "0")
     except BaseException:
         with contextlib.suppress(sqlite3.Error):  # what went wrong first says more
             database.close()
@@ -262,27 +275,52 @@ def _load_index(
 
 
 def _load_trusted(
-    options: NvmeTierConfig, database: IndexDatabase, written_slots: int
+    options: NvmeTierConfig, context: TierContext, database: IndexDatabase, file: SlotFile
 ) -> StoredRows:
     """Return the rows, after deleting them if they must not be used."""
-    doubt = _doubt(options, database)
-    if doubt:
-        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt)
-        leaving = database.load(written_slots).key_marks
-        database.clear()
-        database.note_departures(Reason.DOUBTED, leaving)
+    written_slots = file.found_nbytes // context.slot_nbytes
+    written_slots = min(slots_within(options, context), written_slots)
+    doubt = _doubt(options, context, database)
+    if doubt is not None:
+        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt.words)
+        try:
+            leaving = database.load(written_slots).key_marks
+            database.clear()
+            database.note_departures(doubt.reason, leaving)
+        except sqlite3.OperationalError as error:
+            if not is_full(error):
+                raise
+            database.owe_clear()
+            return no_rows()
     return database.load(written_slots)
 
 
-def _doubt(options: NvmeTierConfig, database: IndexDatabase) -> str:
-    """Say why the rows must not be used although they can be read; empty if they may."""
+class _Doubt(NamedTuple):
+    """Why the rows must not be used although they can be read, in words and for the trail."""
+
+    words: str
+    reason: Reason
+
+
+def _doubt(
+    options: NvmeTierConfig, context: TierContext, database: IndexDatabase
+) -> _Doubt | None:
+    """Say why the rows must not be used; None if they may."""
+    if database.note(RESET_NOTE) and not context.was_reset:
+        words = (
+            "the last engine had its cache reset, and what it stored later may be of weights "
+            "that were not those on disk; where weights never change while an engine runs, set "
+            "keep_after_reset: true"
+        )
+        return _Doubt(words, Reason.AFTER_RESET)
     written_with = database.note(_CHECKSUM_NOTE) or options.checksum
     if written_with != options.checksum:
-        return f"it was written with checksum: {written_with}"
+        return _Doubt(f"it was written with checksum: {written_with}", Reason.DOUBTED)
     boot = database.note(_BOOT_NOTE)
     if boot not in {"", _boot_id()}:
-        return "the machine went down and without checksums nothing tells what was lost"
-    return ""
+        words = "the machine went down and without checksums nothing tells what was lost"
+        return _Doubt(words, Reason.DOUBTED)
+    return None
 
 
 def _keep_note(options: NvmeTierConfig, database: IndexDatabase, name: str, value: str) -> None:

@@ -15,13 +15,21 @@ from typing import Final
 from kvtier.tiers.slab.trail import TRAIL_SCHEMA_2, TRAIL_SCHEMA_3
 
 __all__ = [
+    "RESET_NOTE",
     "IndexDamagedError",
+    "IndexMissingError",
     "blame",
     "bring_up",
     "check_identity",
     "is_full",
     "lacks_shared_memory",
 ]
+
+RESET_NOTE: Final = "reset"
+"""Name of the note that the cache was reset and what was stored since is doubted.
+
+Its value is when, in seconds since the epoch. Why, says :mod:`kvtier.tiers.slab.opening`.
+"""
 
 _APPLICATION_ID: Final = 0x6B767469  # "kvti"
 _VERSION: Final = 3
@@ -73,6 +81,10 @@ _BLAMELESS: Final = frozenset(
 
 class IndexDamagedError(Exception):
     """The file is not an index this version wrote, or no longer."""
+
+
+class IndexMissingError(IndexDamagedError):
+    """There is no such file."""
 
 
 def bring_up(connection: sqlite3.Connection) -> None:

@@ -37,7 +37,6 @@ from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
 from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.types import Outcome, Why
-from kvtier.units import approximate_size
 
 __all__ = ["SlabTier"]
 
@@ -128,6 +127,7 @@ class SlabTier(StorageTier):
         self._epoch = 0
         self._closed = False
         self._told_of_removal = False
+        self._told_of_doubt = False
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
         # Last, for it has a thread, which nobody would stop if anything after it failed.
@@ -163,11 +163,8 @@ class SlabTier(StorageTier):
             release_store(store)
             raise
         logger.info(
-            "tier %s: %d of %d slots of %s recovered from %s, %s",
+            "tier %s: %s is open, %s",
             tier.name,
-            len(rows.keys),
-            tier.capacity_slots,
-            approximate_size(tier.slot_nbytes),
             store.namespace.directory,
             "O_DIRECT" if store.file.direct else "through the page cache",
         )
@@ -255,7 +252,9 @@ class SlabTier(StorageTier):
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
-        Writes in progress fail: their bytes belong to the time before.
+        Writes in progress fail: their bytes belong to the time before. What is written later
+        does not survive a restart, unless ``keep_after_reset`` says so: why, says
+        :mod:`kvtier.tiers.slab.opening`.
 
         Raises:
             ClosedError: The tier was closed.
@@ -268,9 +267,11 @@ class SlabTier(StorageTier):
         self._table.clear()
         self._recovered = None
         try:
-            await self._index.clear()
+            await self._index.clear(doubt=not self._options.keep_after_reset)
         except sqlite3.Error as error:
             await self._abandon_index(error)
+        else:
+            self._tell_of_doubt()
 
     async def _abandon_index(self, cause: sqlite3.Error) -> None:
         """Move an index that cannot be cleared out of a restart's way; that takes no room."""
@@ -371,6 +372,17 @@ class SlabTier(StorageTier):
         """
         least = -(-_LEAST_PIECE_NBYTES // self.slot_nbytes)
         return min(self._slots_per_piece, max(-(-chunks // self._pool.threads), least))
+
+    def _tell_of_doubt(self) -> None:
+        """Log once what a reset means for a restart."""
+        if not (self._told_of_doubt or self._options.keep_after_reset):
+            self._told_of_doubt = True
+            logger.warning(
+                "tier %s: the cache was reset; what is stored from now on does not survive a "
+                "restart, for the weights may have changed and change back then: where they "
+                "never do, set keep_after_reset: true",
+                self.name,
+            )
 
     def _batch(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]

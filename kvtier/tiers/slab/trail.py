@@ -102,6 +102,8 @@ class Reason(enum.Enum):
     """The cache was reset."""
     DOUBTED = "doubted"
     """Without checksums, nothing proved that its bytes were still whole."""
+    AFTER_RESET = "after-reset"
+    """It was stored after a reset, perhaps by other weights than those the next engine had."""
     DAMAGED = "damaged"
     """The index could not be read; which chunks it held is not known, so no mark is."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import TierConfig
+from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
@@ -44,7 +44,27 @@ async def test_a_reset_for_which_no_host_could_be_started_is_owed(
     if used_before_closing:
         assert await shelf.get(keys[:1], [0]) == [CORRUPT]
         assert await shelf.put(keys[2:], [1]) == [DONE]
-    assert await shelf.reopen() == ([(keys[2], 1)] if used_before_closing else [])
+        assert await shelf.get(keys[2:], [1]) == [DONE]
+    assert await shelf.reopen() == [], "a restart brings back neither what was before nor after"
+
+
+@pytest.mark.parametrize("index_is_lost", [False, True])
+async def test_what_is_stored_after_a_reset_outlives_the_host_but_not_the_engine(
+    shelf: Shelf[HostedTier], options: NvmeTierConfig, index_is_lost: bool
+) -> None:
+    keys = make_keys(range(3))
+    await shelf.tier.reset()
+    assert await shelf.put(keys[:1], [0]) == [DONE]
+    if index_is_lost:
+        [index] = options.path.glob("*/index.sqlite")
+        index.rename(index.with_suffix(".lost"))
+    kill(shelf.tier, signal.SIGKILL)
+    assert await shelf.get(keys[:1], [0]) == [FAILED]
+    assert await shelf.get(keys[:1], [0]) == [CORRUPT if index_is_lost else DONE]
+    assert await shelf.put(keys[1:2], [1]) == [DONE]
+    assert await shelf.reopen() == []
+    assert await shelf.put(keys[2:], [2]) == [DONE]
+    assert await shelf.reopen() == [(keys[2], 2)]
 
 
 async def test_a_reset_that_closing_cannot_make_up_for_either_is_said_to_be_lost(

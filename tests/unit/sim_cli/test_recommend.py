@@ -32,7 +32,7 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
     assert "# Assumes chunks of 512 tokens: set engine.blocks_per_chunk" in text
     assert text.count("<- chosen") == 1
     assert "stays unless another hits 0.3 points more" in text
-    assert "ram that reads 25.00 GB/s and writes 25.00 GB/s." in text
+    assert "per second, and tiers so fast:\n#   ram reads 25.00 GB/s and writes" in text
     assert "no cache at all" in text
     assert f"write: {config.placement.write}" in next(
         line for line in text.splitlines() if "<- chosen" in line

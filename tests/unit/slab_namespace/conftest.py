@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -37,8 +38,14 @@ def open_tier(root: Path, pool: IoPool) -> Iterator[Opener]:
         slot_nbytes: int = SLOT,
         io: BlockIo | None = None,
         path: Path = root,
+        durability: Literal["process", "power"] = "process",
     ) -> SlabTier:
-        options = NvmeTierConfig(path=path, capacity_bytes=slots * SLOT, direct_io="off")
+        options = NvmeTierConfig(
+            path=path,
+            capacity_bytes=slots * SLOT,
+            direct_io="off",
+            durability=durability,
+        )
         context = TierContext(slot_nbytes, fingerprint(model, ranks), pool)
         opened.append(SlabTier.open(options, context, io=io))
         return opened[-1]

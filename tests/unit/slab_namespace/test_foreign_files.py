@@ -82,15 +82,16 @@ def test_a_symbolic_link_in_place_of_the_lock_of_the_store_is_refused(
     assert target.read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("durability", ["process", "power"])
 @pytest.mark.parametrize("above", [False, True], ids=["the path", "a directory above"])
 def test_a_symbolic_link_at_the_path_or_above_is_followed(
-    open_tier: Opener, root: Path, tmp_path: Path, above: bool
+    open_tier: Opener, root: Path, tmp_path: Path, above: bool, durability: str
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     root.symlink_to(disk)
     asked = root / "store" if above else root
-    tier = open_tier(path=asked)
+    tier = open_tier(path=asked, durability=durability)
     fill(tier)
     close(tier)
     real = disk / "store" if above else disk
@@ -99,7 +100,7 @@ def test_a_symbolic_link_at_the_path_or_above_is_followed(
     for path in (asked, real):
         (space,) = find_namespaces(path)
         assert holder_of(space.directory) is None
-        tier = open_tier(path=path)
+        tier = open_tier(path=path, durability=durability)
         assert slots_of(tier) == list(range(8))
         with pytest.raises(StoreLockedError):  # by whichever name it is opened again
             open_tier(path=real if path == asked else asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError, StoreLockedError
+from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
 from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.slab import opening
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
@@ -291,3 +292,16 @@ def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
         fingerprint("old").namespace()
     ]
     assert warnings_in(caplog) == []
+
+
+def test_a_start_that_cannot_sync_its_directories_is_refused_before_anything_is_dropped(
+    open_tier: Opener,
+) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    io = FaultyIo()
+    io.fail("sync", errno.EIO)
+    with pytest.raises(TierUnavailableError, match="check the disk"):
+        open_tier(slots=4, durability="power", io=io)
+    assert slots_of(open_tier()) == list(range(8))

@@ -1,0 +1,195 @@
+"""What is stored after a reset is this engine's alone, unless the operator says otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import NvmeTierConfig
+from kvtier.errors import TierUnavailableError
+from kvtier.iopool import IoPool
+from kvtier.keys import ChunkKey
+from kvtier.testing.chunks import make_keys
+from kvtier.testing.faulty_io import Fault, FaultyIo
+from kvtier.testing.shelf import Shelf
+from kvtier.tiers.base import TierContext
+from kvtier.tiers.slab import SlabTier
+from kvtier.types import LayoutFingerprint, Outcome
+
+SLOT = 8192
+CAPACITY = 8
+FINGERPRINT = LayoutFingerprint({"model": "m"})
+DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
+KEYS = make_keys(range(8))
+INDEX = f"{FINGERPRINT.namespace()}/index.sqlite"
+
+Started = tuple[Shelf[SlabTier], list[tuple[ChunkKey, int]]]
+"""An engine's tier, and what it found."""
+
+Start = Callable[..., Coroutine[Any, Any, Started]]
+
+
+@pytest.fixture
+def io() -> FaultyIo:
+    return FaultyIo()
+
+
+@pytest.fixture
+async def start(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterator[Start]:
+    """Start an engine; ``was_reset`` for one whose process died."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*, was_reset: bool = False, **options: Any) -> Started:
+            config = NvmeTierConfig(
+                path=tmp_path / "store",
+                capacity_bytes=CAPACITY * SLOT,
+                direct_io="off",
+                **options,
+            )
+            context = TierContext(SLOT, FINGERPRINT, pool, was_reset=was_reset)
+            shelf = Shelf(lambda: SlabTier.open(config, context, io=io), pool)
+            found = await shelf.open()
+            stack.push_async_callback(shelf.tier.aclose)
+            return shelf, found
+
+        yield start
+
+
+async def stopped_after_a_reset(start: Start, *, resets: int = 1, **options: Any) -> None:
+    """Let an engine live that has stored KEYS[1] in slot 1 since its last reset."""
+    shelf, _ = await start(**options)
+    await shelf.put(KEYS[:1], [0])
+    for _ in range(resets):
+        await shelf.tier.reset()
+        assert await shelf.put(KEYS[1:2], [1]) == [DONE]
+    assert await shelf.get(KEYS[1:2], [1]) == [DONE]
+    await shelf.tier.aclose()
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record for record in caplog.records if record.name.startswith("kvtier")]
+    caplog.clear()
+    return [record.getMessage() for record in found if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "off"])
+@pytest.mark.parametrize("durability", ["process", "power"])
+@pytest.mark.parametrize("resets", [1, 2])
+async def test_what_was_stored_after_a_reset_is_dropped_at_the_next_start_and_not_again(
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    checksum: str,
+    durability: str,
+    resets: int,
+) -> None:
+    options = {"checksum": checksum, "durability": durability}
+    await stopped_after_a_reset(start, resets=resets, **options)
+    [warning] = warnings_in(caplog)
+    assert "does not survive a restart" in warning
+    assert "set keep_after_reset: true" in warning
+
+    shelf, found = await start(**options)
+    [warning] = warnings_in(caplog)
+    assert "starting with an empty cache: the last engine had its cache reset" in warning
+    assert found == []
+    assert await shelf.get(KEYS[1:2], [1]) == [CORRUPT]
+    assert await shelf.put(KEYS[2:], range(2, 8)) == [DONE] * 6
+
+    assert len(await shelf.reopen()) == 6, "the note went with what it was about"
+    assert warnings_in(caplog) == []
+    await shelf.tier.aclose()
+
+
+async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    await stopped_after_a_reset(start, keep_after_reset=True)
+    _, found = await start(keep_after_reset=True)
+    assert found == [(KEYS[1], 1)]
+    assert warnings_in(caplog) == []
+
+
+async def test_what_counts_is_what_was_said_when_the_cache_was_reset(start: Start) -> None:
+    await stopped_after_a_reset(start)
+    _, found = await start(keep_after_reset=True)
+    assert found == []
+
+
+async def test_a_process_that_replaces_another_of_the_engine_keeps_rows_and_note(
+    start: Start,
+) -> None:
+    await stopped_after_a_reset(start)
+    shelf, found = await start(was_reset=True)
+    assert found == [(KEYS[1], 1)]
+    await shelf.tier.aclose()
+    _, found = await start()
+    assert found == []
+
+
+async def test_such_a_process_notes_it_in_an_index_that_has_no_note(
+    start: Start, tmp_path: Path
+) -> None:
+    await stopped_after_a_reset(start)
+    (tmp_path / "store" / INDEX).unlink()
+    shelf, found = await start(was_reset=True)
+    await shelf.put(KEYS[:1], [0])
+    await shelf.tier.aclose()
+    _, found = await start()
+    assert found == []
+
+
+async def test_such_a_process_stores_nothing_before_it_is_noted(
+    start: Start, io: FaultyIo, tmp_path: Path
+) -> None:
+    shelf, _ = await start()
+    await shelf.tier.aclose()
+    io.strike("sql INSERT", io.calls.count("sql INSERT"), _full())
+    shelf, found = await start(was_reset=True)
+    assert await shelf.put(KEYS[:1], [0]) == [FAILED]
+    io.heal()
+    assert await shelf.put(KEYS[:1], [0]) == [DONE]
+    await shelf.tier.aclose()
+    _, found = await start()
+    assert found == []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("call", ["sql BEGIN", "sql DELETE", "sql INSERT"])
+async def test_a_full_disk_keeps_no_engine_from_starting_without_what_is_doubted(
+    start: Start, io: FaultyIo, call: str, number: int
+) -> None:
+    await stopped_after_a_reset(start)
+    io.strike(call, io.calls.count(call) + number, _full())
+    shelf, found = await start()
+    assert found == []
+    assert await shelf.get(KEYS[1:2], [1]) == [CORRUPT]
+    await shelf.put(KEYS[2:3], [2])
+    io.heal()
+    assert await shelf.put(KEYS[3:4], [3]) == [DONE]
+    assert (KEYS[1], 1) not in await shelf.reopen()
+    assert await shelf.get(KEYS[3:4], [3]) == [DONE], "what came later was never doubted"
+    await shelf.tier.aclose()
+
+
+async def test_a_reset_that_the_index_takes_only_later_is_noted_before_anything_is_stored(
+    start: Start, io: FaultyIo
+) -> None:
+    shelf, _ = await start()
+    await shelf.put(KEYS[:1], [0])
+    io.fill_index()
+    io.fail("rename", 5)
+    with pytest.raises(TierUnavailableError):
+        await shelf.tier.reset()
+    io.heal()
+    assert await shelf.put(KEYS[1:2], [1]) == [DONE]
+    assert await shelf.reopen() == []
+    await shelf.tier.aclose()
+
+
+def _full() -> Fault:
+    return Fault(sqlite3.SQLITE_FULL, lasting=True)
