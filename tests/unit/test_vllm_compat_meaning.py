@@ -86,6 +86,7 @@ def test_each_setting_that_changes_keys_or_values_is_told_apart() -> None:
         of({"quantization": "fp8"}),
         of({"quantization": "fp8", "quantization_config": Online(bits=4)}),
         of({"quantization": "fp8", "quantization_config": Online(bits=8)}),
+        of({"revision": "5b0e4e8"}),
         of({"model_weights": "s3://models/one"}),
         of({"model_weights": "s3://models/two"}),
         of(loading={"load_format": "dummy"}),

@@ -101,7 +101,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return where weights come from, if not from what the model is called."""
+    """Return where weights come from, besides what the model is called."""
     options = getattr(loading, "model_loader_extra_config", None)
     sources = (
         {name: value for name, value in options.items() if str(name).endswith(_SOURCES)}
@@ -109,6 +109,7 @@ def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
         else {}
     )
     return [
+        getattr(model, "revision", None) or "",  # of a hub's model, as --revision says it
         "made up" if _plain(loading.load_format) == "dummy" else "",
         getattr(model, "model_weights", ""),  # in an object store
         sources,
