@@ -136,6 +136,7 @@ def test_ways_to_load_the_same_weights_cost_no_cache() -> None:
         {"rope_parameters": {"full_attention": LONG_ROPE, "other": {"rope_type": "default"}}},
         {"text_config": LONG},
         {"rope_parameters": {"rope_type": "of a later release"}},
+        {"rope_scaling": {"type": ["of", "a", "later", "release"]}},
         SWITCHED,
     ],
 )

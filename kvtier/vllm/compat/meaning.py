@@ -160,8 +160,8 @@ def _settings(value: object) -> Iterator[tuple[str, object]]:
         for name, inner in value.items():
             yield from [(name, inner)] if not isinstance(inner, dict | list) else ()
             yield from _settings(inner)
-            if str(name).startswith("rope_") and isinstance(inner, dict) and "type" in inner:
-                yield "rope_type", inner["type"]  # as older configurations call it
+            if str(name).startswith("rope_") and isinstance(inner, dict):
+                yield "rope_type", str(inner.get("type", "default"))  # as older ones call it
     elif isinstance(value, list):
         for inner in value:
             yield from _settings(inner)
