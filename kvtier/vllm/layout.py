@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import chain
 from pathlib import Path
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
@@ -11,6 +10,7 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
+from kvtier.vllm.model_files import model_files
 
 __all__ = [
     "block_hashes_are_stable",
@@ -20,10 +20,6 @@ __all__ = [
 
 _FORMAT = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
-
-_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_READ_NBYTES = 1 << 20
-"""Settings up to this size are read; a tokenizer's vocabulary may be larger."""
 
 
 def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
@@ -62,7 +58,7 @@ def fingerprint(
         {
             "format": _FORMAT,
             "model": engine.model_name,
-            "model_files": _model_files(Path(engine.model_name)),
+            "model_files": model_files(Path(engine.model_name)),
             "model_revision": config.identity.model_revision or "",
             "weights_epoch": config.identity.weights_epoch,
             "kv_dtype": engine.kv_dtype,
@@ -86,34 +82,3 @@ def block_hashes_are_stable() -> bool:
     is to be asked when the first request arrives.
     """
     return environment().python_hash_seed is not None or not hashes_are_seeded_at_random()
-
-
-def _model_files(model: Path) -> str:
-    """Return a digest of a local model: what its settings say, its weights' sizes and dates.
-
-    A model that is nothing local is identified by its name, ``identity.model_revision`` and
-    ``identity.weights_epoch`` alone: vLLM does not tell an offloading spec more.
-
-    Args:
-        model: A directory, or a file as GGUF's.
-    """
-    if model.is_file():
-        named = {model.name: model}
-    elif model.is_dir():
-        weights = (path for path in model.rglob("*") if path.suffix in _WEIGHTS)
-        found = filter(Path.is_file, chain(model.glob("*.json"), weights))
-        named = {str(path.relative_to(model)): path for path in found}
-    else:
-        return ""
-    digest = hashlib.sha256()
-    for name, path in sorted(named.items()):
-        digest.update(f"{name}:{_state(path)}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _state(path: Path) -> str:
-    """Return what tells a file from another one of its name."""
-    status = path.stat()
-    if path.suffix == ".json" and status.st_size < _READ_NBYTES:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"{status.st_size}:{status.st_mtime_ns}"

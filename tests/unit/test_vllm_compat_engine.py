@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import UnsupportedError
 from kvtier.vllm import compat
 from kvtier.vllm.compat import EngineFacts
-from tests.unit.vllm_modules import Load, vllm_with
+from tests.unit.vllm_modules import Load, model_settings, vllm_with
 
 PARALLEL = {
     "rank": 1,
@@ -116,16 +116,18 @@ def worker_of(
     version: str = "0.27.1",
     layout: str = "HND",
     dtype: str = "f",
+    model: dict[str, Any] | None = None,
     **cache: Any,
 ) -> Load:
     """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
+    settings = model_settings({"dtype": dtype, **(model or {})})
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={
                 f"layer.{number}": layer for number, layer in enumerate(layers or (FP8, FP8))
             }
         ),
-        model_config=SimpleNamespace(dtype=dtype),
+        **vars(settings),
         cache_config=SimpleNamespace(**cache),
     )
     return vllm_with(
@@ -135,6 +137,13 @@ def worker_of(
             get_kv_cache_layout=lambda: layout
         ),
     )
+
+
+def without_settings() -> Load:
+    """Return the importer of a vLLM whose model has no configuration."""
+    load = worker_of()
+    del load("vllm.config").get_current_vllm_config_or_none().model_config.hf_config
+    return load
 
 
 def test_a_vllm_that_says_all_is_read() -> None:
@@ -217,6 +226,7 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f32", "f16"))),
         worker_of(dtype="torch.float16"),
+        worker_of(model={"hf_config": {"rope_theta": 1e6}}),
     ]
     contents = [compat.kv_content(FACTS, load=load) for load in workers]
     assert len(set(contents)) == len(contents)
@@ -253,6 +263,7 @@ def test_a_worker_that_is_not_told_either_refuses() -> None:
         (facts, vllm_with(vllm__config=outside)),
         (FACTS, vllm_with(vllm__config=outside)),
         (unknown, worker_of()),
+        (FACTS, without_settings()),
     ]:
         with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
             compat.kv_content(engine, load=load)

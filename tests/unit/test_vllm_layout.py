@@ -60,7 +60,7 @@ def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
         ("config.json", b"{}", b"[]"),
         ("params.json", b"{}", b"[]"),
         ("hf_quant_config.json", b"{}", b"[]"),
-        ("tokenizer.json", LARGE, LARGE + b" "),
+        ("tokenizer.json", LARGE, LARGE[1:] + b"x"),
         ("model.safetensors", b"1", b"22"),
         ("consolidated.00.pth", b"1", b"22"),
         ("parts/model.safetensors", b"1", b"22"),
@@ -89,6 +89,82 @@ def test_a_model_that_is_one_file_is_known_by_its_size_and_date(
         names.append(namespace(model, config))
     assert len(set(names)) == 3
     assert names[0] == names[-1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "parts/pytorch_model.bin", "model.gguf"])
+@pytest.mark.parametrize("at", [0, 8 << 20, -1], ids=["head", "middle", "tail"])
+def test_weights_of_the_same_size_and_date_are_told_apart(
+    config: KvtierConfig, tmp_path: Path, name: str, at: int
+) -> None:
+    content = bytearray(16 << 20)
+    model = tmp_path / "model"
+    put(model / name, bytes(content))
+    first = namespace(model, config)
+    content[at] = 1
+    put(model / name, bytes(content))
+    assert namespace(model, config) != first
+
+
+@pytest.mark.parametrize("files", [1, 16, 200])
+def test_a_tuned_part_of_each_layer_is_noticed_in_weights_too_large_to_read(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    """A sixteenth, wherever it lies in the layers."""
+    layer_nbytes, parts = 128 << 20, 16
+    model = tmp_path / "model"
+    for number in range(files):
+        path = model / f"{number}.safetensors"
+        put(path, b"")
+        os.truncate(path, 4 << 30)  # takes no room
+    names = []
+    for tuned in range(parts):
+
+        def pread(_: int, __: int, start: int, tuned: int = tuned) -> bytes:
+            return b"%d" % (start % layer_nbytes * parts // layer_nbytes == tuned)
+
+        monkeypatch.setattr(os, "pread", pread)
+        names.append(namespace(model, config))
+    assert len(set(names)) == parts
+
+
+def test_few_blocks_are_read_of_weights_however_large(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(descriptor: int, nbytes: int, start: int) -> bytes:
+        read.append(nbytes)
+        return pread(descriptor, nbytes, start)
+
+    monkeypatch.setattr(os, "pread", counted)
+    for files in (1, 16, 200):
+        model = tmp_path / str(files)
+        for number in range(files):
+            path = model / f"{number}.safetensors"
+            put(path, b"")
+            os.truncate(path, 4 << 30)
+        read.clear()
+        first = namespace(model, config)
+        assert sum(read) <= max(256, 3 * files) * (64 << 10)
+        assert namespace(model, config) == first
+
+
+def test_weights_that_cannot_be_read_are_known_by_size_and_date(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    put(model / "original" / "consolidated.00.pth", b"1")
+    readable = namespace(model, config)
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "refused")
+
+    monkeypatch.setattr("kvtier.vllm.model_files.os.open", refuse)
+    first = namespace(model, config)
+    assert first == namespace(model, config) != readable
+    put(model / "original" / "consolidated.00.pth", b"1", date_s=1)
+    assert namespace(model, config) != first
 
 
 def test_settings_that_were_only_touched_and_what_is_no_part_of_the_model_do_not_count(

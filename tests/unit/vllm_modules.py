@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,26 @@ def vllm_with(**modules: Any) -> Load:
         return found[name]
 
     return load
+
+
+def model_settings(
+    model: Mapping[str, Any] | None = None,
+    loading: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> SimpleNamespace:
+    """Return what every vLLM says of the model it runs and where weights come from."""
+    every = {
+        "model": "some/model",
+        "dtype": "f",
+        "hf_config": {"model_type": "llama"},
+        "max_model_len": 4096,
+        "quantization": None,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**every, **(model or {})}),
+        load_config=SimpleNamespace(**{"load_format": "auto", **(loading or {})}),
+        **others,
+    )
 
 
 @dataclasses.dataclass

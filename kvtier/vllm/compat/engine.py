@@ -13,6 +13,7 @@ from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
 from kvtier.vllm.compat.halves import offers_late
+from kvtier.vllm.compat.meaning import kv_meaning
 
 __all__ = [
     "FULL_GROUPS",
@@ -229,12 +230,13 @@ def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's
 
 
 def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> str:
-    """Return what the bytes of each layer are, which no configuration of a spec tells.
+    """Return what the bytes of each layer are and mean, which no configuration of a spec tells.
 
     To be asked where a worker registers its KV memory. Two layers may have pages of one size
     and another element type (``--kv-cache-dtype-skip-layers``), and two attention backends may
-    order the same bytes differently, so every layer is named with both. The ranks of an engine
-    come to the same answer, whatever their number.
+    order the same bytes differently, so every layer is named with both; and equal bytes mean
+    something else under other settings of the model (:func:`kv_meaning`). The ranks of an
+    engine come to the same answer, whatever their number.
 
     Before vLLM 0.29 the layout is not told either. It then follows from a setting and vLLM's
     version, so a store is bound to these: who changes one finds an empty store, not bytes that
@@ -245,7 +247,8 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
         load: Imports a module.
 
     Returns:
-        A digest, and before it what the layout follows from where ``engine.kv_layout`` is None.
+        The element type, what the layout follows from where ``engine.kv_layout`` is None, and
+        two digests: of the layers, and of what else keys and values depend on.
 
     Raises:
         UnsupportedError: vLLM does not say, or computes anew at each start what a stored byte
@@ -256,7 +259,7 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
         content = [_layer_content(name, layers[name]) for name in names]
-        what = [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]]
+        what = [_digest(json.dumps(content)), _digest(kv_meaning(config))]
         if engine.kv_layout is None:
             layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
             what = [str(layout), str(load("vllm").__version__), *what]
@@ -291,6 +294,10 @@ def offers_late_here(engine: EngineFacts, *, load: Load = importlib.import_modul
         (tokens, layers[names[0]].get_kv_cache_spec(config)) for tokens, names in engine.groups
     )
     return offers_late(config, groups, blocks_per_chunk=engine.blocks_per_chunk, load=load)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _layer_content(name: str, layer: Any) -> list[str]:  # noqa: ANN401 - vLLM's

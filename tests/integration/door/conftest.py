@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -42,9 +43,10 @@ def open_door() -> Iterator[OpenDoor]:
         path: Path,
         kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
         held: Sequence[str] = ("auto",) * LAYERS,
+        run_as: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ) -> Door:
-        door = Door(offloading_config(path, **changes), kind, held)
+        door = Door(offloading_config(path, **changes), kind, held, run_as)
         doors.append(door)
         return door
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.config import (
 from kvtier.connector.report.statistics import TierFigures
 from kvtier.keys import make_key
 from kvtier.vllm import KVTierOffloadingSpec
+from tests.unit.vllm_modules import model_settings
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -76,7 +77,9 @@ def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
     return OffloadingConfig(parallel=OffloadingParallelConfig(**parallel), **fields)
 
 
-def model(held: Sequence[str]) -> SimpleNamespace:
+def model(
+    held: Sequence[str], settings: Mapping[str, Any] = MappingProxyType({})
+) -> SimpleNamespace:
     """Return vLLM's configuration of a model whose layers hold elements of these types."""
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
     layers = {
@@ -87,7 +90,7 @@ def model(held: Sequence[str]) -> SimpleNamespace:
     }
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
-        model_config=SimpleNamespace(dtype=torch.float32),
+        **vars(model_settings({"dtype": torch.float32, **settings})),
         cache_config=SimpleNamespace(),
     )
 
@@ -100,6 +103,7 @@ class Door:
         config: OffloadingConfig,
         kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
         held: Sequence[str] = ("auto",) * LAYERS,
+        run_as: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.tensors = [
             torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
@@ -111,7 +115,8 @@ class Door:
         spec = kind(config)
         with pytest.MonkeyPatch.context() as patch:
             # As while vLLM's worker registers its KV memory.
-            patch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: model(held))
+            own = model(held, run_as)
+            patch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: own)
             self.worker = spec.get_worker(caches)
         assert spec.get_worker(caches) is self.worker
         try:

@@ -114,6 +114,22 @@ def test_only_layers_of_the_same_element_types_find_what_was_stored(
     assert open_door(path, held=("auto", "fp8")).load(keys, [0]) == []
 
 
+@pytest.mark.parametrize("kind", [KVTierOffloadingSpec, KVTierConnectorSpec])
+def test_only_a_model_that_runs_with_the_same_settings_finds_what_was_stored(
+    settings: Settings, open_door: OpenDoor, kind: type[KVTierOffloadingSpec]
+) -> None:
+    path = settings(extra="  own_process: false\n")
+    long_rope = {"rope_parameters": {"rope_type": "longrope"}}
+    door = open_door(path, kind, run_as={"hf_config": long_rope, "max_model_len": 512})
+    keys = fill_and_store(door, 50, 1)
+    door.close()
+    again = open_door(path, kind, run_as={"hf_config": long_rope, "max_model_len": 512})
+    assert again.load(keys, [0]) == [CacheHitSource.DISK]
+    again.close()
+    longer = open_door(path, kind, run_as={"hf_config": long_rope, "max_model_len": 1024})
+    assert longer.load(keys, [0]) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
