@@ -39,7 +39,7 @@ CLOSING = {
     "close": {},
 }
 CLEARING = ("sql PRAGMA", "sql DELETE")
-MOVING_AWAY = ("unlink", "rename", "open", "sync", "close")
+MOVING_AWAY = ("sql ROLLBACK", "unlink", "rename", "open", "sync", "close")
 NOTING = ("sql UPDATE",)
 
 OpenRig = Callable[..., Rig]

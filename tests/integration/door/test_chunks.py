@@ -62,10 +62,11 @@ def test_a_new_engine_on_the_store_loads_what_the_old_one_stored(
     assert all(again.holds(block, 50 + block) for block in range(8))
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 def test_after_a_reset_nothing_old_is_found_now_or_after_a_restart(
-    settings: Settings, open_door: OpenDoor
+    keeps: bool, settings: Settings, open_door: OpenDoor
 ) -> None:
-    path = settings(ram=16)
+    path = settings(ram=16, extra="  keep_after_reset: true\n" if keeps else "")
     door = open_door(path)
     keys = fill_and_store(door, 50, 8)
     door.settle()
@@ -74,7 +75,8 @@ def test_after_a_reset_nothing_old_is_found_now_or_after_a_restart(
     assert door.store(keys[:2], [0, 1]) == 2
     door.close()
     again = open_door(path)
-    assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 2
+    found = [CacheHitSource.DISK] * 2 if keeps else []
+    assert again.load(keys, list(range(8))) == found
 
 
 def test_chunks_of_several_blocks_and_partial_ends(
