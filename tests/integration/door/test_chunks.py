@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
+import pytest
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
@@ -16,9 +16,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.vllm import worker as worker_module
 from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, key
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_a_chunk_comes_back_from_ram_and_from_nvme_bit_for_bit(
