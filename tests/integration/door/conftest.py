@@ -42,9 +42,10 @@ def open_door() -> Iterator[OpenDoor]:
         path: Path,
         kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
         held: Sequence[str] = ("auto",) * LAYERS,
+        lora_config: object = None,
         **changes: Any,
     ) -> Door:
-        door = Door(offloading_config(path, **changes), kind, held)
+        door = Door(offloading_config(path, **changes), kind, held, lora_config)
         doors.append(door)
         return door
 

@@ -76,7 +76,7 @@ def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
     return OffloadingConfig(parallel=OffloadingParallelConfig(**parallel), **fields)
 
 
-def model(held: Sequence[str]) -> SimpleNamespace:
+def model(held: Sequence[str], *, lora_config: object = None) -> SimpleNamespace:
     """Return vLLM's configuration of a model whose layers hold elements of these types."""
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
     layers = {
@@ -89,6 +89,7 @@ def model(held: Sequence[str]) -> SimpleNamespace:
         compilation_config=SimpleNamespace(static_forward_context=layers),
         model_config=SimpleNamespace(dtype=torch.float32),
         cache_config=SimpleNamespace(),
+        lora_config=lora_config,
     )
 
 
@@ -100,6 +101,7 @@ class Door:
         config: OffloadingConfig,
         kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
         held: Sequence[str] = ("auto",) * LAYERS,
+        lora_config: object = None,
     ) -> None:
         self.tensors = [
             torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
@@ -111,7 +113,8 @@ class Door:
         spec = kind(config)
         with pytest.MonkeyPatch.context() as patch:
             # As while vLLM's worker registers its KV memory.
-            patch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: model(held))
+            config_now = model(held, lora_config=lora_config)
+            patch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config_now)
             self.worker = spec.get_worker(caches)
         assert spec.get_worker(caches) is self.worker
         try:
