@@ -143,13 +143,13 @@ def test_the_specification_begins_empty_where_there_are_adapters(
     settings: Settings, open_door: OpenDoor, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, lora_config = settings(ram=8), object()
+    keys = [key(number) for number in range(10, 14)]
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             door = open_door(path, KVTierOffloadingSpec, lora_config=lora_config)
         (warning,) = [each for each in caplog.messages if "LoRA" in each]
         assert "use KVTierConnector" in warning
-        keys = [key(number) for number in range(10, 14)]
         assert door.load(keys, [20, 21, 22, 23]) == []
         assert fill_and_store(door, 10, 4) == keys
         assert len(door.load(keys, [20, 21, 22, 23])) == 4
