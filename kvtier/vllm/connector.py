@@ -32,6 +32,7 @@ from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import UnsupportedError
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.vllm import compat
+from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.connector_contract import (
     KVConnectorRole,
     OffloadingConnector,
@@ -89,6 +90,8 @@ class KVTierConnector(OffloadingConnector):
         UnsupportedError: This vLLM or this layout is not supported.
     """
 
+    _adapters: AdapterContents | None = None
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -139,6 +142,7 @@ class KVTierConnector(OffloadingConnector):
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
+        self._adapters = AdapterContents(vllm_config.lora_config)
         if self._skips:
             self._busy = BusyRequests(half)
             logger.info("vLLM's offloading half is asked only where it has something to do")
@@ -158,6 +162,16 @@ class KVTierConnector(OffloadingConnector):
             self._in_step = InStepLoads(half, manager)
 
     # -- scheduler half ------------------------------------------------------------------------
+
+    @override
+    def on_new_request(self, request: Request) -> None:
+        """Note a request that arrives, and what its adapter holds if it has one."""
+        adapter, manager, contents = request.lora_request, self._kvtier, self._adapters
+        if adapter is None or manager is None or contents is None:
+            super().on_new_request(request)
+            return
+        with manager.adapting(contents.of(adapter)):
+            super().on_new_request(request)
 
     @override
     def get_num_new_matched_tokens(

@@ -165,7 +165,7 @@ class InStepLoads:
             return 0
         keys = status.group_states[0].offload_keys
         wanted = keys[local_tokens // chunk : -(-(local_tokens + tokens) // chunk)]
-        if not self._manager.in_ram(wanted):
+        if not self._manager.in_ram(wanted, status.req_context):
             return 0
         self._offered.add(request.request_id)
         return tokens

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from typing_extensions import override
 
 from kvtier.connector.report.statistics import EngineStatistics
 from kvtier.connector.service import CacheService
-from kvtier.manager import Lookup
+from kvtier.keys import ChunkKey
+from kvtier.manager import Lookup, StorePlan
+from kvtier.vllm.adapters import AdapterContent, content_of, tie_content, without_adapter
 from kvtier.vllm.contract import (
     CHUNK_LEVEL,
     DISK_HIT,
@@ -46,6 +49,9 @@ _KVTIER_HIT, _KVTIER_MISS, _KVTIER_PENDING = Lookup.HIT, Lookup.MISS, Lookup.PEN
 class KVTierManager(OffloadingManager):
     """Answers vLLM's scheduler; nothing it calls raises.
 
+    Chunks of a request with an adapter have keys of their own here, as
+    :mod:`kvtier.vllm.adapters` says, and vLLM's wherever vLLM is told of them.
+
     Args:
         service: The cache; shut down with the manager.
         persistent: Whether a restart should find what was stored.
@@ -69,10 +75,20 @@ class KVTierManager(OffloadingManager):
         self._reporter = StatsReporter(service) if report_metrics else None
         self.has_stats = _always if self._reporter is None else self._reporter.is_due
         self._in_step: set[str] = set()
+        self._arriving: AdapterContent | None = None
         names = [tier.name for tier in service.statistics().tiers]
         self._tiers = [_place(name, index) for index, name in enumerate(names)]
 
     # -- requests ------------------------------------------------------------------------------
+
+    @contextmanager
+    def adapting(self, content: AdapterContent) -> Iterator[None]:
+        """Take it that the requests which arrive meanwhile have an adapter of ``content``."""
+        self._arriving = content
+        try:
+            yield
+        finally:
+            self._arriving = None
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -84,6 +100,8 @@ class KVTierManager(OffloadingManager):
                     "vLLM seeds its block hashes at random, so nothing stored is found after a "
                     "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256"
                 )
+        if self._arriving is not None:
+            tie_content(req_context, self._arriving)
         self._service.begin_request(req_context)
         return RequestOffloadingContext(policy=CHUNK_LEVEL)
 
@@ -97,6 +115,9 @@ class KVTierManager(OffloadingManager):
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether a chunk can be loaded now, later or not at all."""
+        content = content_of(req_context)
+        if content is not None:
+            key = cast("OffloadKey", content.key(key))
         answer = self._lookup(key, req_context.req_id)
         if answer is _KVTIER_HIT:
             return _HIT
@@ -110,14 +131,14 @@ class KVTierManager(OffloadingManager):
     ) -> LoadStoreSpec:
         """Pin chunks that were hits in this step and say where they are, or will be."""
         req_id = req_context.req_id
-        plan = self._service.prepare_load(list(keys), req_id)
+        plan = self._service.prepare_load(_own_keys(keys, req_context), req_id)
         in_step = req_id in self._in_step
         self._in_step.discard(req_id)
         return SlotLoadStoreSpec(plan.slots, plan.generations, plan.wait_s, in_step=in_step)
 
-    def in_ram(self, keys: Sequence[OffloadKey]) -> bool:
+    def in_ram(self, keys: Collection[OffloadKey], req_context: ReqContext) -> bool:
         """Say whether hits of this step are all whole in RAM, and not on their way there."""
-        return self._service.in_ram(keys)
+        return self._service.in_ram(_own_keys(keys, req_context))
 
     def load_in_step(self, req_id: str) -> None:
         """Note that the request's next load happens within the forward pass."""
@@ -126,10 +147,11 @@ class KVTierManager(OffloadingManager):
     def get_load_source(
         self,
         key: OffloadKey,
-        req_context: ReqContext,  # noqa: ARG002 - no override before vLLM 0.32
-    ) -> Any:  # noqa: ANN401 - vLLM's CacheHitSource
+        req_context: ReqContext,
+    ) -> Any:  # noqa: ANN401 - vLLM's CacheHitSource; no override before vLLM 0.32
         """Say where a hit's bytes came from."""
-        return DISK_HIT if self._service.load_source(key) else HOST_HIT
+        (own,) = _own_keys((key,), req_context)
+        return DISK_HIT if self._service.load_source(own) else HOST_HIT
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -143,13 +165,19 @@ class KVTierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """Give new chunks RAM slots; None when there is no room now."""
-        plan = self._service.prepare_store(list(keys), req_context.req_id)
+        content = content_of(req_context)
+        if content is not None and not content.is_current():
+            # Some of it may be computed with another content.
+            plan: StorePlan | None = StorePlan([], [], 0, [])
+        else:
+            own = _own_keys(keys, req_context)
+            plan = self._service.prepare_store(own, req_context.req_id)
         if plan is None:
             return None
         return PrepareStoreOutput(
-            keys_to_store=cast("list[OffloadKey]", plan.keys),
+            keys_to_store=_their_keys(plan.keys),
             store_spec=SlotLoadStoreSpec(plan.slots, [plan.generation] * len(plan.slots)),
-            evicted_keys=cast("list[OffloadKey]", plan.evicted),
+            evicted_keys=_their_keys(plan.evicted),
         )
 
     @override
@@ -160,7 +188,7 @@ class KVTierManager(OffloadingManager):
         success: bool = True,
     ) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
-        self._service.complete_store(keys, req_context.req_id)
+        self._service.complete_store(_own_keys(keys, req_context), req_context.req_id)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -179,7 +207,7 @@ class KVTierManager(OffloadingManager):
         """Yield residency changes, removals before the stores that use their room."""
         for event in self._service.take_events():
             yield OffloadingEvent(
-                keys=[OffloadKey(key) for key in event.keys],
+                keys=_their_keys(event.keys),
                 removed=event.removed,
                 **self._tiers[event.tier],
                 **EVENT_EXTRAS,
@@ -214,6 +242,17 @@ class KVTierManager(OffloadingManager):
     def shutdown(self) -> None:
         """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""
         self._service.shutdown()
+
+
+def _own_keys(keys: Collection[OffloadKey], req_context: ReqContext) -> list[ChunkKey]:
+    """Return kvtier's keys of chunks of a request."""
+    content = content_of(req_context)
+    return list(keys) if content is None else [content.key(key) for key in keys]
+
+
+def _their_keys(keys: Collection[ChunkKey]) -> list[OffloadKey]:
+    """Return vLLM's keys of chunks, of whatever requests."""
+    return [OffloadKey(without_adapter(key)) for key in keys]
 
 
 def _always() -> bool:

@@ -17,8 +17,10 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
 from kvtier.memory import HostRegion
+from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
     adopt_chunk_size,
+    has_adapters_here,
     kv_content,
     offers_late_here,
     read_engine,
@@ -45,6 +47,10 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 
 _MEET_TIMEOUT_S = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""
+
+_ADAPTERS = " adapters"
+"""Behind a store's content, says that its keys do not name adapters by what they hold. So such
+a store is none of the connector's either."""
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -102,7 +108,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     fingerprint(self._engine, settings, region.geometry),
                     tokens_per_chunk=chunk_tokens,
                     record_events=self._engine.records_events,
-                    positions=CHUNK_POSITIONS,
+                    positions=positions_with_adapters(CHUNK_POSITIONS),
                     counting_group=self._engine.counting_group,
                 )
             except BaseException:
@@ -114,6 +120,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 retain_s=settings.placement.retain_s or 0.0,
                 close_timeout_s=settings.transfer.close_timeout_s,
             )
+            if storage.tiers and region.geometry.content.endswith(_ADAPTERS):
+                logger.warning(
+                    "vLLM does not tell an offloading spec which LoRA adapter a request has, "
+                    "and their content may have changed: every tier begins empty; use "
+                    "KVTierConnector, what `kvtier vllm-args` prints, to keep what is stored"
+                )
+                service.reset_cache()
             self._manager = KVTierManager(
                 service,
                 persistent=bool(storage.tiers),
@@ -128,6 +141,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             rank = self._engine.rank
             name = self._engine.engine_id
             content = kv_content(self._engine)
+            if self._door is Door.SPEC and has_adapters_here():
+                content += _ADAPTERS
             if self._door is Door.SPEC and offers_late_here(self._engine):
                 raise late_stores_refused(
                     otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"

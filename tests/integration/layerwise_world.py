@@ -29,6 +29,7 @@ from kvtier.connector.service import CacheService
 from kvtier.keys import group_of, make_key
 from kvtier.testing.stepped import SteppedCache
 from kvtier.vllm import connector as door
+from kvtier.vllm.adapters import without_adapter
 from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.contract import GPULoadStoreSpec, TransferResult
 from kvtier.vllm.manager import KVTierManager
@@ -38,6 +39,7 @@ from tests.integration.scheduler_pair import SpiedService
 from tests.integration.scheduler_setup import Setup, make_request, scheduler_with
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
 
 WRONG: Final = b"nothing right"
@@ -124,6 +126,7 @@ class Notes(KVTierWorker):
     def _settle(self, job_id: int, slots: SlotLoadStoreSpec, blocks: GPULoadStoreSpec) -> None:
         world = self._world
         works = world.draw.random() >= world.setup.failing
+        world.loaded.update(world.spied.keys_of(slots.slots, slots.generations))
         for block, note in world.pairs_of(blocks, slots):
             world.contents[block] = note if works else WRONG
             if slots.in_step and not works:
@@ -180,16 +183,25 @@ class LayerwiseWorld:
             attention do loads happen within the passes.
         model: A directory for the model's configuration.
         seed: Of everything.
+        adapters: Of which each request asks for one that is drawn, None for none.
     """
 
-    def __init__(self, setup: Setup, model: Path, seed: int) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        model: Path,
+        seed: int,
+        adapters: Sequence[LoRARequest | None] = (None,),
+    ) -> None:
         self.setup = setup
         self.draw = random.Random(seed)
+        self._adapters = adapters
         self.cache = SteppedCache(*setup.slots, seed=seed, slowest_steps=2)
         self.spied = SpiedService(self.cache.service)
         self.notes = Notes(self)
         self.worker: Any = None
         self.seen: Counter[str] = Counter()
+        self.loaded: set[bytes] = set()
         self.contents: dict[int, bytes] = {}
         self.requests: dict[str, Request] = {}
         self._parents: dict[bytes, bytes | None] = {}
@@ -202,7 +214,12 @@ class LayerwiseWorld:
     # -- what a client does --------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], answer: int) -> Request:
-        request = make_request(len(self.requests), prompt, answer, self._hasher)
+        # Nothing is drawn where there is no choice: other tests go by their seeds.
+        many = len(self._adapters) > 1
+        adapter = self.draw.choice(self._adapters) if many else self._adapters[0]
+        request = make_request(
+            len(self.requests), prompt, answer, self._hasher, adapter=adapter
+        )
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
         return request
@@ -352,6 +369,7 @@ class LayerwiseWorld:
 
     def _notes_of(self, key: bytes) -> list[bytes]:
         """Return what the blocks of a chunk should hold."""
+        key = without_adapter(key)
         group = group_of(key)
         step = self.setup.groups[group][0] // self.setup.tokens_per_hash
         chain = [key[:-4]]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import (
@@ -33,6 +33,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier.vllm.demo.model import architecture
 from tests.integration.scheduler_pair import Pair
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 MAX_TOKENS = 512
 
@@ -80,6 +83,7 @@ def make_request(
     answer: int,
     hasher: Callable[[Request], list[BlockHash]],
     extra: dict[str, Any] | None = None,
+    adapter: LoRARequest | None = None,
 ) -> Request:
     """Return the request of that ``number``, which generates ``answer`` tokens in any case."""
     return Request(
@@ -88,6 +92,7 @@ def make_request(
         sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra),
         pooling_params=None,
         block_hasher=hasher,
+        lora_request=adapter,
     )
 
 

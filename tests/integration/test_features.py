@@ -296,10 +296,13 @@ def test_whatever_an_engine_or_a_request_is_every_token_is_plain_vllms(
     if make is adapted:
         assert_adapters_are_felt(expected)
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
-    assert again.count("kvtier_hit_tokens", tier="nvme") > 0
     # With several groups and the specification the counter is of another group's chunks.
     restarted = Report(waves=again.waves[:1])
     loaded_tokens = sum(answer.cached_tokens for answer in restarted.answers())
-    assert loaded_tokens > 0.4 * restarted.prompt_tokens()
+    if make is adapted and door == "spec":
+        assert loaded_tokens == 0  # it begins empty where there are adapters
+    else:
+        assert again.count("kvtier_hit_tokens", tier="nvme") > 0
+        assert loaded_tokens > 0.4 * restarted.prompt_tokens()
     assert_well(first)
     assert_well(again)

@@ -11,9 +11,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
+from tests.integration.odd_models import write_adapter
 from tests.integration.scheduler_setup import Setup
 
 if TYPE_CHECKING:
@@ -86,6 +88,26 @@ def test_no_block_of_a_failed_load_is_read_shared_or_stored(
     assert seen["stored"] > 0
     assert seen["aborts within a step"] > 0
     assert (seen["wrong passes"] > 0) == (setup.failing > 0)
+    assert world.cache.service.statistics().internal_errors == 0
+    world.cache.service.shutdown()
+
+
+def test_requests_with_adapters_load_and_store_as_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch)
+    adapters: list[LoRARequest | None] = [None]
+    for number, name in enumerate(("red", "blue"), start=1):
+        write_adapter(tmp_path / name, number)
+        adapters.append(LoRARequest(name, number, str(tmp_path / name)))
+    setup = Setup(engine_blocks=36, slots=(24, 96), failing=0.1, store_decode=True)
+    world = LayerwiseWorld(setup, tmp_path / "model", 0, adapters)
+    traffic(world, steps=250, resets=False)
+    for request in world.requests.values():
+        assert_right(world, request)
+    assert world.seen["loads in step"] > 0
+    loaded = {len(key) for key in world.loaded}
+    assert {size & 1 for size in loaded} == {0, 1}
     assert world.cache.service.statistics().internal_errors == 0
     world.cache.service.shutdown()
 

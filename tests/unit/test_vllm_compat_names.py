@@ -169,6 +169,7 @@ def read_state() -> SimpleNamespace:
             "num_locally_computed_tokens",
             "partial_tail_boundary",
             "req",
+            "req_context",
             "transfer_jobs",
         ),
         RequestGroupState=kept("RequestGroupState", "next_stored_chunk_idx", "offload_keys"),

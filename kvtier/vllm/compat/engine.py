@@ -20,6 +20,7 @@ __all__ = [
     "EngineFacts",
     "adopt_chunk_size",
     "full_attention_groups",
+    "has_adapters_here",
     "kv_content",
     "offers_late_here",
     "read_engine",
@@ -294,6 +295,19 @@ def offers_late_here(engine: EngineFacts, *, load: Load = importlib.import_modul
         (tokens, layers[names[0]].get_kv_cache_spec(config)) for tokens, names in engine.groups
     )
     return offers_late(config, groups, blocks_per_chunk=engine.blocks_per_chunk, load=load)
+
+
+def has_adapters_here(*, load: Load = importlib.import_module) -> bool:
+    """Return whether requests to a worker's engine may ask for LoRA adapters.
+
+    To be asked where the worker registers its KV memory, after :func:`kv_content`: a spec is
+    not told.
+
+    Args:
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    return getattr(config, "lora_config", None) is not None
 
 
 def _digest(text: str) -> str:

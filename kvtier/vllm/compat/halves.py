@@ -45,6 +45,7 @@ _STATE: Final[Mapping[str, tuple[str, ...]]] = {
         "num_locally_computed_tokens",
         "partial_tail_boundary",
         "req",
+        "req_context",
         "transfer_jobs",
     ),
     "RequestGroupState": ("next_stored_chunk_idx", "offload_keys"),

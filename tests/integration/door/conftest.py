@@ -44,9 +44,10 @@ def open_door() -> Iterator[OpenDoor]:
         kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
         held: Sequence[str] = ("auto",) * LAYERS,
         run_as: Mapping[str, Any] = MappingProxyType({}),
+        lora_config: object = None,
         **changes: Any,
     ) -> Door:
-        door = Door(offloading_config(path, **changes), kind, held, run_as)
+        door = Door(offloading_config(path, **changes), kind, held, run_as, lora_config)
         doors.append(door)
         return door
 

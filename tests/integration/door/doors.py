@@ -78,7 +78,9 @@ def offloading_config(path: Path, **changes: Any) -> OffloadingConfig:
 
 
 def model(
-    held: Sequence[str], settings: Mapping[str, Any] = MappingProxyType({})
+    held: Sequence[str],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    lora_config: object = None,
 ) -> SimpleNamespace:
     """Return vLLM's configuration of a model whose layers hold elements of these types."""
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
@@ -92,6 +94,7 @@ def model(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         **vars(model_settings({"dtype": torch.float32, **settings})),
         cache_config=SimpleNamespace(),
+        lora_config=lora_config,
     )
 
 
@@ -104,6 +107,7 @@ class Door:
         kind: type[KVTierOffloadingSpec] = KVTierOffloadingSpec,
         held: Sequence[str] = ("auto",) * LAYERS,
         run_as: Mapping[str, Any] = MappingProxyType({}),
+        lora_config: object = None,
     ) -> None:
         self.tensors = [
             torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(LAYERS)
@@ -115,7 +119,7 @@ class Door:
         spec = kind(config)
         with pytest.MonkeyPatch.context() as patch:
             # As while vLLM's worker registers its KV memory.
-            own = model(held, run_as)
+            own = model(held, run_as, lora_config)
             patch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: own)
             self.worker = spec.get_worker(caches)
         assert spec.get_worker(caches) is self.worker
