@@ -75,6 +75,8 @@ def test_events_say_which_of_several_slower_tiers() -> None:
     events = [ResidencyEvent(tier, [b"k" * 36], removed=False) for tier in range(3)]
     service: Any = SimpleNamespace(
         lookup=None,
+        computing=None,
+        computed=None,
         statistics=lambda: SimpleNamespace(tiers=tiers),
         take_events=lambda: events,
     )
