@@ -150,6 +150,7 @@ def engine_of(
     values = yaml.safe_load(scenario.config.read_text())
     # RAM is so small that a step's new chunks are more than the disk is usually asked to take.
     placement = placement | {"backlog_limit": "100%"}
+    values["tiers"][1]["keep_after_reset"] = True
     values |= {"trace": {"record": str(site.directory / "trace")}, "placement": placement}
     scenario.config.write_text(yaml.safe_dump(values))
     return scenario.model_copy(update={"events": endpoint})
