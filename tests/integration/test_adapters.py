@@ -34,7 +34,7 @@ def test_an_adapter_is_served_kv_of_its_own_content_after_a_restart(tmp_path: Pa
     first, again = feature.tiered(tmp_path, "direct")
     assert_same(first.answers(), again.answers())
     assert cached_tokens(first) == 0
-    assert cached_tokens(again) > 0.9 * again.prompt_tokens()
+    assert cached_tokens(again) > 0.4 * again.prompt_tokens()
 
     shutil.rmtree(path)
     write_adapter(path, 1)
