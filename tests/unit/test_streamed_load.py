@@ -341,6 +341,15 @@ def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
     assert disk.used == [2, 0]
 
 
+def test_a_long_job_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(DONE, DONE, DONE)
+    disk.gate.set()
+    monkeypatch.setattr(disk, "slot_nbytes", 6 << 20)
+    route, truth = route_of(disk)
+    assert asyncio.run(route.run(rise())).outcomes == [DONE] * 3
+    assert truth.published == [(4, 21), (5, 21), (6, 22)]
+
+
 @pytest.mark.parametrize("error", [OSError(5, "gone"), SystemExit(3)], ids=type)
 def test_a_part_that_raises_is_waited_for_with_the_others(error: BaseException) -> None:
     disk = LargeSlots(error, DONE, DONE)

@@ -367,11 +367,14 @@ class SlabTier(StorageTier):
     def _per_piece(self, chunks: int) -> int:
         """Return how many of the chunks of a read to move by one call at most.
 
-        All threads share even a small read, so that it is over sooner and what is asked for
-        next begins to arrive while it is verified.
+        All threads share a read that one call could do, so that it is over sooner and what is
+        asked for next begins to arrive while it is verified. Of a longer one each has its part
+        anyway.
         """
+        if chunks > self._slots_per_piece:
+            return self._slots_per_piece
         least = -(-_LEAST_PIECE_NBYTES // self.slot_nbytes)
-        return min(self._slots_per_piece, max(-(-chunks // self._pool.threads), least))
+        return max(-(-chunks // self._pool.threads), least)
 
     def _tell_of_doubt(self) -> None:
         """Log once what a reset means for a restart."""
