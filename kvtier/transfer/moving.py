@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from kvtier.keys import short
 from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.jobs import Pending
+from kvtier.transfer.routes import raising
 from kvtier.types import Job, Outcome
 
 __all__ = ["begin", "outcomes_of", "tell_of_losses"]
@@ -23,7 +24,7 @@ def begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
         return pending.channel.route.run(pending.job)
     except Exception as raised:  # noqa: BLE001 - raised again where the job ends
         pending.channel.route.abandon(pending.job)
-        return _raise(raised)
+        return raising(raised)
 
 
 async def outcomes_of(
@@ -57,7 +58,3 @@ def tell_of_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
             f"chunk {short(lost[0])}, of {len(lost)} lost: " if lost else "",
             error,
         )
-
-
-async def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvtier.config import KvtierConfig
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
-from kvtier.transfer.routes import Route, SlotMemory
+from kvtier.transfer.routes import Route, SlotMemory, in_one
 from kvtier.types import Job, JobId, Outcome
 
 __all__ = ["BetweenTiers", "Relay", "relay_slots"]
@@ -105,9 +105,7 @@ class BetweenTiers(Route):
                 moving = [parts.create_task(self._move(job, part)) for part in self._parts(job)]
         finally:
             self._running.discard(job.job_id)
-        moved = [part.result() for part in moving]
-        outcomes = [outcome for part in moved for outcome in part.outcomes]
-        return SlotOutcomes(outcomes, next((part.error for part in moved if part.error), ""))
+        return in_one([part.result() for part in moving])
 
     @override
     def abandon(self, job: Job) -> None:

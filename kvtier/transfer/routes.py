@@ -13,7 +13,7 @@ from typing_extensions import override
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, Outcome
 
-__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier"]
+__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "in_one", "raising"]
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
@@ -115,7 +115,7 @@ class FromTier(Route):
             return _returning(self._finish(part, self._begin(part)))
         except Exception as raised:  # noqa: BLE001 - the parts before it have begun
             self.abandon(part)
-            return _returning(_raising(raised))
+            return _returning(raising(raised))
 
     async def _finish(
         self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
@@ -166,8 +166,13 @@ async def _all_of(
         if isinstance(part, BaseException):
             raise part
         moved.append(part)
-    outcomes = list(chain.from_iterable(part.outcomes for part in moved))
-    return SlotOutcomes(outcomes, next((part.error for part in moved if part.error), ""))
+    return in_one(moved)
+
+
+def in_one(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
+    """Return what became of a job that was moved in parts, in their order."""
+    outcomes = list(chain.from_iterable(part.outcomes for part in parts))
+    return SlotOutcomes(outcomes, next((part.error for part in parts if part.error), ""))
 
 
 async def _returning(
@@ -180,7 +185,8 @@ async def _returning(
         return raised
 
 
-async def _raising(error: Exception) -> NoReturn:
+async def raising(error: Exception) -> NoReturn:
+    """Raise ``error`` to whoever awaits what could not begin."""
     raise error
 
 
