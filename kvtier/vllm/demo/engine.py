@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 
 from kvtier.config import load_config, vllm_transfer_config
 from kvtier.connector.metrics import METRICS, Kind
+from kvtier.vllm.demo.connection import Connection
 from kvtier.vllm.demo.model import BLOCK_TOKENS
 from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
 from kvtier.vllm.demo.timing import StepTimer
@@ -101,6 +102,7 @@ class Driver:
         self._llm = llm
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
+        self._connection = Connection(core.scheduler)
         self._timer = StepTimer(core) if timed else None
         self._ids = itertools.count()
         self._answers: list[Answer] = []
@@ -147,6 +149,7 @@ class Driver:
         )
 
     def _prepare(self, wave: Wave) -> None:
+        self._connection.use(detached=wave.detached)
         if wave.reset_first and not self._llm.reset_prefix_cache(reset_connector=True):
             raise RuntimeError("the engine refused to reset its prefix cache")
         if wave.damage_every:

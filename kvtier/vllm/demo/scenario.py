@@ -64,6 +64,8 @@ class Wave(_Value):
     prompts: tuple[Prompt, ...]
     max_tokens: Annotated[int, Field(ge=1)] = 8
     """Tokens to generate for each prompt."""
+    detached: bool = False
+    """Run it as if the engine had no connector; needs an engine of one rank."""
     reset_first: bool = False
     """Forget every cached prefix before, in kvtier too."""
     damage_every: Annotated[int, Field(ge=0)] = 0

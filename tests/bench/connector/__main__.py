@@ -9,14 +9,18 @@ block is always computed. The page cache is cold as far as direct I/O makes it s
 *Layers*: prompts of 2,048 tokens are asked for again with more behind them, and loaded from RAM
 ahead of the forward pass or within it, by two engines that take turns.
 
-*Steps*: waves of requests that hit nothing, through three engines that are up at the same time:
-one without a connector, one whose connector does nothing, one with kvtier. They take turns, so
-that what else the machine does falls on all. A step is what vLLM's engine core does between two
-rounds of its loop: schedule, compute, update. The tiers are full, so storing means evicting.
+*Steps*: waves of requests that hit nothing, through an engine whose connector is taken out for
+every other wave: what a wave takes with it is compared with the wave next to it, in the same
+engine, without. Two engines do so in turn, one with kvtier and one whose connector does
+nothing. A step is what vLLM's engine core does between two rounds of its loop: schedule,
+compute, update. The tiers are full, so storing means evicting. What an engine has besides its
+connector's calls, such as threads and other memory, is in both waves of a pair: so the first
+engine with its connector is also compared with the second without, which is an engine without
+kvtier. Engines that are started alike differ by more than kvtier costs, so each is started
+several times, and that figure is one of starts.
 The demo's model takes a few milliseconds for a step, most of them vLLM's Python; a larger one,
-whose steps take as long as those of a model in use, shows what a user would see. A wave is
-compared with the same wave of the engine whose turn is right before or after: a machine that is
-shared gets slower and faster by several per cent from minute to minute, so one per cent takes
+whose steps take as long as those of a model in use, shows what a user would see. A shared
+machine gets slower and faster by several per cent from minute to minute, so one per cent takes
 many short waves. The interval beside a ratio is where the median of ever more of them would be,
 19 times out of 20.
 """
@@ -31,7 +35,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import yaml
 from rich.console import Console
@@ -56,6 +60,8 @@ from kvtier.vllm.demo.scenario import (
     store_yaml,
 )
 
+T = TypeVar("T")
+
 PROMPT_TOKENS = 2048
 WARM_UP = 2
 NVME_BAR, RAM_BAR, STEP_BAR = 0.25, 0.20, 1.01
@@ -67,7 +73,7 @@ IDLE = {
     "kv_connector_module_path": "tests.bench.connector.idle",
     "kv_role": "kv_both",
 }
-WAVES_PER_ROUND = 8
+PAIRS_PER_START = 8
 WAVES_IN_RAM = 8
 PROMPTS_PER_ROUND = 4
 MORE_TOKENS = (32, 512)
@@ -114,8 +120,27 @@ class Figure(NamedTuple):
     bar: float | None = None
 
 
-Value = Callable[[WaveReport], float]
-"""What is measured of a wave, in seconds."""
+Value = Callable[[T], float]
+"""What is measured of a wave, or of several, in seconds."""
+Pair = tuple[WaveReport, WaveReport]
+"""A wave without the connector and one with it."""
+
+
+class Start(NamedTuple):
+    """What one start of two engines gave.
+
+    Attributes:
+        cached: Pairs of the engine with kvtier.
+        idle: Pairs of the engine whose connector does nothing.
+    """
+
+    cached: Sequence[Pair]
+    idle: Sequence[Pair]
+
+    def between_engines(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Return medians of steps without any connector, and with kvtier in another engine."""
+        plain = [median_step_s(wave) for wave, _ in self.idle]
+        return plain, [median_step_s(wave) for _, wave in self.cached]
 
 
 class Bench:
@@ -123,7 +148,7 @@ class Bench:
 
     Args:
         directory: Where model, stores and logs go.
-        rounds: Prompts per figure, and eighths of the pairs of waves.
+        rounds: Prompts per figure, and starts of the engines whose steps are timed.
     """
 
     def __init__(self, directory: Path, rounds: int) -> None:
@@ -189,57 +214,59 @@ class Bench:
 
     def steps(self, path: str) -> Iterator[Figure]:
         """Yield what steps that hit nothing take, with kvtier against without."""
-        waves = tuple(
-            self._wave() for _ in range(WAVES_IN_RAM + WARM_UP + WAVES_PER_ROUND * self._rounds)
-        )
-        plain, idle, cached = self._take_turns(waves, self._step_config(path))
-        pairs = list(zip(plain.waves, cached.waves, strict=True))[WAVES_IN_RAM + WARM_UP :]
+        starts = [self._start_for_steps(self._step_config(path)) for _ in range(self._rounds)]
+        cached = [pair for start in starts for pair in start.cached]
+        idle = [pair for start in starts for pair in start.idle]
+        yield paired("step, median", cached, median_step_s, STEP_BAR)
+        yield paired("step, median, connector that does nothing", idle, median_step_s)
         yield paired(
-            "step, median", pairs, lambda wave: statistics.median(steps_s(wave)), STEP_BAR
+            "step, median, beside another engine, by starts",
+            [start.between_engines() for start in starts],
+            statistics.fmean,
         )
-        unused = list(zip(plain.waves, idle.waves, strict=True))[WAVES_IN_RAM + WARM_UP :]
+        yield paired("step, mean", cached, lambda wave: statistics.fmean(steps_s(wave)))
         yield paired(
-            "step, median, connector that does nothing",
-            unused,
-            lambda wave: statistics.median(steps_s(wave)),
-        )
-        yield paired("step, mean", pairs, lambda wave: statistics.fmean(steps_s(wave)))
-        yield paired(
-            "prefill step, mean", pairs, lambda wave: statistics.fmean(timed(wave).prefill_s)
+            "prefill step, mean", cached, lambda wave: statistics.fmean(timed(wave).prefill_s)
         )
         yield paired(
-            "decode step, median", pairs, lambda wave: statistics.median(timed(wave).decode_s)
+            "decode step, median", cached, lambda wave: statistics.median(timed(wave).decode_s)
         )
         yield paired(
-            "decode step, mean", pairs, lambda wave: statistics.fmean(timed(wave).decode_s)
+            "decode step, mean", cached, lambda wave: statistics.fmean(timed(wave).decode_s)
         )
-        yield paired("whole wave", pairs, lambda wave: wave.seconds)
+        yield paired("whole wave", cached, lambda wave: wave.seconds)
         yield paired(
             "processor time per step, engine",
-            pairs,
+            cached,
             lambda wave: timed(wave).engine_cpu_s / len(steps_s(wave)),
         )
-        hosts_ms = [timed(wave).hosts_cpu_s / len(steps_s(wave)) * 1e3 for _, wave in pairs]
+        hosts_ms = [timed(wave).hosts_cpu_s / len(steps_s(wave)) * 1e3 for _, wave in cached]
         # The kernel counts it in hundredths of a second, so only the mean says something.
         yield figure("processor time per step, tier host, mean", [statistics.fmean(hosts_ms)])
 
-    def _take_turns(self, waves: tuple[Wave, ...], config: Path) -> list[Report]:
-        """Run ``waves`` without a connector, with one that does nothing, and with kvtier."""
-        plain = self._scenario(waves, None, timed=True)
-        # What the other two are compared with has its turn between theirs.
-        idle, plainly, cached = self._alternate(
+    def _start_for_steps(self, config: Path) -> Start:
+        """Start an engine with kvtier and one whose connector does nothing, and run waves."""
+        before = [self._wave() for _ in range(WAVES_IN_RAM + WARM_UP)]
+        measured = [
+            # Whether the first of a pair or the second is without changes every time.
+            self._wave().model_copy(update={"detached": (number + 1) // 2 % 2 == 0})
+            for number in range(2 * PAIRS_PER_START)
+        ]
+        waves = (*before, *measured)
+        idle = self._scenario(waves, None, timed=True)
+        idled, cached = self._alternate(
             {
-                "idle": plain.model_copy(update={"connector": IDLE}),
-                "plain": plain,
+                "idle": idle.model_copy(update={"connector": IDLE}),
                 "cached": self._scenario(waves, config, timed=True),
             }
         )
         if cached.count("kvtier_hit_tokens"):
             raise SystemExit("prompts that should have been new were hits")
-        return [plainly, idle, cached]
+        reports = (report.waves[len(before) :] for report in (cached, idled))
+        return Start(*(without_and_with(measured, waves) for waves in reports))
 
     def _alternate(self, scenarios: Mapping[str, Scenario]) -> list[Report]:
-        """Run timed scenarios of the same waves wave by wave; the order changes every time."""
+        """Run timed scenarios of the same waves by turns; their order changes."""
         with ExitStack() as stack:
             engines = [
                 stack.enter_context(
@@ -250,7 +277,7 @@ class Bench:
             for engine in engines:
                 engine.wait_for("ready")
             for number in range(len(next(iter(scenarios.values())).waves)):
-                for engine in engines if number % 2 else reversed(engines):
+                for engine in engines if number // 2 % 2 else reversed(engines):
                     engine.go()
                     engine.wait_for("wave")
             reports = [engine.result() for engine in engines]
@@ -326,6 +353,19 @@ def steps_s(wave: WaveReport) -> Sequence[float]:
     return (*timed(wave).prefill_s, *timed(wave).decode_s)
 
 
+def median_step_s(wave: WaveReport) -> float:
+    return statistics.median(steps_s(wave))
+
+
+def without_and_with(waves: Sequence[Wave], reports: Sequence[WaveReport]) -> list[Pair]:
+    """Return what came of waves, two next to each other in a pair, that without first."""
+    pairs = []
+    for number in range(0, len(waves), 2):
+        first, second = reports[number : number + 2]
+        pairs.append((first, second) if waves[number].detached else (second, first))
+    return pairs
+
+
 def require_hits(report: Report, tier: str) -> None:
     """Make sure that what is timed was loaded: the whole prompt but its last block or so."""
     least = len(report.waves) * (PROMPT_TOKENS - 2 * BLOCK_TOKENS)
@@ -343,14 +383,11 @@ def figure(
 
 
 def paired(
-    what: str,
-    pairs: Sequence[tuple[WaveReport, WaveReport]],
-    value: Value,
-    bar: float | None = None,
+    what: str, pairs: Sequence[tuple[T, T]], value: Value[T], bar: float | None = None
 ) -> Figure:
-    """Return what waves with kvtier take, and the median of their ratios to those without."""
-    with_ms = [value(cached) * 1e3 for _, cached in pairs]
-    ratios = [value(cached) / value(plain) for plain, cached in pairs]
+    """Return what the second ones take, and the median of their ratios to the first ones."""
+    with_ms = [value(second) * 1e3 for _, second in pairs]
+    ratios = [value(second) / value(first) for first, second in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return figure(what, with_ms)._replace(
         ratio=middle, half=(low, high), interval=median_interval(ratios), bar=bar
@@ -374,12 +411,14 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def main() -> None:
     """Run what is asked for and print it against the bars."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- connector", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="prompts; eight waves each")
+    parser.add_argument("--rounds", type=int, default=7, help="prompts, or starts")
     parser.add_argument("--only", choices=["first", "layers", "steps"], help="one bench")
     parser.add_argument("--model", choices=MODELS, help="steps of one of the two models")
     parser.add_argument("--path", choices=PATHS, help="one of the two load paths")
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("--rounds: a spread needs 2 or more")
     paths = [arguments.path] if arguments.path else [*PATHS]
     times, ratios = ("median ms", "least", "most"), ("ratio", "middle half", "95 %")
     table = Table("figure", *times, *ratios, "bar", "met", box=None)
