@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any, Final, NoReturn, Protocol
 
 from typing_extensions import override
 
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
-from kvtier.types import Job, Outcome
+from kvtier.types import Job, JobId, Outcome
 
 __all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "in_one", "raising"]
 
@@ -80,6 +81,19 @@ class ToTier(Route):
         )
 
 
+@dataclass(slots=True)
+class _Announced:
+    """The parts of a job that are over, and which of their chunks are whole.
+
+    Attributes:
+        parts: In the order in which they were announced.
+        poisoned: How many of them were poisoned since, with all of the job.
+    """
+
+    parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
+    poisoned: int = 0
+
+
 class FromTier(Route):
     """A storage tier to RAM slots, every byte verified by the tier.
 
@@ -87,13 +101,15 @@ class FromTier(Route):
     poisoned before the job's result is posted: a worker may wait for the chunk already.
 
     A job of some MiB is read in a few parts that are published one by one, so that such a
-    worker copies the first while the last are still being read.
+    worker copies the first while the last are still being read. If nobody is to wait any more,
+    the first are poisoned too; but they are whole, so in the end they are published again.
     """
 
     def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:
         self._memory = memory
         self._tier = tier
         self._stamps = stamps
+        self._announced: dict[JobId, _Announced] = {}
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
@@ -103,7 +119,8 @@ class FromTier(Route):
         if chunks <= step or chunks * self._tier.slot_nbytes > _MOST_NBYTES_IN_PARTS:
             return self._finish(job, self._begin(job))
         parts = [_part_of(job, slice(at, at + step)) for at in range(0, chunks, step)]
-        return _all_of([self._try_part(part) for part in parts])
+        self._announced[job.job_id] = _Announced()
+        return self._join(job, [self._try_part(part) for part in parts])
 
     def _begin(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
         views = [self._memory.slot(number) for number in job.destination_slots]
@@ -114,8 +131,19 @@ class FromTier(Route):
         try:
             return _returning(self._finish(part, self._begin(part)))
         except Exception as raised:  # noqa: BLE001 - the parts before it have begun
-            self.abandon(part)
+            self._poison(part)
             return _returning(raising(raised))
+
+    async def _join(
+        self, job: Job, parts: Sequence[Coroutine[Any, Any, SlotOutcomes | BaseException]]
+    ) -> SlotOutcomes:
+        try:
+            moved = await _all_of(parts)
+        finally:
+            announced = self._announced.pop(job.job_id)
+        for part, whole in announced.parts[: announced.poisoned]:
+            self._stamp(part, whole)
+        return moved
 
     async def _finish(
         self, job: Job, reading: Coroutine[Any, Any, SlotOutcomes]
@@ -123,27 +151,34 @@ class FromTier(Route):
         try:
             moved = check_outcomes(await reading, len(job.source_slots))
         except BaseException:
-            self.abandon(job)
+            self._poison(job)
             raise
-        self._announce(job, moved.outcomes)
+        whole = [outcome is Outcome.DONE for outcome in moved.outcomes]
+        self._stamp(job, whole)
+        self._tier.touch(_those(job.source_slots, whole))
+        if job.job_id in self._announced:
+            self._announced[job.job_id].parts.append((job, whole))
         return moved
 
     @override
     def abandon(self, job: Job) -> None:
+        self._poison(job)
+        if job.job_id in self._announced:
+            announced = self._announced[job.job_id]
+            announced.poisoned = len(announced.parts)
+
+    def _poison(self, job: Job) -> None:
         self._stamps.poison(job.destination_slots, job.payload)
 
-    def _announce(self, job: Job, outcomes: Sequence[Outcome]) -> None:
-        """Tell workers what became of each chunk, and the tier which slots were of use."""
-        if outcomes.count(Outcome.DONE) == len(outcomes):
-            self._stamps.publish(job.destination_slots, job.payload)
-            self._tier.touch(job.source_slots)
-            return
-        whole = [outcome is Outcome.DONE for outcome in outcomes]
-        lost = [not arrived for arrived in whole]
+    def _stamp(self, job: Job, whole: Sequence[bool]) -> None:
+        """Tell workers which chunks are whole, and that the others will not come."""
         slots, generations = job.destination_slots, job.payload
+        if all(whole):
+            self._stamps.publish(slots, generations)
+            return
+        lost = [not arrived for arrived in whole]
         self._stamps.publish(_those(slots, whole), _those(generations, whole))
         self._stamps.poison(_those(slots, lost), _those(generations, lost))
-        self._tier.touch(_those(job.source_slots, whole))
 
 
 def _part_of(job: Job, part: slice) -> Job:

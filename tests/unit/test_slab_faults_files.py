@@ -378,6 +378,18 @@ def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(
     assert boots == ["", this_boot() if unproven else ""], "the note precedes the first payload"
 
 
+def test_what_a_full_disk_keeps_from_being_deleted_is_doubted_again(store: Store) -> None:
+    """Rows take much room and a note little: to delete may fail where a note is written."""
+    store.fill(checksum="off")
+    with contextlib.closing(sqlite3.connect(store.own / INDEX)) as index, index:
+        index.execute("INSERT OR REPLACE INTO meta VALUES ('boot', 'an earlier one')")
+    store.io.strike("sql DELETE", 0, Fault(sqlite3.SQLITE_FULL, lasting=True))
+    assert store.served(checksum="off") == set()
+    assert store.io.struck
+    store.io.heal()
+    assert store.served(checksum="off") == set(), "nothing proves that these are whole"
+
+
 def test_what_was_synced_before_its_row_is_served_after_a_reboot(store: Store) -> None:
     store.fill(checksum="off", durability="power")
     assert store.served(checksum="off", durability="process") == {*range(CAPACITY)}

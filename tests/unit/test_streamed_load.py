@@ -341,6 +341,28 @@ def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
     assert disk.used == [2, 0]
 
 
+def test_what_was_stamped_before_a_deadline_is_whole_once_the_job_is_over() -> None:
+    """The deadline poisons it, and the manager then has it as a hit for others."""
+    disk = LargeSlots(DONE, DONE, DONE)
+    control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(8, 1))), slots=8, ranks=1)
+    route = FromTier(Ram(), cast("StorageTier", disk), control)
+    job = rise()
+
+    async def read() -> SlotOutcomes:
+        moving = asyncio.create_task(route.run(job))
+        disk.gates[0].set()
+        await until(lambda: control.stored([4], [21]) == [True])
+        route.abandon(job)
+        assert control.stored([4], [21]) == [False], "nobody waits any longer"
+        for gate in disk.gates:
+            gate.set()
+        return await moving
+
+    assert asyncio.run(read()).outcomes == [DONE] * 3
+    assert control.stored(job.destination_slots, job.payload) == [True] * 3
+    assert disk.used == [0, 1, 2]
+
+
 def test_a_long_job_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(DONE, DONE, DONE)
     disk.gate.set()

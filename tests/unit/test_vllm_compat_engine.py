@@ -109,6 +109,7 @@ def layer_of(backend: str = "FLASH_ATTN", **types: Any) -> SimpleNamespace:
 
 FP8 = layer_of(kv_cache_dtype="fp8")
 SKIPPED = layer_of(kv_cache_dtype="auto")
+CONVOLUTION = layer_of("SHORT_CONV", get_state_dtype=lambda: ("f16",))
 
 
 def worker_of(
@@ -117,6 +118,7 @@ def worker_of(
     layout: str = "HND",
     dtype: str = "f",
     model: dict[str, Any] | None = None,
+    convolutions: str = "SD",
     **cache: Any,
 ) -> Load:
     """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
@@ -135,6 +137,9 @@ def worker_of(
         vllm__config=SimpleNamespace(get_current_vllm_config_or_none=lambda: config),
         vllm__v1__attention__backends__utils=SimpleNamespace(
             get_kv_cache_layout=lambda: layout
+        ),
+        vllm__model_executor__layers__mamba__mamba_utils=SimpleNamespace(
+            get_conv_state_layout=lambda: convolutions
         ),
     )
 
@@ -225,6 +230,10 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
         worker_of(FP8, layer_of("INDEXER", dtype="torch.int8")),
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f32", "f16"))),
+        worker_of(FP8, CONVOLUTION),
+        worker_of(FP8, CONVOLUTION, convolutions="DS"),
+        worker_of(FP8, layer_of("CPU_ATTN", kv_cache_dtype="auto", isa="vec")),
+        worker_of(FP8, layer_of("CPU_ATTN", kv_cache_dtype="auto", isa="amx")),
         worker_of(dtype="torch.float16"),
         worker_of(model={"hf_config": {"rope_theta": 1e6}}),
     ]
@@ -233,6 +242,19 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
     renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
     assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+
+
+def test_how_convolutions_are_laid_out_is_no_matter_without_any() -> None:
+    contents = [
+        compat.kv_content(FACTS, load=worker_of(convolutions=at)) for at in ("SD", "DS")
+    ]
+    assert contents[0] == contents[1]
+
+
+def test_a_vllm_that_does_not_say_how_convolutions_are_laid_out_has_one_way() -> None:
+    load = worker_of(FP8, CONVOLUTION)
+    del load("vllm.model_executor.layers.mamba.mamba_utils").get_conv_state_layout
+    assert compat.kv_content(FACTS, load=load)
 
 
 def test_a_vllm_that_tells_a_spec_the_layout_may_change_its_version() -> None:

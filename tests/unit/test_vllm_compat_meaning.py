@@ -145,6 +145,17 @@ def test_the_longest_context_counts_where_keys_depend_on_it(config: dict[str, An
     assert short != long
 
 
+@pytest.mark.parametrize("config", [LONG, SWITCHED])
+def test_a_context_that_is_fitted_into_memory_is_another_one_at_every_start(
+    config: dict[str, Any],
+) -> None:
+    fitted = {"hf_config": config, "original_max_model_len": -1}
+    some, more = (of({**fitted, "max_model_len": at}) for at in (512, 1024))
+    assert some == more
+    asked = {"hf_config": config, "original_max_model_len": 512, "max_model_len": 512}
+    assert of(asked) != some, "the model was built for another length"
+
+
 @pytest.mark.parametrize("rope", ["default", "llama3", "yarn", "dynamic", "linear"])
 def test_the_longest_context_does_not_count_for_other_embeddings(rope: str) -> None:
     config = {

@@ -205,6 +205,11 @@ class IndexDatabase:
             self._transact([("DELETE FROM chunks", ()), note])
         self._owes_clear = False
 
+    @property
+    def owes_clear(self) -> bool:
+        """Whether all rows are to be deleted before the next change."""
+        return self._owes_clear
+
     def owe_clear(self) -> None:
         """Delete all rows before the next change, or let that fail."""
         self._owes_clear = True
@@ -225,8 +230,11 @@ class IndexDatabase:
         """Keep ``value`` as the note ``name``; this survives loss of power, as clear() does.
 
         A note may say that the rows are not to be trusted after a loss of power. It is there
-        before the first payload is written, or it is of no use.
+        before the first payload is written, or it is of no use. And it may vouch for the rows,
+        so those that are to be deleted go first.
         """
+        if self._owes_clear:
+            self.clear()
         with self._durably():
             self._connection.execute(_KEEP_NOTE, (name, value))
         self._owed_notes.pop(name, None)

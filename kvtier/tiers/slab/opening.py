@@ -329,6 +329,9 @@ def _keep_note(options: NvmeTierConfig, database: IndexDatabase, name: str, valu
     What is there may be served until then: a note is about what is stored from now on, and
     nothing is, for neither a row nor, without checksums, a payload goes ahead of it.
     """
+    if database.owes_clear:  # it was said that there is no room
+        database.owe_note(name, value)
+        return
     try:
         database.set_note(name, value)
     except sqlite3.OperationalError as error:

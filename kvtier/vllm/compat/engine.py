@@ -259,14 +259,14 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
-        content = [_layer_content(name, layers[name]) for name in names]
+        content = [_layer_content(name, layers[name], load) for name in names]
         what = [_digest(json.dumps(content)), _digest(kv_meaning(config))]
         if engine.kv_layout is None:
             layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
             what = [str(layout), str(load("vllm").__version__), *what]
         element = str(config.model_config.dtype)
         scales_at_start = getattr(config.cache_config, "calculate_kv_scales", False)
-    except (AttributeError, KeyError) as error:
+    except (AttributeError, ImportError, KeyError) as error:
         raise UnsupportedError(
             f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
         ) from error
@@ -314,12 +314,24 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _layer_content(name: str, layer: Any) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the layer's name, its backend, and the element types it is known to have.
+def _layer_content(name: str, layer: Any, load: Load) -> list[str]:  # noqa: ANN401 - vLLM's
+    """Return the layer's name, its backend, the element types it is known to have, their order.
 
     Layers that quantise have ``kv_cache_dtype``, caches of indexers ``dtype``, and layers with
-    a state in place of keys and values one type for each part of it.
+    a state in place of keys and values one type for each part of it. On a CPU the instructions
+    that the processor has decide how a page is ordered, and an environment variable how the
+    state of a convolution is.
     """
-    states = getattr(layer, "get_state_dtype", tuple)
-    types = (getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", ""), *states())
-    return [name, layer.get_attn_backend().get_name(), *map(str, types)]
+    states = getattr(layer, "get_state_dtype", None)
+    types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
+    if states is not None:
+        types += [*states(), _convolution_layout(load)]
+    order = getattr(layer, "isa", "")
+    return [name, layer.get_attn_backend().get_name(), *map(str, types), str(order)]
+
+
+def _convolution_layout(load: Load) -> str:
+    """Return how the state of a convolution is laid out; nothing where there is one way."""
+    utilities = load("vllm.model_executor.layers.mamba.mamba_utils")
+    layout = getattr(utilities, "get_conv_state_layout", str)
+    return str(layout())

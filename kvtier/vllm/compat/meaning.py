@@ -137,17 +137,23 @@ def _draft(model: Any, speculation: Any) -> str | None:  # noqa: ANN401 - vLLM's
 
 
 def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return the longest context where keys depend on it, and what else has a say there."""
+    """Return the longest context where keys depend on it, and what else has a say there.
+
+    With ``--max-model-len auto`` the model is built for what its configuration says, and the
+    context is cut afterwards to what fits into memory, which is another length at every start.
+    """
+    fitted = getattr(model, "original_max_model_len", None) == -1
+    longest = -1 if fitted else model.max_model_len
     settings = list(_settings(architecture))
     length: list[Any] = []
     if any(
         name == "rope_type" and value not in _ROPES_OF_ANY_LENGTH for name, value in settings
     ):
-        length = [model.max_model_len]
+        length = [longest]
     if any(name == _LENGTH_SWITCH for name, _ in settings):
         overrides = getattr(model, "override_generation_config", None) or {}
         length = [
-            model.max_model_len,
+            longest,
             getattr(model, "generation_config", None),
             overrides.get(_LENGTH_SWITCH),
         ]
