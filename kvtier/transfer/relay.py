@@ -131,9 +131,7 @@ class BetweenTiers(Route):
                 self.abandon(job)  # before the next part gets the lane
                 raise
 
-    async def _carry(
-        self, job: Job, part: _Part, views: Sequence[memoryview]
-    ) -> SlotOutcomes:
+    async def _carry(self, job: Job, part: _Part, views: Sequence[memoryview]) -> SlotOutcomes:
         """Read one part into ``views`` and write what is whole from there."""
         if job.job_id not in self._running:
             return _given_up(part)
