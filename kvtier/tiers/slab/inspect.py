@@ -41,6 +41,7 @@ from kvtier.tiers.slab.trail import Departure
 __all__ = [
     "Entry",
     "IndexReader",
+    "Order",
     "StoredNamespace",
     "Totals",
     "find_namespaces",

@@ -33,6 +33,8 @@ from kvtier.types import LayoutFingerprint
 __all__ = [
     "FILES",
     "INDEX",
+    "LAYOUT",
+    "ROOT_LOCK",
     "SLOTS",
     "Layout",
     "Namespace",
