@@ -47,11 +47,13 @@ class Outcome(enum.Enum):
     CORRUPT = "corrupt"
     """The source's bytes are not the bytes that were stored there."""
     EXPIRED = "expired"
-    """The deadline passed first."""
+    """It did not end by its deadline, or by the time its source had to be overwritten."""
     CANCELLED = "cancelled"
-    """The engine was closing."""
+    """Nobody needs it any more: its request is gone, the cache was reset, the engine closes, or
+    a chunk before it did not arrive. That says nothing of the medium."""
     REFUSED = "refused"
-    """Not started: the queue was full, or the tier is out of service for now."""
+    """Not taken: the queue was full, the tier is out of service for now, or some of the chunk's
+    blocks are gone."""
 
 
 class Job(NamedTuple):

@@ -226,8 +226,8 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
     """
     loaded = read(trace, format_name)
     request = RecommendRequest(
-        ram=_size("--ram", ram),
-        nvme=_size("--nvme", nvme),
+        ram_bytes=_size("--ram", ram),
+        nvme_bytes=_size("--nvme", nvme),
         path=path,
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         prefill_tokens_per_s=prefill_rate,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
 from kvtier.config._engine_args import Door, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
-from kvtier.config._kinds import options_of
+from kvtier.config._kinds import TIER_GROUP, options_of
 from kvtier.config._load import load_config, parse_config
 from kvtier.config._models import (
     EngineConfig,
@@ -26,6 +26,7 @@ from kvtier.config._origin import Origin
 from kvtier.config._schema import schema
 
 __all__ = [
+    "TIER_GROUP",
     "Door",
     "EngineConfig",
     "Environment",

@@ -215,6 +215,9 @@ class DeviceEngine:
             job_id: Unique among the jobs of this rank.
             plan: What to copy where.
             generations: The stamp that each slot must bear.
+
+        Raises:
+            UnsupportedError: :meth:`open_steps` was not called.
         """
         if self._steps is None:
             raise UnsupportedError("this worker does not load within the forward pass")

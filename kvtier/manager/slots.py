@@ -3,10 +3,10 @@
 Throughput to a slow medium is decided by bytes per system call, so a request's chunks should
 lie next to each other. A free list popped at random loses that within minutes. Free slots are
 kept as maximal extents, filed by the power of two of their length: an allocation takes an
-extent from the smallest bin that has one long enough, and only when there is none splits over
-the longest ones. Freed slots merge with their free neighbours at once, so an evicted request
-leaves one extent behind. Both directions are O(1) per extent touched, and nothing ever scans
-the slots.
+extent from the smallest bin that has one long enough, as far as a few looks tell, and only when
+there is none splits over the longest ones. Freed slots merge with their free neighbours at
+once, so an evicted request leaves one extent behind. Both directions are O(1) per extent
+touched, and nothing ever scans the slots.
 """
 
 from __future__ import annotations

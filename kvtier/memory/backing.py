@@ -26,7 +26,7 @@ HugePages = Literal["auto", "require", "off"]
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
-_PREFAULT_PIECE = 1 << 30
+_PREFAULT_PIECE_NBYTES = 1 << 30
 
 
 def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
@@ -85,10 +85,10 @@ def _create_huge(name: str, nbytes: int) -> int | None:
 def _prefault(descriptor: int, nbytes: int) -> None:
     """Allocate every page now: later it would cost the first request, or kill the engine."""
     os.ftruncate(descriptor, nbytes)
-    offsets = range(0, nbytes, _PREFAULT_PIECE)
+    offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 
     def allocate(offset: int) -> None:
-        os.posix_fallocate(descriptor, offset, min(_PREFAULT_PIECE, nbytes - offset))
+        os.posix_fallocate(descriptor, offset, min(_PREFAULT_PIECE_NBYTES, nbytes - offset))
 
     with ThreadPoolExecutor(min(len(offsets), 8)) as pool:
         for _ in pool.map(allocate, offsets):

@@ -26,7 +26,15 @@ from kvtier.memory.host_region import HostRegion
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence, open_stream
 
-__all__ = ["ALL_PAGES", "BlockCopier", "BlockCopyPlan", "GroupCopy", "KVBlocks", "plan_copy"]
+__all__ = [
+    "ALL_PAGES",
+    "BlockCopier",
+    "BlockCopyPlan",
+    "GroupCopy",
+    "Indices",
+    "KVBlocks",
+    "plan_copy",
+]
 
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

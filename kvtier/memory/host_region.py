@@ -332,11 +332,12 @@ def _listen(name: str) -> socket.socket:
 def _receive(
     name: str, geometry: RegionGeometry | None, deadline: float
 ) -> tuple[int, RegionGeometry]:
-    """Return a descriptor of the region, and its shape.
+    """Return a descriptor of the region, which is the caller's to close, and its shape.
 
     Raises:
-        ConnectionError: Nobody serves it yet.
-        EOFError: The server went away.
+        ConnectionError: Nobody serves it yet, or the server went away.
+        EOFError: So it did, before it handed anything over.
+        UnsupportedError: Another user serves it, or its shape is another one.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -349,18 +350,19 @@ def _receive(
             raise EOFError from error
         if not descriptors:
             raise EOFError
-        served = RegionGeometry(**json.loads(hello))
-        _require_shape(name, served, geometry, descriptors[0])
-        peer.send(_THANKS)
+        try:
+            served = RegionGeometry(**json.loads(hello))
+            _require_shape(name, served, geometry)
+            peer.send(_THANKS)
+        except BaseException:
+            os.close(descriptors[0])  # as long as anybody has it, the memory is taken
+            raise
     return descriptors[0], served
 
 
-def _require_shape(
-    name: str, served: RegionGeometry, geometry: RegionGeometry | None, descriptor: int
-) -> None:
-    """Close ``descriptor`` and raise unless the region served has the shape that is needed."""
+def _require_shape(name: str, served: RegionGeometry, geometry: RegionGeometry | None) -> None:
+    """Raise unless the region served has the shape that is needed."""
     if geometry not in {None, served}:
-        os.close(descriptor)
         raise UnsupportedError(
             f"host region {name!r} has another shape: {served} instead of {geometry}; "
             "all processes of an engine must read the same configuration file"

@@ -8,9 +8,11 @@ when its file is full: what is there stays a whole recording of a shorter run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +104,12 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        try:
+        deadline_s = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Full):
             self._waiting.put(_STOP, timeout=timeout_s)
-        except queue.Full:
+            self._thread.join(max(deadline_s - time.monotonic(), 0.0))
+        if self._thread.is_alive():
             logger.warning("trace: the disk does not answer; the recording is incomplete")
-            return
-        self._thread.join(timeout_s)
 
     def _put(self, record: RequestRecord | _Call) -> bool:
         if not self._closed:

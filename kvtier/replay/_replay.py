@@ -23,8 +23,9 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.stats import transfer_type_of
 from kvtier.connector.storage import open_storage
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.memory.copy import BlockCopyPlan
 from kvtier.memory.kv_layout import blocks_of_layers
 from kvtier.memory.paged import PagedMemory
 from kvtier.memory.slot_layout import shard_of
@@ -245,14 +246,14 @@ class _Bench:
             requests=options.concurrency,
         )
         memory = PagedMemory(layers=_LAYERS, blocks=limits.blocks, block_nbytes=block_nbytes)
-        size = slot_nbytes(options.chunk_bytes)
+        slot_bytes = slot_nbytes(options.chunk_bytes)
         geometry = RegionGeometry(
-            slots=config.ram.capacity_bytes // size,
-            slot_nbytes=size,
+            slots=config.ram.capacity_bytes // slot_bytes,
+            slot_nbytes=slot_bytes,
             stripe_nbytes=options.chunk_bytes,
             stripes=1,
             ranks=1,
-            relay_slots=relay_slots(config, size),
+            relay_slots=relay_slots(config, slot_bytes),
         )
         name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
         timeout_s = config.transfer.close_timeout_s
@@ -282,7 +283,7 @@ class _Bench:
             storage = open_storage(
                 config,
                 region,
-                LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": size}),
+                LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": slot_bytes}),
                 tokens_per_chunk=trace.chunk_tokens,
                 record_events=False,
             )
@@ -418,35 +419,49 @@ def _measure_copies(
         attachers=0,
         timeout_s=_MEET_TIMEOUT_S,
     )
-    kv = blocks_of_layers(memory.tensors, groups, blocks=limits.blocks)
-    device = DeviceEngine(
-        kv,
-        region,
-        rank=0,
-        share=shard_of(0),
-        blocks_per_chunk=blocks_per_chunk,
-        close_timeout_s=_MEET_TIMEOUT_S,
-    )
+    try:
+        device = DeviceEngine(
+            blocks_of_layers(memory.tensors, groups, blocks=limits.blocks),
+            region,
+            rank=0,
+            share=shard_of(0),
+            blocks_per_chunk=blocks_per_chunk,
+            close_timeout_s=_MEET_TIMEOUT_S,
+        )
+    except BaseException:
+        region.close()
+        raise
     try:
         blocks = range(1, chunks * blocks_per_chunk + 1)
-        slots = range(chunks)
-        plan = device.plan(list(blocks), [len(blocks)], [0], list(slots))
-        ones = [1] * chunks
-        seconds: dict[str, float] = {}
-        jobs = itertools.count()
-        for _ in range(_CALIBRATION_ROUNDS):
-            for way, start in (("store", device.store), ("load", device.load)):
-                job_id = next(jobs)
-                began_s = time.perf_counter()
-                start(job_id, plan, ones)
-                device.wait({job_id})
-                took_s = time.perf_counter() - began_s
-                seconds[way] = min(took_s, seconds.get(way, took_s))
-        nbytes = chunks * geometry.slot_nbytes
-        # No latency: what an engine waits for is the end of a step, which is modelled.
-        return TierSpeed(nbytes / seconds["load"], nbytes / seconds["store"], 0.0)
+        plan = device.plan(list(blocks), [len(blocks)], [0], list(range(chunks)))
+        load_s, store_s = _best_times(device, plan, [1] * chunks)
     finally:
         device.close()
+    nbytes = chunks * geometry.slot_nbytes
+    # No latency: what an engine waits for is the end of a step, which is modelled.
+    return TierSpeed(nbytes / load_s, nbytes / store_s, 0.0)
+
+
+def _best_times(
+    device: DeviceEngine, plan: BlockCopyPlan, generations: Sequence[int]
+) -> tuple[float, float]:
+    """Return the shortest times of a load and of a store of ``plan``, in seconds.
+
+    Raises:
+        KvtierError: A copy did not end well.
+    """
+    jobs = itertools.count()
+    seconds: dict[str, list[float]] = {"store": [], "load": []}
+    for _ in range(_CALIBRATION_ROUNDS):
+        for way, start in (("store", device.store), ("load", device.load)):
+            job_id = next(jobs)
+            began_s = time.perf_counter()
+            start(job_id, plan, generations)
+            device.wait({job_id})
+            seconds[way].append(time.perf_counter() - began_s)
+            if not all(result.is_whole for result in device.poll()) or not device.idle:
+                raise KvtierError(f"a {way} between RAM slots and blocks did not end well")
+    return min(seconds["load"]), min(seconds["store"])
 
 
 def _traffic(

@@ -174,19 +174,19 @@ def simulate_ladder(
     config = resolve_load_path(config)
     check_chunk_fits(config, chunk_bytes)
     model = model or default_time_model(config, trace)
-    slot = slot_nbytes(chunk_bytes)
-    tiers = build_tiers(config, [tier.capacity_bytes // slot for tier in config.tiers])
+    slot_bytes = slot_nbytes(chunk_bytes)
+    tiers = build_tiers(config, [tier.capacity_bytes // slot_bytes for tier in config.tiers])
     truth = HonestTruth()
     manager = build_manager(
         config,
         tiers,
-        slot_nbytes=slot,
+        slot_nbytes=slot_bytes,
         chunk_tokens=trace.chunk_tokens,
         truth=truth,
         record_events=False,
         follow_reuse=False,
     )
-    engine = _engine(config, model, manager, truth, trace.chunk_tokens, slot)
+    engine = _engine(config, model, manager, truth, trace.chunk_tokens, slot_bytes)
     waits = np.zeros(trace.requests)
     saved = 0
     for done, request in enumerate(engine.serve(_requests(trace)), start=1):
@@ -195,7 +195,7 @@ def simulate_ladder(
         if progress is not None and not done % 256:
             progress(done / trace.requests)
     seconds = time.perf_counter() - begun
-    results = _tier_results(config, tiers, trace, slot)
+    results = _tier_results(config, tiers, trace, slot_bytes)
     slower = results[1:]
     return LadderResult(
         trace=trace.name,
@@ -225,10 +225,10 @@ def _engine(
     manager: TieredOffloadingManager,
     truth: HonestTruth,
     chunk_tokens: int,
-    slot: int,
+    slot_bytes: int,
 ) -> ModelEngine | StepEngine:
     """Return the engine that ``model`` is of."""
-    transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot)
+    transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes)
     engine = (
         partial(StepEngine, model=model)
         if isinstance(model, StepModel)
@@ -297,7 +297,7 @@ def _tier_results(
     config: KvtierConfig,
     tiers: Sequence[TierState],
     trace: Trace,
-    slot: int,
+    slot_bytes: int,
 ) -> list[TierResult]:
     results = []
     promoted = sum(tier.counters.promoted for tier in tiers)
@@ -306,7 +306,7 @@ def _tier_results(
         written = counters.stored - (0 if tier.index else promoted)
         per_day = None
         if tier.index and trace.duration_s:
-            per_day = written * slot / trace.duration_s * _DAY_S
+            per_day = written * slot_bytes / trace.duration_s * _DAY_S
         results.append(
             TierResult(
                 name=tier.name,

@@ -52,16 +52,16 @@ class RecommendRequest:
     """What the cache may take.
 
     Attributes:
-        ram: Bytes of memory.
-        nvme: Bytes of disk.
+        ram_bytes: Memory for chunks.
+        nvme_bytes: Disk for chunks.
         path: Directory of the store.
         chunk_bytes: Bytes of one of the trace's chunks.
         prefill_tokens_per_s: Prompt tokens the engine computes per second; None for a guess.
         speeds: By tier, where they are known: ``ram``, ``nvme``.
     """
 
-    ram: int
-    nvme: int
+    ram_bytes: int
+    nvme_bytes: int
     path: Path
     chunk_bytes: int
     prefill_tokens_per_s: float | None = None
@@ -117,11 +117,11 @@ class _Steps:
 
 
 def _slots(request: RecommendRequest) -> dict[str, int]:
-    slot = slot_nbytes(request.chunk_bytes)
-    slots = {"ram": request.ram // slot, "nvme": request.nvme // slot}
+    slot_bytes = slot_nbytes(request.chunk_bytes)
+    slots = {"ram": request.ram_bytes // slot_bytes, "nvme": request.nvme_bytes // slot_bytes}
     for tier, count in slots.items():
         if not count:
-            need = f"a chunk takes {format_size(slot)}"
+            need = f"a chunk takes {format_size(slot_bytes)}"
             raise ConfigError(f"--{tier}: holds no chunk; {need}: give it more")
     unknown = request.speeds.keys() - slots.keys()
     if unknown:
@@ -149,13 +149,13 @@ def _try(
         "tiers": [
             {
                 "kind": "ram",
-                "capacity": format_size(request.ram),
+                "capacity": format_size(request.ram_bytes),
                 "eviction": evictions["ram"],
             },
             {
                 "kind": "nvme",
                 "path": str(request.path),
-                "capacity": format_size(request.nvme),
+                "capacity": format_size(request.nvme_bytes),
                 "eviction": evictions["nvme"],
             },
         ],

@@ -64,7 +64,7 @@ class SlotOutcomes:
     """What happened to each slot of one batch.
 
     Attributes:
-        outcomes: One per chunk, in the batch's order: DONE, FAILED or CORRUPT.
+        outcomes: One per chunk, in the batch's order; of a tier DONE, FAILED or CORRUPT.
         error: The first failure in words; empty when all is done.
     """
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from kvtier.config import TierConfig
+from kvtier.config import TIER_GROUP, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.slab import SlabTier
 
-__all__ = ["TIER_GROUP", "open_tier"]
+__all__ = ["open_tier"]
 
-TIER_GROUP = "kvtier.tiers"
 _BUILT_IN: dict[str, type[StorageTier]] = {"nvme": SlabTier}
 
 

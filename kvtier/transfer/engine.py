@@ -231,13 +231,16 @@ class TransferEngine:
             Whether all are over; False when ``timeout_s`` passed first, and some still go on.
 
         Raises:
-            ClosedError: The engine's thread died.
+            ClosedError: The engine was closed, or its thread died.
             ExceptionGroup: What went wrong; all are over.
         """
-        if self._death is not None:
-            raise ClosedError(f"transfer engine {self._name} is closed") from self._death
         acting = self._runner.exclusively_each(actions)
-        future = asyncio.run_coroutine_threadsafe(acting, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(acting, self._loop)
+        except RuntimeError as error:  # its loop has ended
+            acting.close()
+            cause = self._death or error
+            raise ClosedError(f"transfer engine {self._name} is closed") from cause
         try:
             future.result(timeout_s)
         except TimeoutError:

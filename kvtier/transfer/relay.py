@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from kvtier.config import KvtierConfig
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
-from kvtier.transfer.routes import Route, SlotMemory, in_one
+from kvtier.transfer.routes import Route, SlotMemory, all_of
 from kvtier.types import Job, JobId, Outcome
 
 __all__ = ["BetweenTiers", "Relay", "relay_slots"]
@@ -34,8 +34,9 @@ _LANES: Final = 2
 def relay_slots(config: KvtierConfig, slot_nbytes: int) -> int:
     """Return how many slots of memory the tiers of ``config`` need between each other.
 
-    None where no chunk goes from one slower tier to another: where there is but one, and where
-    RAM writes through to each of them.
+    Returns:
+        0 where no chunk goes from one slower tier to another: where there is but one, and where
+        RAM writes through to each of them.
     """
     placement = config.placement
     through = placement.policy == "ladder" and placement.write == "through"
@@ -82,7 +83,8 @@ class BetweenTiers(Route):
     """One storage tier to another, every byte verified as it leaves the first.
 
     A job that is abandoned is not read any further, and of what was read nothing more is
-    written: when a reset is to follow, it would be there after it.
+    written: when a reset is to follow, it would be there after it. Nor is one of which a tier
+    raised something, as it was not to: it has failed as a whole.
 
     Args:
         source: The tier that chunks leave.
@@ -100,12 +102,9 @@ class BetweenTiers(Route):
     async def run(self, job: Job) -> SlotOutcomes:
         self._running.add(job.job_id)
         try:
-            # What a tier raises ends the other parts as well: it was not to raise at all.
-            async with asyncio.TaskGroup() as parts:
-                moving = [parts.create_task(self._move(job, part)) for part in self._parts(job)]
+            return await all_of([self._move(job, part) for part in self._parts(job)])
         finally:
             self._running.discard(job.job_id)
-        return in_one([part.result() for part in moving])
 
     @override
     def abandon(self, job: Job) -> None:
@@ -124,22 +123,32 @@ class BetweenTiers(Route):
         ]
 
     async def _move(self, job: Job, part: _Part) -> SlotOutcomes:
+        """Take one part through a lane."""
         async with self._relay.lane(len(part.keys)) as views:
-            if job.job_id not in self._running:
-                return _given_up(part)
-            reading = self._source.read(part.keys, part.source_slots, views, why=job.why)
-            read = check_outcomes(await reading, len(part.keys))
-            if job.job_id not in self._running:
-                return _given_up(part)
-            whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]
-            if not whole:
-                return read
-            written = await self._destination.write(
-                [part.keys[at] for at in whole],
-                [part.destination_slots[at] for at in whole],
-                [views[at] for at in whole],
-                why=job.why,
-            )
+            try:
+                return await self._carry(job, part, views)
+            except BaseException:
+                self.abandon(job)  # before the next part gets the lane
+                raise
+
+    async def _carry(self, job: Job, part: _Part, views: Sequence[memoryview]) -> SlotOutcomes:
+        """Read one part into ``views`` and write what is whole from there."""
+        if job.job_id not in self._running:
+            return _given_up(part)
+        reading = self._source.read(part.keys, part.source_slots, views, why=job.why)
+        read = check_outcomes(await reading, len(part.keys))
+        if job.job_id not in self._running:
+            return _given_up(part)
+        whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]
+        if not whole:
+            return read
+        writing = self._destination.write(
+            [part.keys[at] for at in whole],
+            [part.destination_slots[at] for at in whole],
+            [views[at] for at in whole],
+            why=job.why,
+        )
+        written = check_outcomes(await writing, len(whole))
         outcomes = list(read.outcomes)
         for at, what in zip(whole, written.outcomes, strict=True):
             outcomes[at] = what

@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, JobId, Outcome
 
-__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "in_one", "raising"]
+__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "all_of", "raising"]
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
@@ -119,28 +119,28 @@ class FromTier(Route):
         if chunks <= step or chunks * self._tier.slot_nbytes > _MOST_NBYTES_IN_PARTS:
             return self._finish(job, self._begin(job))
         parts = [_part_of(job, slice(at, at + step)) for at in range(0, chunks, step)]
-        self._announced[job.job_id] = _Announced()
-        return self._join(job, [self._try_part(part) for part in parts])
+        return self._join(job, [self._begin_part(part) for part in parts])
 
     def _begin(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
         views = [self._memory.slot(number) for number in job.destination_slots]
         return self._tier.begin_read(job.keys, job.source_slots, views, why=job.why)
 
-    def _try_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes | BaseException]:
-        """Begin to read a part; the coroutine returns what is raised, then or now."""
+    def _begin_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes]:
+        """Begin to read a part; never raises."""
         try:
-            return _returning(self._finish(part, self._begin(part)))
+            return self._finish(part, self._begin(part))
         except Exception as raised:  # noqa: BLE001 - the parts before it have begun
             self._poison(part)
-            return _returning(raising(raised))
+            return raising(raised)
 
     async def _join(
-        self, job: Job, parts: Sequence[Coroutine[Any, Any, SlotOutcomes | BaseException]]
+        self, job: Job, parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]
     ) -> SlotOutcomes:
+        announced = self._announced[job.job_id] = _Announced()
         try:
-            moved = await _all_of(parts)
+            moved = await all_of(parts)
         finally:
-            announced = self._announced.pop(job.job_id)
+            del self._announced[job.job_id]
         for part, whole in announced.parts[: announced.poisoned]:
             self._stamp(part, whole)
         return moved
@@ -191,23 +191,22 @@ def _part_of(job: Job, part: slice) -> Job:
     )
 
 
-async def _all_of(
-    parts: Sequence[Coroutine[Any, Any, SlotOutcomes | BaseException]],
-) -> SlotOutcomes:
-    """Await all parts, for a thread may touch the slots of each; raise what one returned."""
-    ended = [await task for task in [asyncio.create_task(part) for part in parts]]
+async def all_of(parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]) -> SlotOutcomes:
+    """Await all parts of a job, side by side; return what became of their chunks, in order.
+
+    Raises:
+        BaseException: The first, in that order, that a part raised; all have ended, for a
+            thread may touch the slots of each.
+    """
+    tasks = [asyncio.create_task(_returning(part)) for part in parts]
+    ended = [await task for task in tasks]
     moved: list[SlotOutcomes] = []
     for part in ended:
         if isinstance(part, BaseException):
             raise part
         moved.append(part)
-    return in_one(moved)
-
-
-def in_one(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
-    """Return what became of a job that was moved in parts, in their order."""
-    outcomes = list(chain.from_iterable(part.outcomes for part in parts))
-    return SlotOutcomes(outcomes, next((part.error for part in parts if part.error), ""))
+    outcomes = list(chain.from_iterable(part.outcomes for part in moved))
+    return SlotOutcomes(outcomes, next((part.error for part in moved if part.error), ""))
 
 
 async def _returning(

@@ -1,3 +1,5 @@
+"""When a failing tier is left alone, and when it is tried again."""
+
 from __future__ import annotations
 
 from typing import cast

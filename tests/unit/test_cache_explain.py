@@ -64,7 +64,7 @@ class TestExplain:
         assert answer["left_at"] > 1_700_000_000
         return str(answer["reason"])
 
-    def test_evicted(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_a_chunk_was_evicted(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.start()
         store.put([KEYS[20]], [7])
@@ -73,21 +73,21 @@ class TestExplain:
         out = shell("explain", KEYS[7].hex(), store.root).out
         assert "another chunk was written into its slot" in out
 
-    def test_dropped_by_the_engine(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_the_engine_dropped_a_chunk(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.start()
         store.tier.forget([7])
         store.stop()
         assert self.why(shell, store, 7) == "corrupt"
 
-    def test_made_smaller(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_the_tier_was_made_smaller(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.start(slots=8)
         store.stop()
         assert self.why(shell, store, 8) == "beyond"
         assert shell("explain", KEYS[7].hex(), store.root).code == 0
 
-    def test_reset(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_the_cache_was_reset(self, shell: Shell, store: Store) -> None:
         store.filled()
         store.start()
         store.reset()
@@ -96,7 +96,9 @@ class TestExplain:
         assert self.why(shell, store, 7) == "reset"
         assert shell("explain", KEYS[0].hex(), store.root).code == 0
 
-    def test_stored_after_a_reset(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_a_chunk_was_stored_after_a_reset(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.start()
         store.reset()
         store.fill()
@@ -108,18 +110,20 @@ class TestExplain:
         out = shell("explain", KEYS[7].hex(), store.root).out
         assert "it was stored after a reset of the cache" in out
 
-    def test_distrusted(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_a_store_was_distrusted(self, shell: Shell, store: Store) -> None:
         store.filled(checksum="off")
         store.start(checksum="xxh3")
         store.stop()
         assert self.why(shell, store, 7) == "doubted"
 
-    def test_removed_by_an_operator(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_an_operator_removed_a_chunk(self, shell: Shell, store: Store) -> None:
         store.filled()
         assert shell("evict", KEYS[7].hex(), "--yes", store.root).code == 0
         assert self.why(shell, store, 7) == "dropped"
 
-    def test_lost_with_an_index(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_a_chunk_was_lost_with_an_index(
+        self, shell: Shell, store: Store
+    ) -> None:
         store.filled().index.write_bytes(b"no database" * 1000)
         store.start()
         store.stop()
@@ -127,7 +131,7 @@ class TestExplain:
         assert ran.code == 1
         assert "what it held is not known" in flat(ran.out)
 
-    def test_never_seen(self, shell: Shell, store: Store) -> None:
+    def test_it_says_that_a_chunk_was_never_seen(self, shell: Shell, store: Store) -> None:
         ran = shell("explain", KEYS[30].hex(), store.filled().root)
         assert ran.code == 1
         assert "never seen, or so long ago that the trail has forgotten" in ran.out

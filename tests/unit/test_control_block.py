@@ -1,3 +1,5 @@
+"""What workers and the storage engine write beside the slots, and what the scheduler reads."""
+
 from __future__ import annotations
 
 import threading

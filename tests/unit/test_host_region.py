@@ -1,5 +1,8 @@
+"""The memory that all processes of an engine share: made, handed over, and gone with them."""
+
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import resource
@@ -10,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -112,6 +116,29 @@ def test_a_process_that_dies_while_attaching_leaves_its_place_to_another(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
         dying.connect(f"\0kvtier-region-{name}")
     HostRegion.attach(name, SMALL, timeout_s=10).close()
+
+
+def test_what_a_server_that_listens_no_more_handed_over_is_given_back(name: str) -> None:
+    memory = backing.create_memory(f"kvtier-{name}", SMALL.nbytes, "off")
+    hello = json.dumps(asdict(SMALL)).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0kvtier-region-{name}")
+        listener.listen()
+
+        def hand_over_and_go() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.shutdown(socket.SHUT_RD)  # thanks come too late from here on
+                socket.send_fds(peer, [hello], [memory])
+            listener.close()
+
+        server = threading.Thread(target=hand_over_and_go)
+        server.start()
+        with pytest.raises(CapacityError, match="no host region"):
+            HostRegion.attach(name, SMALL, timeout_s=1)
+        server.join(10)
+    os.close(memory)
+    # That no descriptor of it is left is checked after every test.
 
 
 def test_processes_that_disagree_about_the_shape_are_told_so(

@@ -1,3 +1,5 @@
+"""Threads for blocking calls: order, errors, cancellation and the end of the pool."""
+
 from __future__ import annotations
 
 import asyncio

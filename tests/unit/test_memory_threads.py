@@ -1,3 +1,5 @@
+"""A thread that copies alone takes no processors from the model's threads."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,28 @@ def test_a_module_has_what_it_exports(name: str) -> None:
     exported = list(getattr(module, "__all__", ()))
     assert len(exported) == len(set(exported))
     assert [entry for entry in exported if not hasattr(module, entry)] == []
+
+
+def taken_by(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield what the file at ``path`` imports from modules of kvtier, by module and name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvtier"):
+            for alias in node.names:
+                yield node.module or "", alias.name
+
+
+def test_what_one_module_takes_from_another_is_among_what_that_one_exports() -> None:
+    taken = {pair for path in ROOT.rglob("*.py") for pair in taken_by(path)}
+    exported = {name: getattr(importlib.import_module(name), "__all__", ()) for name in MODULES}
+    hidden = [
+        f"{module}.{name}"
+        for module, name in taken
+        if module in exported
+        and name not in exported[module]
+        and f"{module}.{name}" not in exported
+    ]
+    assert sorted(hidden) == []
+    assert ("kvtier.iopool", "IoPool") in taken
 
 
 @pytest.mark.parametrize("target", entry_points())

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -350,6 +351,35 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
     writer.close(timeout_s=10)
     assert writer.statistics() == recorder_module.RecorderStatistics(0, 3)
     assert caplog.text.count("cannot write the recording") == 1
+
+
+def test_closing_waits_for_a_disk_that_hangs_no_longer_than_it_may_and_says_so(
+    tmp_path: Path,
+    stopped: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = recorder(tmp_path / "trace")
+    writer.request(RequestRecord(0.0, keys(1), 0, 16))
+    now_s = 0.0
+    waited_s: list[float] = []
+    put_at_once = writer._waiting.put
+
+    def put(record: Any, timeout: float) -> None:
+        nonlocal now_s
+        now_s += 6.0
+        put_at_once(record, timeout=timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+        patch.setattr(writer._waiting, "put", put)
+        patch.setattr(writer._thread, "join", waited_s.append)
+        writer.close(timeout_s=8.0)
+    assert waited_s == [2.0]
+    assert caplog.text.count("the recording is incomplete") == 1
+    stopped.set()
+    writer._thread.join(10)
+    assert writer.statistics().written == 1
 
 
 # -- requests

@@ -16,7 +16,7 @@ from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
 from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 from kvtier.tiers.base import SlotOutcomes, TierContext
-from kvtier.transfer import BetweenTiers, Relay, relay_slots
+from kvtier.transfer import BetweenTiers, EngineLimits, Relay, TransferEngine, relay_slots
 from kvtier.types import Job, LayoutFingerprint, Outcome, Why
 
 SLOT_NBYTES = 4096
@@ -168,23 +168,37 @@ def test_a_disk_that_hangs_holds_up_a_lane_and_no_more() -> None:
     assert None not in arrived
 
 
-def test_a_tier_that_raises_leaves_the_lanes_to_others() -> None:
+@pytest.mark.parametrize("error", [OSError(5, "no"), SystemExit(3)], ids=type)
+def test_what_a_tier_raises_fails_its_job_and_leaves_lanes_and_engine_to_others(
+    error: BaseException,
+) -> None:
     way = Way()
+    asyncio.run(way.fill())
+    writes: list[int] = []
 
     def refuse() -> None:
-        raise OSError(5, "no")
+        writes.append(1)
+        raise error
 
-    async def go() -> SlotOutcomes:
-        await way.fill()
-        way.lower.at_write = refuse
-        with pytest.raises(ExceptionGroup):
-            await way.route.run(JOB)
-        way.lower.at_write = lambda: None
-        return await way.route.run(JOB)
-
+    way.lower.at_write = refuse
+    limits = EngineLimits(queued_bytes=1 << 20, running_bytes=1 << 20)
+    engine = TransferEngine(
+        "test", {("upper", "lower"): way.route}, chunk_nbytes=SLOT_NBYTES, limits=limits
+    )
     try:
-        assert set(asyncio.run(go()).outcomes) == {DONE}
+        engine.submit(JOB._replace(timeout_s=10.0))
+        assert engine.wait([JOB.job_id], timeout_s=10)
+        (failed,) = engine.poll()
+        assert failed.outcomes == [Outcome.FAILED] * CHUNKS
+        assert failed.error == f"{type(error).__name__}: {error}"
+        assert len(writes) == 1, "the other parts are of no use"
+        way.lower.at_write = lambda: None
+        engine.submit(JOB._replace(job_id=2, timeout_s=10.0))
+        assert engine.wait([2], timeout_s=10)
+        (done,) = engine.poll()
+        assert done.outcomes == [DONE] * CHUNKS
     finally:
+        assert engine.close(timeout_s=5)
         assert way.pool.close(timeout_s=5)
 
 

@@ -17,7 +17,7 @@ from kvtier.cli import _replay as replay_command
 from kvtier.cli._commands import app
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.connector.report.exporter import MetricsExporter
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import LoadChoice, LoadWorth, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
@@ -377,6 +377,16 @@ class TestReplay:
         config = ladder(tmp_path, ram=8, nvme=16, extra="engine:\n  blocks_per_chunk: 3\n")
         with pytest.raises(ConfigError, match="blocks_per_chunk = 3"):
             run(make_trace([[0]]), config)
+
+    def test_copies_that_fail_have_no_speed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(5, "no")
+
+        monkeypatch.setattr(BlockCopier, "load", fail)
+        with pytest.raises(KvtierError, match="a load between RAM slots and blocks"):
+            run(make_trace([[1]]), ladder(tmp_path, ram=4, nvme=16))
 
     def test_the_speed_of_ram_is_measured_and_not_told(self, tmp_path: Path) -> None:
         trace = tmp_path / "made.jsonl"

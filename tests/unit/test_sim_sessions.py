@@ -41,7 +41,9 @@ def name_of(ear: type[Ear]) -> str:
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
-def test_of_one_tier(ear: type[Ear], order: str) -> None:
+def test_a_simulated_tier_tells_its_policy_of_requests_and_sessions(
+    ear: type[Ear], order: str
+) -> None:
     simulate_single(
         TRACE,
         policy=name_of(ear),
@@ -51,7 +53,7 @@ def test_of_one_tier(ear: type[Ear], order: str) -> None:
     assert set(ear.heard) == EXPECTED
 
 
-def test_of_a_ladder(ear: type[Ear]) -> None:
+def test_a_simulated_ladder_tells_its_policy_of_requests_and_sessions(ear: type[Ear]) -> None:
     config = parse_config(
         f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{name_of(ear)}'}}]", source="test"
     )
@@ -59,7 +61,7 @@ def test_of_a_ladder(ear: type[Ear]) -> None:
     assert set(ear.heard) == EXPECTED
 
 
-def test_of_a_ghost(ear: type[Ear]) -> None:
+def test_a_ghost_is_told_of_requests_and_sessions(ear: type[Ear]) -> None:
     keys = chunk_keys(TRACE.distinct)
     shadow = ShadowTier(8, [name_of(ear)])
     for number, (chain, session) in enumerate(

@@ -1,3 +1,5 @@
+"""How a batch is cut into runs of neighbouring slots."""
+
 from __future__ import annotations
 
 import numpy as np

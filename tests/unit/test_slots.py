@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+from typing import Final
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.manager.slots import SlotAllocator
+
+FEW_LOOKS: Final = 8
 
 
 def holes(*extents: tuple[int, int], capacity: int = 64) -> SlotAllocator:
@@ -97,21 +102,27 @@ def test_taking_what_is_not_free_is_an_error(wanted: list[int]) -> None:
     assert slots.extents() == [(0, 5), (6, 10)]
 
 
-@given(free=st.sets(st.integers(0, 63)), count=st.integers(0, 64))
-def test_an_allocation_takes_free_slots_in_as_few_runs_as_it_needs(
-    free: set[int], count: int
+@given(lengths=st.lists(st.integers(1, 9), max_size=40), asked=st.integers(0, 400))
+def test_an_allocation_takes_one_run_where_a_few_looks_find_one_that_is_long_enough(
+    lengths: list[int], asked: int
 ) -> None:
-    slots = SlotAllocator(64)
-    slots.take(set(range(64)) - free)
+    ends = [0, *accumulate(lengths)]
+    runs = list(pairwise(ends))[::2]  # the others are taken
+    free = {slot for start, end in runs for slot in range(start, end)}
+    slots = SlotAllocator(ends[-1])
+    slots.take(set(range(ends[-1])) - free)
+    count = asked % (len(free) + 2)
     if count > len(free):
         with pytest.raises(ValueError, match="wanted"):
             slots.allocate(count)
+        assert slots.extents() == runs
         return
-    longest = max((end - start for start, end in slots.extents()), default=0)
+    longest = max(lengths[::2], default=0)
     taken = slots.allocate(count)
     assert taken == sorted(set(taken) & free)
     assert len(taken) == count
-    if 0 < count <= longest:
+    is_found = len(runs) <= FEW_LOOKS or longest >= 1 << count.bit_length()
+    if 0 < count <= longest and is_found:
         assert taken[-1] - taken[0] == count - 1
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import UnsupportedError
 
-__all__ = ["CacheGroup", "GroupLayout", "SchedulerOptions", "build_layouts"]
+__all__ = ["CacheGroup", "GroupLayout", "SchedulerOptions", "build_layouts", "ceil_div"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +24,7 @@ from kvtier.tiers.slab.namespace import (
     Layout,
     Namespace,
     Occupied,
+    is_named_as_one,
     is_of_another_version,
     read_layout,
 )
@@ -35,7 +35,6 @@ __all__ = ["make_room"]
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE: Final = re.compile("[0-9a-f]{16}")
 _RANKS: Final = "ranks"
 _SPLIT: Final = {_RANKS, "stripes", "stripe_nbytes"}
 """Fields of a fingerprint that say how the ranks of an engine share a chunk."""
@@ -95,7 +94,7 @@ def _look_around(
     others: list[Namespace | Occupied] = []
     foreign: dict[Path, int] = {}
     for directory in own.directory.parent.iterdir():
-        if directory == own.directory or not _NAMESPACE.fullmatch(directory.name):
+        if directory == own.directory or not is_named_as_one(directory):
             continue
         other = Namespace.open_idle(directory, io)
         if isinstance(other, Namespace):

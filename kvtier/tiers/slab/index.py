@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import ChunkKey
-from kvtier.tiers.slab.change import Change, Notes, Row, Statement, statements_of
+from kvtier.tiers.slab.change import Change, Notes, Statement, statements_of
 from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.schema import (
@@ -37,12 +37,9 @@ from kvtier.tiers.slab.schema import (
 from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, Reason, make_rows, mark_keys
 
 __all__ = [
-    "Change",
     "IndexDamagedError",
     "IndexDatabase",
     "IndexSpec",
-    "Notes",
-    "Row",
     "StoredRows",
     "hash_keys",
     "index_room_nbytes",

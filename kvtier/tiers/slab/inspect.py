@@ -19,7 +19,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import shutil
 import sqlite3
 import tempfile
@@ -34,13 +33,22 @@ from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
-from kvtier.tiers.slab.namespace import INDEX, LAYOUT, ROOT_LOCK, Layout, nbytes_of, read_layout
+from kvtier.tiers.slab.namespace import (
+    INDEX,
+    LAYOUT,
+    ROOT_LOCK,
+    Layout,
+    is_named_as_one,
+    nbytes_of,
+    read_layout,
+)
 from kvtier.tiers.slab.schema import RESET_NOTE, IndexMissingError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
     "Entry",
     "IndexReader",
+    "Order",
     "StoredNamespace",
     "Totals",
     "find_namespaces",
@@ -49,7 +57,6 @@ __all__ = [
     "nothing_opened",
 ]
 
-_NAMESPACE: Final = re.compile("[0-9a-f]{16}")
 _WAL: Final = f"{INDEX}-wal"
 
 
@@ -175,7 +182,7 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
         candidates = (
             [path]
             if (path / LAYOUT).exists()
-            else sorted(child for child in path.iterdir() if _NAMESPACE.fullmatch(child.name))
+            else sorted(filter(is_named_as_one, path.iterdir()))
         )
     except PermissionError as error:
         raise ConfigError(

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
+from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Notes
+from kvtier.tiers.slab.index import IndexDatabase, IndexSpec
 from kvtier.tiers.slab.inspect import (
     Entry,
     StoredNamespace,

@@ -9,7 +9,7 @@ from kvtier.tiers.slab.checksum import Digest
 from kvtier.tiers.slab.slots import SlotFile
 from kvtier.types import Outcome
 
-__all__ = ["Moved", "read_piece", "write_piece"]
+__all__ = ["Moved", "PieceBuffers", "read_piece", "write_piece"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import weakref
 from collections.abc import Iterator, Mapping
@@ -33,10 +34,13 @@ from kvtier.types import LayoutFingerprint
 __all__ = [
     "FILES",
     "INDEX",
+    "LAYOUT",
+    "ROOT_LOCK",
     "SLOTS",
     "Layout",
     "Namespace",
     "Occupied",
+    "is_named_as_one",
     "is_of_another_version",
     "nbytes_of",
     "open_root",
@@ -61,6 +65,7 @@ FILES: Final = (
 )
 _FORMAT: Final = "kvtier slab"
 _VERSION: Final = 1
+_NAME: Final = re.compile("[0-9a-f]{16}")
 _OPENER: Final = "another process that is still opening it (try again)"
 
 
@@ -327,6 +332,11 @@ def open_root(
         yield
     finally:
         io.close(fd)
+
+
+def is_named_as_one(path: Path) -> bool:
+    """Return whether ``path`` has such a name as :meth:`LayoutFingerprint.namespace` gives."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 def nbytes_of(path: Path) -> int:

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,8 @@ __all__ = ["SlabTier"]
 
 logger = logging.getLogger(__name__)
 
-_LEAST_PIECE_NBYTES = 512 << 10
+_LEAST_PIECE_NBYTES: Final = 512 << 10
+"""Of a read that all threads share: less is hardly worth a call of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,6 @@ class SlabTier(StorageTier):
             return batch.result()
 
         failed_syncs = self._store.file.failed_syncs
-
         calls = [
             functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
             for piece in pieces

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import ClosedError, TierUnavailableError
 from kvtier.types import Outcome, Why
 from tests.unit.transfer_engine.scripted import (
     DOWN,
@@ -158,3 +158,18 @@ def test_overlapping_exclusive_actions_each_keep_others_out(
     wait_for(engine, later)
     assert seen == ["first", "second"]
     assert engine.idle
+
+
+def test_nothing_is_done_to_the_tiers_of_an_engine_that_was_closed(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    assert engine.close(timeout_s=10)
+    acted: list[str] = []
+
+    async def act() -> None:
+        acted.append("ram")
+
+    with pytest.raises(ClosedError):
+        engine.exclusively_each({"ram": act}, timeout_s=10)
+    assert not acted
