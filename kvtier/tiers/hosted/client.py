@@ -164,11 +164,11 @@ class HostedTier(StorageTier):
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call, or a second later.
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call, or soon.
 
-        Waiting saves a message for each job of a busy tier. Without an end of it, the uses of
-        an engine that has come to rest would be missing from the index, and be dated by whenever
-        the next request comes.
+        Waiting saves a message for each job of a busy tier. Waiting for a call alone would
+        keep the latest uses of an engine at rest out of the index, and give them the time of
+        whatever request comes next.
         """
         lost = self._connection is not None and not self._connection.usable
         if self._host is not None and not lost:  # not worth keeping for another host
