@@ -211,9 +211,28 @@ def _report(space: StoredNamespace) -> render.Report:
             with IndexReader(space) as reader:
                 report.totals = reader.totals()
                 report.reset_at = reader.reset_at()
+                report.problem = _problem_of_slots(space, reader)
     except ConfigError as error:
         report.problem = str(error)
     return report
+
+
+def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
+    """Say what is wrong with a slot file that does not have all chunks of its index."""
+    path = space.directory / SLOTS
+    lost = reader.chunks_from(_slots(space))
+    if not lost:
+        return ""
+    if not path.exists():
+        return _missing(path)
+    return (
+        f"{path} ends before {lost:,} of the chunks; an engine would start without them; "
+        "if this is a copy, make it again"
+    )
+
+
+def _missing(path: object) -> str:
+    return f"{path} is missing; an engine would start with an empty cache"
 
 
 def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanation:
@@ -281,9 +300,7 @@ def _explained(space: StoredNamespace) -> Iterator[None]:
     try:
         yield
     except IndexMissingError as error:
-        raise ConfigError(
-            f"{space.index_path} is missing; an engine would start with an empty cache"
-        ) from error
+        raise ConfigError(_missing(space.index_path)) from error
     except IndexDamagedError as error:
         raise ConfigError(
             f"{space.index_path} cannot be used: {error}; an engine would set it aside and "
@@ -293,6 +310,8 @@ def _explained(space: StoredNamespace) -> Iterator[None]:
         raise ConfigError(
             f"{space.index_path}: {error}; check the disk, and try again"
         ) from error
+    except FileNotFoundError as error:
+        raise ConfigError(_missing(error.filename or space.directory)) from error
     except OSError as error:
         raise ConfigError(
             f"{error.filename or space.directory}: {error.strerror}; run this as the user that "

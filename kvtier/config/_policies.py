@@ -59,6 +59,9 @@ class PolicyNames:
             point.load()
         except Exception as error:  # noqa: BLE001 - importing it runs somebody's code
             remedy = "put its package on the path of Python, or mend it"
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
+                remedy = f"put the directory of {point.module} on PYTHONPATH, the engine's too"
             return f"does not load: {error}", remedy
         return None
 

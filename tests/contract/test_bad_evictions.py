@@ -14,6 +14,7 @@ from kvtier.testing.eviction_contract import EvictionContract
 VICTIMS_LEAVE = "test_a_batch_of_victims_leaves_and_is_of_those_that_may_go"
 LIKE_SINGLE_CALLS = "test_batches_among_pins_do_what_calls_for_one_chunk_do"
 ENTERS_FROM_AN_END = "test_a_prompt_that_comes_as_a_batch_enters_from_either_end"
+NOT_ASKED_AGAIN = "test_rejected_candidates_are_not_asked_again_at_every_pick"
 NO_GROWTH = "test_the_work_per_operation_does_not_grow_with_the_tier"
 
 
@@ -220,6 +221,11 @@ def test_work_in_c_is_work(policy: type[Eviction]) -> None:
     # Without pins: all that grows there is what a single line walks through.
     with pytest.raises(AssertionError, match="scan: "):
         run_contract(policy, NO_GROWTH)
+
+
+def test_a_failure_shows_the_values_that_were_compared() -> None:
+    with pytest.raises(AssertionError, match=r"assert \d+ <= \(?\d+"):
+        run_contract(Sorts, NOT_ASKED_AGAIN)
 
 
 @pytest.mark.parametrize(

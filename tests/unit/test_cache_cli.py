@@ -124,6 +124,32 @@ class TestStat:
             f"error: {store.index} is missing; an engine would start with an empty cache"
         )
 
+    def test_a_slot_file_that_was_cut_off_is_reported_with_what_it_costs(
+        self, shell: Shell, store: Store
+    ) -> None:
+        slots = store.filled().directory / "slots.bin"
+        assert "problem" not in shell("stat", store.root).out
+        os.truncate(slots, (SLOTS - 2) * SLOT)
+        problem = f"{slots} ends before 2 of the chunks; an engine would start without"
+        ran = shell("stat", store.root)
+        assert ran.code == 0
+        assert "ends before 2 of the chunks; an engine" in flat(ran.out)
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert report["problem"].startswith(problem)
+        assert len(store.start()) == SLOTS - 2
+
+    def test_a_slot_file_that_is_not_there_is_said_to_be_missing(
+        self, shell: Shell, store: Store
+    ) -> None:
+        slots = store.filled().directory / "slots.bin"
+        slots.unlink()
+        missing = f"{slots} is missing; an engine would start with an empty cache"
+        assert shell.json("stat", store.root)["namespaces"][0]["problem"] == missing
+        ran = shell("verify", store.root)
+        assert ran.code == 2
+        assert flat(ran.err) == f"error: {missing}"
+        assert store.start() == []
+
 
 class TestDisturbingNobody:
     @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])

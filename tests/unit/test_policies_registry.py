@@ -220,7 +220,8 @@ def test_a_policy_that_cannot_be_built_says_why(name: str, message: str) -> None
 def test_a_file_that_names_a_class_which_does_not_load_is_refused_with_its_line() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^a\.yaml:4: tiers\[0\]\.eviction = nowhere:Lru: does not load: No mod",
+        match=r"^a\.yaml:4: tiers\[0\]\.eviction = nowhere:Lru: does not load: No mod.*; "
+        "put the directory of nowhere on PYTHONPATH, the engine's too$",
     ):
         parse_config(with_eviction("nowhere:Lru"), source="a.yaml")
 

@@ -9,7 +9,7 @@ from kvtier.connector.report.pressure import PressureLog
 
 @pytest.fixture
 def log() -> PressureLog:
-    return PressureLog(["ram", "nvme"], 1_000_000_000)
+    return PressureLog(["ram", "nvme"], 512 << 10)
 
 
 def test_the_first_drop_is_told_at_once(
@@ -19,7 +19,7 @@ def test_the_first_drop_is_told_at_once(
     assert not caplog.records
     log.note([0, 3], 6.0)
     [record] = caplog.records
-    assert "tier nvme does not keep up: 3 new chunks (3.0 GB)" in record.getMessage()
+    assert "tier nvme does not keep up: 3 new chunks (1.50 MiB)" in record.getMessage()
 
 
 def test_later_drops_are_added_up_and_told_once_a_minute(
@@ -41,5 +41,5 @@ def test_what_ram_refuses_is_told_in_its_own_words_and_by_itself(
     log.note([2, 3], 0.0)
     ram, nvme = (record.getMessage() for record in caplog.records)
     assert "tier ram is full of chunks that wait for a slower tier" in ram
-    assert "2 new chunks (2.0 GB) were not stored at all" in ram
+    assert "2 new chunks (1.00 MiB) were not stored at all" in ram
     assert "tier nvme does not keep up" in nvme

@@ -11,18 +11,20 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvtier.units import approximate_size
+
 __all__ = ["PressureLog"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 _QUIET_S: Final = 60.0
 _NOT_SENT: Final = (
-    "tier %s does not keep up: %d new chunks (%.1f GB) were not copied to it and will not "
+    "tier %s does not keep up: %d new chunks (%s) were not copied to it and will not "
     "outlive RAM; a faster disk, more RAM or placement.write: evict helps"
 )
 _NOT_STORED: Final = (
     "tier %s is full of chunks that wait for a slower tier, which does not keep up: %d new "
-    "chunks (%.1f GB) were not stored at all; a faster disk or more RAM helps"
+    "chunks (%s) were not stored at all; a faster disk or more RAM helps"
 )
 
 
@@ -52,5 +54,5 @@ class PressureLog:
                 _NOT_SENT if index else _NOT_STORED,
                 self._tiers[index],
                 new,
-                new * self._slot_nbytes / 1e9,
+                approximate_size(new * self._slot_nbytes),
             )

@@ -39,6 +39,7 @@ __all__ = ["HostedTier"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 30.0
+_NOTES_DELAY_S: Final = 1.0
 _RESET_LOST: Final = (
     "; the reset was not carried out, and a restart brings back what it was to remove: remove "
     "the tier's directory before"
@@ -78,6 +79,7 @@ class HostedTier(StorageTier):
         self._was_reset = False
         self._notes: list[Frame] = []
         self._notes_lock = threading.Lock()
+        self._notes_due = False
 
     @classmethod
     @override
@@ -162,10 +164,16 @@ class HostedTier(StorageTier):
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
-        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent along with the next call."""
+        """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call, or soon.
+
+        Waiting saves a message for each job of a busy tier. Waiting for a call alone would
+        keep the latest uses of an engine at rest out of the index, and give them the time of
+        whatever request comes next.
+        """
         lost = self._connection is not None and not self._connection.usable
         if self._host is not None and not lost:  # not worth keeping for another host
             self._note("touch", slots)
+            self._send_notes_soon()
 
     @override
     async def reset(self) -> None:
@@ -360,6 +368,18 @@ class HostedTier(StorageTier):
             notes, self._notes = self._notes, []
         for frame in notes:
             self._connection.send(frame)
+
+    def _send_notes_soon(self) -> None:
+        if self._loop is not None and not self._notes_due:
+            self._notes_due = True
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, _NOTES_DELAY_S, self._send_due_notes
+            )
+
+    def _send_due_notes(self) -> None:
+        self._notes_due = False
+        if not self._closed:
+            self._send_notes()
 
     def _batch(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]

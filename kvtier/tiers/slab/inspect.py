@@ -305,6 +305,11 @@ class IndexReader:
         for at, reason, key_marks, marked in rows:
             yield Departure(at, reason, key_marks, bool(marked))
 
+    def chunks_from(self, slot: int) -> int:
+        """Return how many chunks are in ``slot`` or a later one."""
+        rows = self._query("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
+        return int(rows[0][0])
+
     def entries(self, order: Order, limit: int) -> list[Entry]:
         """Return the first ``limit`` rows in ``order``, all of them if it is negative."""
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))

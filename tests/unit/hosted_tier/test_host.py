@@ -20,7 +20,7 @@ from kvtier.errors import CapacityError
 from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import SlotOutcomes, StorageTier
-from kvtier.tiers.hosted import HostedTier, connection, host
+from kvtier.tiers.hosted import HostedTier, client, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.types import Outcome, Why
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
@@ -90,6 +90,24 @@ async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
     await asyncio.sleep(0)
     assert await shelf.get(keys[1:], [1]) == [DONE]
     assert await shelf.reopen() == [(keys[1], 1)]
+
+
+async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_it(
+    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await shelf.put(make_keys(range(2)), range(2))
+    told: asyncio.Queue[object] = asyncio.Queue()
+    send = connection.Connection.send
+
+    def overheard(own: connection.Connection, frame: Frame) -> None:
+        send(own, frame)
+        told.put_nowait(frame.header["op"])
+
+    monkeypatch.setattr(connection.Connection, "send", overheard)
+    monkeypatch.setattr(client, "_NOTES_DELAY_S", 0.0)
+    for _ in range(2):  # the second time as well
+        shelf.tier.touch([1])
+        assert await asyncio.wait_for(told.get(), 10) == "touch"
 
 
 def send_nonsense(batch: Batch, header: dict[str, object]) -> Frame:
