@@ -84,6 +84,7 @@ class Server:
         gpu_blocks: Blocks of the GPU's cache.
         requests: Most requests that run at once.
         beside: Other connectors, as vLLM is told of them, that serve along with kvtier's.
+        data_parallel_size: Engines behind it.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Server:
         gpu_blocks: int,
         requests: int,
         beside: Sequence[Mapping[str, object]] = (),
+        data_parallel_size: int = 1,
     ) -> None:
         self.log = log
         self.port = free_port()
@@ -107,6 +109,7 @@ class Server:
             # Without it vLLM kills its engine at once, before a tier can close.
             *("--shutdown-timeout", "30"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--data-parallel-size", str(data_parallel_size)),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
             *("--kv-transfer-config", json.dumps(transfer_config(config, beside))),
         ]
@@ -132,6 +135,10 @@ class Server:
     def wait_until_up(self) -> None:
         self._up.wait(START_TIMEOUT_S)
         assert UP in self.log.read_bytes(), self.tail()
+
+    def wait_until_ended(self) -> int:
+        """Return the exit status of a server that ends by itself."""
+        return self._process.wait(START_TIMEOUT_S)
 
     def stop(self) -> int:
         """End it as an operator does and return its exit status."""
@@ -208,9 +215,14 @@ class Streamed:
 
 
 async def complete(
-    session: aiohttp.ClientSession, prompt: Sequence[int], *, max_tokens: int
+    session: aiohttp.ClientSession,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    rank: int | None = None,
 ) -> Streamed:
-    """Ask for a completion and read its stream to the end."""
+    """Ask for a completion and read its stream to the end; ``rank`` is the engine to answer."""
+    headers = None if rank is None else {"X-data-parallel-rank": str(rank)}
     request = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -224,7 +236,7 @@ async def complete(
     tokens: list[int] = []
     pieces = 0
     usage: dict[str, Any] = {}
-    async with session.post("/v1/completions", json=request) as response:
+    async with session.post("/v1/completions", json=request, headers=headers) as response:
         response.raise_for_status()
         async for event in events(response):
             assert "error" not in event, event
