@@ -101,6 +101,7 @@ class Server:
         self.log = log
         self.port = free_port()
         self._up = threading.Event()
+        self._start_timeout_s = START_TIMEOUT_S * data_parallel_size
         arguments = [
             *("--model", str(model), "--skip-tokenizer-init", "--enforce-eager"),
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--seed", "0"),
@@ -133,12 +134,12 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_up(self) -> None:
-        self._up.wait(START_TIMEOUT_S)
+        self._up.wait(self._start_timeout_s)
         assert UP in self.log.read_bytes(), self.tail()
 
     def wait_until_ended(self) -> int:
         """Return the exit status of a server that ends by itself."""
-        return self._process.wait(START_TIMEOUT_S)
+        return self._process.wait(self._start_timeout_s)
 
     def stop(self) -> int:
         """End it as an operator does and return its exit status."""

@@ -68,7 +68,7 @@ def serve(site: Site, name: str) -> tuple[Answers, Scrape]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_every_rank_finds_its_own_store_after_a_restart_with_every_token_equal(
     site: Site,
 ) -> None:
