@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from kvtier.config import KvtierConfig, check_environment
+from kvtier.config import KvtierConfig, check_environment, has_paths_of_ranks
 from kvtier.errors import ConfigError
 from kvtier.manager.building import check_policies
+from kvtier.units import approximate_size
 
-__all__ = ["check_start"]
+__all__ = ["check_start", "notes_on_ranks"]
 
 
-def check_start(config: KvtierConfig) -> list[str]:
+def check_start(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
     """Make sure that kvtier could start with ``config`` here.
+
+    Args:
+        config: The configuration.
+        ranks: Data-parallel ranks that are to run on this machine.
 
     Returns:
         Warnings: what works, but probably not as meant.
@@ -21,12 +26,26 @@ def check_start(config: KvtierConfig) -> list[str]:
     check_policies(config)
     problems, warnings = _page_problems(config), list[str]()
     try:
-        warnings = check_environment(config)
+        warnings = check_environment(config, ranks=ranks)
     except ConfigError as error:
         problems = [*str(error).splitlines(), *problems]
     if problems:
         raise ConfigError("\n".join(problems))
     return warnings
+
+
+def notes_on_ranks(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
+    """Say what the sizes of ``config`` come to where they are those of several engines."""
+    if ranks > 1:
+        ram_bytes, *others = (tier.capacity_bytes * ranks for tier in config.tiers)
+        sizes = f"{approximate_size(ram_bytes)} of memory"
+        if others:
+            sizes += f" and {approximate_size(sum(others))} below it"
+        return [f"capacities are those of each rank: {ranks} ranks take {sizes}"]
+    if has_paths_of_ranks(config):
+        what = "capacities are those of each data-parallel rank: N ranks take N times as much"
+        return [f"{what}; --data-parallel-size N checks whether there is room"]
+    return []
 
 
 def _page_problems(config: KvtierConfig) -> list[str]:

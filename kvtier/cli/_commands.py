@@ -15,7 +15,7 @@ from kvtier.cli._choice import choice
 from kvtier.cli._example import example
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._plan import PlanRequest, make_plan
-from kvtier.cli._render import make_console, show_plan, show_tiers
+from kvtier.cli._render import make_console, show_line, show_plan, show_tiers
 from kvtier.cli._replay import replay
 from kvtier.cli._sim import sim_app
 from kvtier.cli._trace import trace_app
@@ -72,22 +72,36 @@ def _options(
 
 
 @app.command()
-def check(file: File, *, as_json: AsJson = False) -> None:
+def check(
+    file: File,
+    *,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Data-parallel ranks that run on this machine."),
+    ] = 1,
+    as_json: AsJson = False,
+) -> None:
     """Check FILE, and the disks and memory of this machine.
 
     Exits with 2 and one line per problem if kvtier could not start with FILE here.
     Run it as the user that runs the engine.
     """
     # The manager and the policies are loaded for those who ask for them only.
-    from kvtier.cli._check import check_start  # noqa: PLC0415
+    from kvtier.cli._check import check_start, notes_on_ranks  # noqa: PLC0415
 
     config = load_config(file)
-    warnings = check_start(config)
+    warnings = check_start(config, ranks=data_parallel_size)
+    notes = notes_on_ranks(config, ranks=data_parallel_size)
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)
-        _echo_json({"file": str(file), "warnings": warnings, "config": document})
+        _echo_json(
+            {"file": str(file), "warnings": warnings, "notes": notes, "config": document}
+        )
         return
-    show_tiers(make_console(), config)
+    console = make_console()
+    show_tiers(console, config)
+    for note in notes:
+        show_line(console, note)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{file}: ok")

@@ -16,7 +16,7 @@ from kvtier.cli._progress import show_progress
 from kvtier.cli._render import make_console, make_table, show_line, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, read
-from kvtier.config import KvtierConfig, NvmeTierConfig, load_config
+from kvtier.config import KvtierConfig, NvmeTierConfig, load_config, own_paths
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
 from kvtier.units import UnitError, approximate_rate, approximate_size, parse_size
@@ -63,7 +63,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     # It needs torch, which takes seconds to import and no other command wants.
     from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
 
-    ladder = load_config(config)
+    ladder = own_paths(load_config(config), rank=None)
     loaded = read(trace, format_name)
     given = dict(parse_speed(text) for text in tier_speed or ())
     for name in given:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
 from kvtier.config._engine_args import Door, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
+from kvtier.config._fields import RANK_PLACEHOLDER
 from kvtier.config._kinds import TIER_GROUP, options_of
 from kvtier.config._load import load_config, parse_config
 from kvtier.config._models import (
@@ -23,9 +24,11 @@ from kvtier.config._models import (
     TransferConfig,
 )
 from kvtier.config._origin import Origin
+from kvtier.config._own_paths import has_paths_of_ranks, own_paths
 from kvtier.config._schema import schema
 
 __all__ = [
+    "RANK_PLACEHOLDER",
     "TIER_GROUP",
     "Door",
     "EngineConfig",
@@ -44,8 +47,10 @@ __all__ = [
     "check_environment",
     "child_environment",
     "environment",
+    "has_paths_of_ranks",
     "load_config",
     "options_of",
+    "own_paths",
     "parse_config",
     "resolve_load_path",
     "schema",

@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from kvtier.config._models import KvtierConfig, NvmeTierConfig
+from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
 from kvtier.units import approximate_size, format_size
 
@@ -66,11 +67,15 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_environment(config: KvtierConfig) -> list[str]:
+def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
     """Look at the directories, disks and memory of this machine.
 
     A file is created in each store's directory, or next to it, and removed at once: nothing
     else tells reliably whether one can be.
+
+    Args:
+        config: The configuration, as its file has it.
+        ranks: Data-parallel ranks that are to run on this machine.
 
     Returns:
         Warnings: what works, but probably not as meant.
@@ -78,42 +83,63 @@ def check_environment(config: KvtierConfig) -> list[str]:
     Raises:
         ConfigError: Something that cannot work here, one line each.
     """
-    problems = [*_memory_problems(config)]
+    numbers = range(ranks) if ranks > 1 else (None,)
+    engines = [own_paths(config, rank=rank) for rank in numbers]
+    problems = [*_memory_problems(config, ranks)]
     for number, tier in enumerate(config.tiers):
         if isinstance(tier, NvmeTierConfig):
-            problems += _store_problems(config, number, tier)
-    if config.trace.record is not None:
-        obstacle = _obstacle(config.trace.record)
-        if obstacle is not None:
-            path = config.trace.record
-            problems.append(config.origin.complain("trace.record", *obstacle, value=path))
+            stores = [cast("NvmeTierConfig", each.tiers[number]).path for each in engines]
+            problems += _store_problems(config, number, stores)
+    recordings = [each.trace.record for each in engines if each.trace.record is not None]
+    problems += _obstacles(config, "trace.record", recordings)
     if problems:
         raise ConfigError("\n".join(problems))
     return [*_ladder_warnings(config), *_idle_warnings(config), *_store_warnings(config)]
 
 
-def _memory_problems(config: KvtierConfig) -> Iterator[str]:
+def _memory_problems(config: KvtierConfig, ranks: int) -> Iterator[str]:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ram_bytes = config.tiers[0].capacity_bytes
-    if ram_bytes > memory_bytes:
-        problem = f"this machine has {approximate_size(memory_bytes)} of memory"
+    if ram_bytes * ranks > memory_bytes:
+        all_ranks = _all_ranks(ram_bytes, ranks)
+        problem = f"{all_ranks}this machine has {approximate_size(memory_bytes)} of memory"
         remedy = "lower it, leaving room for the engine: pinned memory cannot be swapped out"
         value = format_size(ram_bytes)
         yield config.origin.complain("tiers[0].capacity", problem, remedy, value=value)
 
 
-def _store_problems(config: KvtierConfig, number: int, tier: NvmeTierConfig) -> Iterator[str]:
-    obstacle = _obstacle(tier.path)
-    if obstacle is not None:
-        yield config.origin.complain(f"tiers[{number}].path", *obstacle, value=tier.path)
+def _store_problems(config: KvtierConfig, number: int, stores: list[Path]) -> Iterator[str]:
+    """Look at one tier's directories, one for each rank."""
+    obstacles = _obstacles(config, f"tiers[{number}].path", stores)
+    if obstacles:
+        yield from obstacles
         return
-    reserved_bytes = sum(_allocated_bytes(path) for path in tier.path.rglob("*"))
-    free_bytes = shutil.disk_usage(_existing(tier.path)).free + reserved_bytes
-    if tier.capacity_bytes > free_bytes:
-        problem = f"the disk has room for {approximate_size(free_bytes)}"
-        remedy = "lower it or free space: all of it is reserved at start"
-        value = format_size(tier.capacity_bytes)
-        yield config.origin.complain(f"tiers[{number}].capacity", problem, remedy, value=value)
+    disks = dict[int, list[Path]]()
+    for path in stores:
+        disks.setdefault(_existing(path).stat().st_dev, []).append(path)
+    capacity_bytes = config.tiers[number].capacity_bytes
+    for paths in disks.values():
+        files = (file for path in paths for file in path.rglob("*"))
+        reserved_bytes = sum(map(_allocated_bytes, files))
+        free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
+        if capacity_bytes * len(paths) > free_bytes:
+            all_ranks = _all_ranks(capacity_bytes, len(paths))
+            problem = f"{all_ranks}the disk has room for {approximate_size(free_bytes)}"
+            remedy = "lower it or free space: all of it is reserved at start"
+            value = format_size(capacity_bytes)
+            key = f"tiers[{number}].capacity"
+            yield config.origin.complain(key, problem, remedy, value=value)
+
+
+def _all_ranks(nbytes: int, ranks: int) -> str:
+    """Return what ``ranks`` take together, as the first half of a sentence."""
+    return f"{ranks} ranks take {approximate_size(nbytes * ranks)}, and " if ranks > 1 else ""
+
+
+def _obstacles(config: KvtierConfig, key: str, paths: list[Path]) -> list[str]:
+    """Name what stands against each of ``paths``, what several have in common once."""
+    found = dict.fromkeys(obstacle for path in paths if (obstacle := _obstacle(path)))
+    return [config.origin.complain(key, *each, value=paths[0]) for each in found]
 
 
 def _obstacle(path: Path) -> tuple[str, str] | None:

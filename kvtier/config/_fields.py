@@ -8,17 +8,20 @@ says the unit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PlainSerializer,
     ValidationInfo,
     WithJsonSchema,
 )
+from pydantic_core import PydanticCustomError
 
 from kvtier.units import (
     DURATION_PATTERN,
@@ -33,7 +36,10 @@ from kvtier.units import (
     parse_size,
 )
 
-__all__ = ["Duration", "FilePath", "Fraction", "Size"]
+__all__ = ["RANK_PLACEHOLDER", "Duration", "FilePath", "Fraction", "Size"]
+
+RANK_PLACEHOLDER: Final = "{data_parallel_rank}"
+"""Stands in a path for the number of the engine among data-parallel ones."""
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
@@ -53,6 +59,17 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
 
 def _path(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
     return Path(value) if isinstance(value, str) and value else value
+
+
+def _without_other_braces(path: Path) -> Path:
+    """Refuse what is meant as a placeholder and is none: it would become part of a name."""
+    if re.search(r"[{}]", str(path).replace(RANK_PLACEHOLDER, "")):
+        problem = f"a brace that is not of {RANK_PLACEHOLDER}, the only placeholder"
+        remedy = "write that, or a path without braces"
+        raise PydanticCustomError(
+            "kvtier", "{problem}; {remedy}", {"problem": problem, "remedy": remedy}
+        )
+    return path
 
 
 Size = Annotated[
@@ -82,5 +99,6 @@ Fraction = Annotated[
 ]
 """A share, 0 to 1."""
 
-FilePath = Annotated[Path, BeforeValidator(_path)]
-"""A path; text is accepted although the models are strict."""
+FilePath = Annotated[Path, BeforeValidator(_path), AfterValidator(_without_other_braces)]
+"""A path, maybe with a :data:`RANK_PLACEHOLDER`; text is accepted although the models are
+strict."""

@@ -98,7 +98,8 @@ class NvmeTierConfig(TierConfig):
     kind: str = Field(default="nvme", pattern="^nvme$")
     """A local disk."""
     path: FilePath
-    """Absolute directory of the store; kvtier creates it if its parent exists."""
+    """Absolute directory of the store; kvtier creates it if its parent exists.
+    `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
     checksum: Literal["xxh3", "off"] = "xxh3"
@@ -245,7 +246,8 @@ class TraceConfig(_Section):
     """A recording of what the engine asks for, to be replayed by `kvtier sim`."""
 
     record: FilePath | None = None
-    """Absolute directory for the recording; kvtier creates it if its parent exists."""
+    """Absolute directory for the recording; kvtier creates it if its parent exists.
+    `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
     calls: bool = False
     """Record every call of the scheduler too, for a replay that is equal chunk by chunk."""
     file_size_bytes: Size = Field(

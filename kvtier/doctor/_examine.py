@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from kvtier.compiled import is_compiled
-from kvtier.config import KvtierConfig, NvmeTierConfig, check_environment
+from kvtier.config import (
+    KvtierConfig,
+    NvmeTierConfig,
+    check_environment,
+    has_paths_of_ranks,
+    own_paths,
+)
 from kvtier.doctor import _build, _devices, _gds, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
@@ -23,6 +30,13 @@ from kvtier.transfer import relay_slots
 from kvtier.units import approximate_size
 
 __all__ = ["Examination", "examine", "examine_pages"]
+
+_ONE_RANK: Final = Finding(
+    "data parallelism",
+    Verdict.NOTE,
+    "each rank takes as much memory and disk; looked at is rank 0",
+    "kvtier check --data-parallel-size N says whether there is room for N ranks",
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +75,8 @@ def examine(
     """
     machine = machine or Machine()
     examination = Examination()
+    of_ranks = has_paths_of_ranks(config)
+    config = own_paths(config, rank=None)
     stores = [
         (number, tier)
         for number, tier in enumerate(config.tiers)
@@ -75,6 +91,8 @@ def examine(
     _collect(
         "configuration", partial(_check_start, config, examination.findings), examination, start
     )
+    if of_ranks:
+        start.append(_ONE_RANK)
     examination.findings[:0] = start
     return examination
 

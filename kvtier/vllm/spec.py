@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from kvtier.config import Door, load_config, resolve_load_path
+from kvtier.config import Door, load_config, own_paths, resolve_load_path
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError
@@ -79,7 +79,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
                 "`kvtier vllm-args FILE` prints"
             )
-        self._settings = resolve_load_path(load_config(path), self._door)
+        settings = resolve_load_path(load_config(path), self._door)
+        self._settings = own_paths(settings, rank=self._engine.data_parallel_rank)
         require_supported_layout(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None

@@ -84,6 +84,7 @@ class Server:
         gpu_blocks: Blocks of the GPU's cache.
         requests: Most requests that run at once.
         beside: Other connectors, as vLLM is told of them, that serve along with kvtier's.
+        data_parallel_size: Engines behind it.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class Server:
         gpu_blocks: int,
         requests: int,
         beside: Sequence[Mapping[str, object]] = (),
+        data_parallel_size: int = 1,
     ) -> None:
         self.log = log
         self.port = free_port()
         self._up = threading.Event()
+        self._start_timeout_s = START_TIMEOUT_S * data_parallel_size
         arguments = [
             *("--model", str(model), "--skip-tokenizer-init", "--enforce-eager"),
             *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--seed", "0"),
@@ -107,6 +110,7 @@ class Server:
             # Without it vLLM kills its engine at once, before a tier can close.
             *("--shutdown-timeout", "30"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--data-parallel-size", str(data_parallel_size)),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
             *("--kv-transfer-config", json.dumps(transfer_config(config, beside))),
         ]
@@ -130,8 +134,12 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_up(self) -> None:
-        self._up.wait(START_TIMEOUT_S)
+        self._up.wait(self._start_timeout_s)
         assert UP in self.log.read_bytes(), self.tail()
+
+    def wait_until_ended(self) -> int:
+        """Return the exit status of a server that ends by itself."""
+        return self._process.wait(self._start_timeout_s)
 
     def stop(self) -> int:
         """End it as an operator does and return its exit status."""
@@ -208,9 +216,14 @@ class Streamed:
 
 
 async def complete(
-    session: aiohttp.ClientSession, prompt: Sequence[int], *, max_tokens: int
+    session: aiohttp.ClientSession,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    rank: int | None = None,
 ) -> Streamed:
-    """Ask for a completion and read its stream to the end."""
+    """Ask for a completion and read its stream to the end; ``rank`` is the engine to answer."""
+    headers = None if rank is None else {"X-data-parallel-rank": str(rank)}
     request = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -224,7 +237,7 @@ async def complete(
     tokens: list[int] = []
     pieces = 0
     usage: dict[str, Any] = {}
-    async with session.post("/v1/completions", json=request) as response:
+    async with session.post("/v1/completions", json=request, headers=headers) as response:
         response.raise_for_status()
         async for event in events(response):
             assert "error" not in event, event

@@ -103,6 +103,7 @@ def facts(ranks: int, rank: int, page_nbytes: int) -> EngineFacts:
         pp_size=1,
         pcp_size=1,
         dcp_size=1,
+        data_parallel_rank=None,
     )
 
 

@@ -117,6 +117,35 @@ def test_a_check_can_be_read_by_a_program(shell: Shell, config: Path) -> None:
     assert report["config"]["tiers"][0]["capacity"] == "32MiB"
 
 
+def test_a_check_says_that_capacities_are_those_of_one_rank(shell: Shell, config: Path) -> None:
+    assert json.loads(shell("check", config, "--json").out)["notes"] == []
+    text = config.read_text()
+    config.write_text(text.replace("store", "{data_parallel_rank}"))
+    ran = shell("check", config)
+    assert (ran.code, ran.err) == (0, "")
+    assert "N ranks take N times as much" in " ".join(ran.out.split())
+    (note,) = json.loads(shell("check", config, "--data-parallel-size", 3, "--json").out)[
+        "notes"
+    ]
+    assert note.endswith("3 ranks take 96.0 MiB of memory and 192 MiB below it")
+    assert "of memory and 192 MiB" in " ".join(
+        shell("check", config, "--data-parallel-size", 3).out.split()
+    )
+    config.write_text(text)
+    ran = shell("check", config, "--data-parallel-size", 3)
+    assert ran.code == 2
+    assert ran.err.startswith(f"error: {config}:3: tiers[1].path = ")
+    assert ran.err.endswith("/store/{data_parallel_rank}\n")
+
+
+def test_a_plan_is_for_one_rank_and_says_so(shell: Shell, config: Path, model: Path) -> None:
+    ran = shell("plan", config, "--model", model)
+    assert "data-parallel" not in ran.out
+    config.write_text(config.read_text().replace("store", "{data_parallel_rank}"))
+    ran = shell("plan", config, "--model", model)
+    assert "each rank has its own" in " ".join(ran.out.split())
+
+
 @pytest.mark.parametrize(("free", "code"), [(16, 2), (17, 0)])
 def test_a_file_that_requires_huge_pages_is_ok_only_where_there_are_enough(
     shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch, free: int, code: int

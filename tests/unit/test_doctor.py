@@ -177,6 +177,14 @@ def test_a_warning_of_check_is_a_warning(tmp_path: Path) -> None:
     assert warning.remedy == "capacities should grow downward"
 
 
+def test_of_data_parallel_ranks_the_first_is_examined(tmp_path: Path) -> None:
+    assert not found(examine(config_of(tmp_path / "kv"), seconds=None), "data parallelism")
+    examination = examine(config_of(Path(f"'{tmp_path}/{{data_parallel_rank}}'")), seconds=None)
+    assert [each.verdict for each in found(examination, "data parallelism")] == [Verdict.NOTE]
+    (directory,) = found(examination, "nvme: directory")
+    assert directory.found.startswith(f"{tmp_path}/0 is not there yet")
+
+
 def test_two_warnings_about_one_key_are_both_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

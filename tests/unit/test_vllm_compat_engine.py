@@ -37,6 +37,7 @@ FACTS = EngineFacts(
     blocks_per_chunk=4,
     worker_kv_bytes_per_block=4096,
     **PARALLEL,
+    data_parallel_rank=None,
 )
 
 
@@ -168,6 +169,40 @@ def test_vllms_own_configuration_says_the_same() -> None:
     assert facts == dataclasses.replace(FACTS, kv_layout=None)
     assert spec.block_size_factor == 4
     assert facts.chunk_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "told", "rank"),
+    [
+        ("e1", {"data_parallel_index": 0, "data_parallel_size": 1}, None),
+        # A mixture of experts, whose ranks know of each other.
+        ("e1_dp0", {"data_parallel_index": 0, "data_parallel_size": 2}, 0),
+        ("e1", {"data_parallel_index": 0, "data_parallel_size": 2}, 0),
+        ("e1", {"data_parallel_index": 1, "data_parallel_size": 2}, 1),
+        # A dense model, whose ranks are told that they are alone.
+        ("e1_dp0", {"data_parallel_index": 0, "data_parallel_size": 1}, 0),
+        ("e1_dp11", {"data_parallel_index": 11, "data_parallel_size": 1}, 11),
+        # Names that are numbered by host, or were given.
+        ("e1_dp0", {"data_parallel_index": 4, "data_parallel_size": 1}, 4),
+        ("my_dp3", {"data_parallel_index": 0, "data_parallel_size": 1}, None),
+        # A vLLM that tells a spec nothing of it.
+        ("e1_dp2", {}, 2),
+        ("e1", {}, None),
+    ],
+)
+def test_an_engine_knows_its_number_among_data_parallel_ones(
+    engine_id: str, told: dict[str, int], rank: int | None
+) -> None:
+    config = offloading_config()
+    config.engine_id = engine_id
+    vars(config.parallel).update(told)
+    assert compat.read_engine(None, [config]).data_parallel_rank == rank
+    older = vllm_config()
+    older.kv_transfer_config.engine_id = engine_id
+    vars(older.parallel_config).update(told)
+    arguments = [older, kv_cache_config(20_480)]
+    facts = compat.read_engine(old_spec(), arguments, load=vllm_with(**INTERFACE))
+    assert facts.data_parallel_rank == rank
 
 
 def hybrid(extra: dict[str, Any], *blocks: int, ids: bool = True) -> SimpleNamespace:

@@ -44,6 +44,7 @@ def namespace(model: Path, config: KvtierConfig) -> str:
         pp_size=1,
         pcp_size=1,
         dcp_size=1,
+        data_parallel_rank=None,
     )
     return fingerprint(engine, config, GEOMETRY).namespace()
 

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 from urllib.parse import quote
 
+from kvtier.config import RANK_PLACEHOLDER
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -175,7 +176,10 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     """
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {what}; give the path of an nvme tier")
+        rank = (
+            f", with a number for {RANK_PLACEHOLDER}" if RANK_PLACEHOLDER in str(path) else ""
+        )
+        raise ConfigError(f"{path} {what}; give the path of an nvme tier{rank}")
     io = BlockIo()
     path = path.resolve()  # its parent is asked for, which "." has not
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -55,6 +56,7 @@ class EngineFacts:
         pp_size: Stages the layers are split into.
         pcp_size: Workers that share a prompt's prefill.
         dcp_size: Workers that share a sequence's decode.
+        data_parallel_rank: The engine's number among data-parallel ones; None if it is alone.
     """
 
     engine_id: str
@@ -76,6 +78,7 @@ class EngineFacts:
     pp_size: int
     pcp_size: int
     dcp_size: int
+    data_parallel_rank: int | None
 
     @property
     def chunk_tokens(self) -> int:
@@ -160,6 +163,7 @@ def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM'
         pp_size=parallel.pp_size,
         pcp_size=parallel.pcp_size,
         dcp_size=parallel.dcp_size,
+        data_parallel_rank=_data_parallel_rank(parallel, config.engine_id),
     )
 
 
@@ -170,10 +174,11 @@ def _from_vllm_config(
     full_groups: Collection[int],
 ) -> EngineFacts:
     parallel = vllm_config.parallel_config
+    engine_id = vllm_config.kv_transfer_config.engine_id
     groups = zip(spec.gpu_block_size, kv_cache_config.kv_cache_groups, strict=True)
     group_ids = tuple(range(len(kv_cache_config.kv_cache_groups)))
     return EngineFacts(
-        engine_id=vllm_config.kv_transfer_config.engine_id,
+        engine_id=engine_id,
         extra_config=spec.extra_config,
         records_events=spec.kv_events_config.enable_kv_cache_events,
         model_name=vllm_config.model_config.model,
@@ -192,7 +197,21 @@ def _from_vllm_config(
         pp_size=parallel.pipeline_parallel_size,
         pcp_size=parallel.prefill_context_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
+        data_parallel_rank=_data_parallel_rank(parallel, engine_id),
     )
+
+
+def _data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: ANN401 - vLLM's
+    """Return which of several data-parallel engines this is; None if it is the only one.
+
+    The ranks of a dense model are told that they are alone, and have their number left. For
+    number 0 only its name is left, to which vLLM appends the number of each rank.
+    """
+    name = re.search(r"_dp(\d+)$", engine_id)
+    number: int = getattr(parallel, "data_parallel_index", int(name[1]) if name else 0)
+    is_named = name is not None and int(name[1]) == number
+    several = getattr(parallel, "data_parallel_size", 1) > 1
+    return number if number or is_named or several else None
 
 
 def full_attention_groups(

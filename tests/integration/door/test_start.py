@@ -148,6 +148,50 @@ def test_what_kvtier_cannot_serve_is_refused_at_start(
         KVTierOffloadingSpec(offloading_config(settings(), **changes))
 
 
+@pytest.mark.parametrize("kind", [KVTierOffloadingSpec, KVTierConnectorSpec])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data_parallel_size": 2, "data_parallel_index": 0},
+        {"data_parallel_size": 2, "data_parallel_index": 1},
+        {"engine_id": "some-name_dp0"},
+        {"data_parallel_index": 1},
+    ],
+)
+def test_no_rank_of_several_starts_with_a_path_that_all_would_share(
+    settings: Settings,
+    kind: type[KVTierOffloadingSpec],
+    changes: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    path = settings()
+    with pytest.raises(ConfigError) as caught:
+        kind(offloading_config(path, **changes))
+    assert str(caught.value).startswith(f"{path}:5: tiers[1].path = ")
+    assert str(caught.value).endswith(f"; write {tmp_path}/store/{{data_parallel_rank}}")
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_ranks_of_one_file_find_their_own_stores_again(
+    settings: Settings, open_door: OpenDoor, tmp_path: Path
+) -> None:
+    path = settings(extra="  own_process: false\n")
+    path.write_text(path.read_text().replace("/store", "/store-{data_parallel_rank}"))
+    names = [f"door-{os.getpid()}-ranks_dp{rank}" for rank in range(2)]
+    doors = [
+        open_door(path, engine_id=name, data_parallel_index=rank)
+        for rank, name in enumerate(names)
+    ]
+    first, second = (fill_and_store(door, 50 + 10 * rank, 2) for rank, door in enumerate(doors))
+    for door in doors:
+        door.close()
+    assert len(list(tmp_path.glob("store-[01]/*/slots.bin"))) == 2
+    again = open_door(path, engine_id=names[1], data_parallel_index=1)
+    assert again.load(second, [0, 1]) == [CacheHitSource.DISK] * 2
+    assert again.holds(0, 60)
+    assert again.load(first, [2, 3]) == []
+
+
 def two_groups(interval: int | None, *, window_block: int) -> tuple[Any, CanonicalKVCaches]:
     """Return vLLM's configuration of a model with a sliding window, and its KV memory."""
     layout = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.int8}
