@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 __all__ = ["Environment", "child_environment", "environment"]
+
+_ROUNDING: Final = re.compile(r"VLLM_\w+_QUANT_CONFIG")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +21,20 @@ class Environment:
     Attributes:
         python_hash_seed: ``PYTHONHASHSEED``, the seed of the engine's block hashes; None if
             unset.
+        rounding: Names and values of the variables that tell vLLM how to round weights or
+            activations, in order.
     """
 
     python_hash_seed: str | None
+    rounding: tuple[tuple[str, str], ...]
 
 
 def environment() -> Environment:
     """Read the environment, now."""
-    return Environment(python_hash_seed=os.environ.get("PYTHONHASHSEED"))
+    rounding = sorted(pair for pair in os.environ.items() if _ROUNDING.fullmatch(pair[0]))
+    return Environment(
+        python_hash_seed=os.environ.get("PYTHONHASHSEED"), rounding=tuple(rounding)
+    )
 
 
 def child_environment() -> dict[str, str]:

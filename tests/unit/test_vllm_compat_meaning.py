@@ -96,10 +96,22 @@ def test_each_setting_that_changes_keys_or_values_is_told_apart() -> None:
         of(media(mm_processor_kwargs={"max_pixels": 2})),
         of(media(media_io_kwargs={"video": {"num_frames": 8}})),
         of(media(video_pruning_rate=0.5)),
+        of(media(mm_encoder_attn_dtype="fp8")),
+        of(media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path="scales.json")),
         of(**drafting("a/drafter")),
         of(**drafting("another/drafter")),
     ]
     assert len(set(meanings)) == len(meanings)
+
+
+def test_weights_that_an_environment_rounds_are_other_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meanings = [of()]
+    for bits in (4, 8):
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", f'{{"bits": {bits}}}')
+        meanings.append(of())
+    assert len(set(meanings)) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Final
 
+from kvtier.config import environment
+
 __all__ = ["kv_meaning"]
 
 _IMMATERIAL: Final = frozenset(
@@ -91,7 +93,11 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
         "architecture": architecture,
         "class": getattr(model, "architecture", None),  # --model-impl: may permute weights
         "class_overrides": getattr(model, "model_class_overrides", None),
-        "quantization": [model.quantization, getattr(model, "quantization_config", None)],
+        "quantization": [
+            model.quantization,
+            getattr(model, "quantization_config", None),
+            *environment().rounding,
+        ],
         "weights": _weights(model, config.load_config),
         "draft": _draft(model, getattr(config, "speculative_config", None)),
         "length": _length(model, architecture),
@@ -127,6 +133,8 @@ def _media(media: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
         getattr(media, "media_io_kwargs", None) or {},
         getattr(media, "video_pruning_rate", None) or None,
         getattr(media, "video_pruning_method", None),
+        getattr(media, "mm_encoder_attn_dtype", None),
+        getattr(media, "mm_encoder_fp8_scale_path", None),
     ]
 
 
