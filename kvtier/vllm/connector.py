@@ -300,11 +300,12 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make everything in every tier a miss."""
+        """Make everything in every tier a miss; a success only if a restart finds it so too."""
         if self._busy is not None:
             self._busy.clear()
         reset = super().reset_cache
-        return reset() if self._corrections is None else self._corrections.reset(reset)
+        answer = reset() if self._corrections is None else self._corrections.reset(reset)
+        return False if self._kvtier is not None and self._kvtier.owes_reset else answer
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
