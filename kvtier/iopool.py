@@ -15,17 +15,35 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from kvtier.errors import ClosedError
+from kvtier.errors import CapacityError, ClosedError
 
-__all__ = ["IoPool", "Kept", "settled"]
+__all__ = ["IoPool", "Kept", "settled", "start_thread"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start ``thread``.
+
+    Raises:
+        CapacityError: The system allows no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise CapacityError(
+            f"thread {thread.name} cannot be started: {error}; allow this user (ulimit -u) and "
+            "its control group (pids.max) more processes, or free memory"
+        ) from error
 
 
 class Kept(asyncio.Future[T]):
@@ -120,34 +138,34 @@ class _Call(NamedTuple):
 class IoPool:
     """A fixed number of daemon threads that run blocking calls, most urgent first.
 
+    Where the system does not allow so many, those that there are do all of the work.
+
     Args:
         threads: How many calls may be in progress at once.
         name: Prefix of the threads' names.
         prepare: What each thread does first; with it the constructor waits until all have.
 
     Raises:
+        CapacityError: Not one thread could be started.
         BrokenBarrierError: ``prepare`` raised, in its thread.
 
     Attributes:
-        threads: How many calls may be in progress at once.
+        threads: How many there are.
     """
 
     def __init__(
         self, threads: int, *, name: str, prepare: Callable[[], None] | None = None
     ) -> None:
-        self.threads = threads
         self._prepare = prepare
-        self._prepared = threading.Barrier(threads + 1)
         self._heap: list[_Call] = []
         self._sequence = itertools.count()
         self._wakeup = threading.Condition()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        with self._wakeup:  # until it is known how many there are
+            self._start(threads, name)
+            self.threads = len(self._threads)
+            self._prepared = threading.Barrier(self.threads + 1)
         if prepare is not None:
             self._prepared.wait()
 
@@ -207,6 +225,18 @@ class IoPool:
             thread.join(timeout_s / len(self._threads))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _start(self, threads: int, name: str) -> None:
+        for number in range(threads):
+            thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            try:
+                start_thread(thread)
+            except CapacityError as error:
+                if not self._threads:
+                    raise
+                logger.warning("%d of %d threads do the work: %s", number, threads, error)
+                return
+            self._threads.append(thread)
+
     def _work(self) -> None:
         if self._prepare is not None:
             self._get_ready(self._prepare)
@@ -222,9 +252,11 @@ class IoPool:
             del job
 
     def _get_ready(self, prepare: Callable[[], None]) -> None:
+        with self._wakeup:
+            prepared = self._prepared
         try:
             prepare()
         except BaseException:
-            self._prepared.abort()  # the pool's owner learns that it has no such thread
+            prepared.abort()  # the pool's owner learns that it has no such thread
             raise
-        self._prepared.wait()
+        prepared.wait()

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
+    "ADAPTER_AT",
+    "ADAPTER_NBYTES",
     "GROUP_NBYTES",
     "ChunkKey",
     "counting_group",
@@ -14,12 +16,20 @@ __all__ = [
     "of_group",
     "of_one_group",
     "short",
+    "without_adapter",
 ]
 
 ChunkKey = bytes
 """Names a chunk's content: equal keys mean equal bytes, whoever computed them."""
 
 GROUP_NBYTES = 4
+ADAPTER_NBYTES = 15
+"""Of the digest that a key has in it if its chunk was computed with a LoRA adapter.
+
+Odd, and what an engine's keys have is even: so a key's length says whether there is one.
+"""
+ADAPTER_AT = 8
+"""Where it is: samples and short forms of keys go by what both ends have."""
 
 
 def make_key(block_hash: bytes, group: int) -> ChunkKey:
@@ -89,3 +99,16 @@ def short(key: ChunkKey) -> str:
     '0001020304050607/2'
     """
     return f"{key[:8].hex()}/{group_of(key)}"
+
+
+def without_adapter(key: ChunkKey) -> bytes:
+    """Return the engine's key of a chunk, which has no digest of an adapter.
+
+    >>> key = bytes(range(36))
+    >>> own = key[:ADAPTER_AT] + b"." * ADAPTER_NBYTES + key[ADAPTER_AT:]
+    >>> without_adapter(own) == without_adapter(key) == key
+    True
+    """
+    if len(key) % 2:
+        return key[:ADAPTER_AT] + key[ADAPTER_AT + ADAPTER_NBYTES :]
+    return key

@@ -10,6 +10,7 @@ all, so processes that touch the tier have its pages mapped in the background.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from typing import Final
@@ -24,7 +25,8 @@ _PIECE_NBYTES: Final = 64 << 20
 class PageMapper:
     """Maps the pages of a shared mapping in a thread of its own.
 
-    A kernel that cannot is left alone: pages are then mapped as they are touched.
+    A kernel that cannot, or allows no thread, is left alone: pages are then mapped as they are
+    touched.
 
     Args:
         address: Of the mapping's first byte, at a page's begin.
@@ -35,17 +37,22 @@ class PageMapper:
         self._address = address
         self._nbytes = nbytes
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvtier-pages", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        thread = threading.Thread(target=self._run, name="kvtier-pages", daemon=True)
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
 
     def join(self) -> None:
         """Wait until every page is mapped, or cannot be."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
         """Map no more. Idempotent."""
         self._closing = True
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         # Not by mmap.madvise, which would hold the interpreter's lock meanwhile.

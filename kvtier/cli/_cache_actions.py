@@ -254,7 +254,7 @@ def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
         ConfigError: Several keys are meant.
     """
     found: dict[ChunkKey, Entry] = {}
-    for entry in reader.entries_of_prefix(pattern.digits):
+    for entry in reader.entries_of_prefix(pattern.common_digits):
         if pattern.matches(entry.key):
             rival = found.setdefault(entry.key, entry)
             found[entry.key] = max(entry, rival, key=lambda entry: entry.generation)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from kvtier.errors import ConfigError
-from kvtier.keys import GROUP_NBYTES, ChunkKey, group_of, make_key
+from kvtier.keys import (
+    ADAPTER_AT,
+    GROUP_NBYTES,
+    ChunkKey,
+    group_of,
+    make_key,
+    without_adapter,
+)
 from kvtier.tiers.slab.trail import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
 __all__ = ["KeyPattern"]
@@ -44,9 +51,19 @@ class KeyPattern:
             )
         return cls(match[1].lower(), None if match[2] is None else int(match[2]))
 
+    @property
+    def common_digits(self) -> str:
+        """What every key that is meant begins with, with an adapter in it or without."""
+        return self.digits[: 2 * ADAPTER_AT]
+
     def matches(self, key: ChunkKey) -> bool:
-        """Return whether ``key`` is meant."""
-        return key.hex().startswith(self.digits) and self.group in {None, group_of(key)}
+        """Return whether ``key`` is meant, as it is or as the engine knows it.
+
+        The engine's keys and events have no digest of an adapter, as :mod:`kvtier.keys` says.
+        """
+        forms = (key.hex(), without_adapter(key).hex())
+        begins = any(form.startswith(self.digits) for form in forms)
+        return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
         """Return what is meant in the trail, which has no keys.

@@ -178,8 +178,8 @@ class Cache(StatisticsSource, Protocol):
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency changes, removals before the stores that use their room."""
 
-    def reset_cache(self) -> None:
-        """Make everything in every tier a miss."""
+    def reset_cache(self) -> bool:
+        """Make everything in every tier a miss; returns whether it is so after a restart."""
 
     def shutdown(self) -> None:
         """Close the tiers. Idempotent."""

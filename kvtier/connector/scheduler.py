@@ -259,10 +259,14 @@ class ConnectorScheduler:
         self._note_transfers(self._cache.take_transfers())
         return self._unexported.clone_and_reset()
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> bool:
         """Make everything in every tier a miss; running requests offer their chunks again.
 
         Jobs in flight end before the next forward pass, and what they say is not listened to.
+
+        Returns:
+            Whether it is for good. If not, nothing old is served here, but a restart may bring
+            back what a tier held: reset it again.
 
         Raises:
             KvtierError: A step was begun and not built: loads would be lost that requests wait
@@ -276,7 +280,7 @@ class ConnectorScheduler:
             tracked.offer_anew()
             if tracked.request.is_finished():
                 self._end(tracked.req_id)
-        self._cache.reset_cache()
+        return self._cache.reset_cache()
 
     def shutdown(self) -> None:
         """Shut the cache down. Idempotent."""

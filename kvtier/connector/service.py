@@ -75,6 +75,10 @@ def _no_events() -> list[ResidencyEvent]:
     return []
 
 
+def _not_durable() -> bool:
+    return False
+
+
 def _natures(ram: str, storage: Storage) -> list[TierNature]:
     """Return what requests may call the tiers, of which the first is called ``ram``."""
     return [
@@ -329,9 +333,20 @@ class CacheService:
 
     # -- reset and shutdown --------------------------------------------------------------------
 
+    @answered_with(_not_durable)
+    def reset_cache(self) -> bool:
+        """Make everything in every tier a miss, for good: weights may have changed.
+
+        Returns:
+            Whether it is for good. If not, nothing old is served here, but a restart may bring
+            back what a tier held, unless a later call says that it is.
+        """
+        self._reset_books()
+        return self._reset_tiers()
+
     @answered_with(_nothing)
-    def reset_cache(self) -> None:
-        """Make everything in every tier a miss, for good: weights may have changed."""
+    def _reset_books(self) -> None:
+        """Make everything a miss here. Whatever fails in it, the tiers are reset as well."""
         self._loading.clear()
         self._jobs.clear()
         for req_id in list(self._ended):
@@ -348,6 +363,9 @@ class CacheService:
             self._observer.reset()
         self._take_results()
         self._forget_corrupt()
+
+    def _reset_tiers(self) -> bool:
+        """Empty the slower tiers for good; returns whether that is done."""
         try:
             resets = {tier.name: tier.reset for tier in self._storage.tiers}
             done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
@@ -357,8 +375,9 @@ class CacheService:
         if not done:
             logger.error(
                 "not every tier was reset for good: nothing old is served by this engine, but "
-                "remove the stores' directories before another one uses them"
+                "reset it again, or remove the stores' directories before another one uses them"
             )
+        return done
 
     def shutdown(self) -> None:
         """Bring dirty chunks down, close the tiers and free the memory. Idempotent."""

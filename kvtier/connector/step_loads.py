@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import KvtierError
+from kvtier.iopool import start_thread
 from kvtier.memory.threads import compute_alone
 from kvtier.types import JobId
 
@@ -128,7 +129,7 @@ class StepLoader:
             target=self._work, name=f"kvtier-layers-{rank}", daemon=True
         )
         self._ready = threading.Event()
-        self._thread.start()
+        start_thread(self._thread)
         self._ready.wait()
 
     def add(self, load: StepLoad) -> None:

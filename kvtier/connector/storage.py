@@ -13,9 +13,9 @@ from itertools import combinations
 
 from kvtier.config import KvtierConfig
 from kvtier.connector.report.observer import Observer, Positions, build_observer
-from kvtier.errors import ConfigError
+from kvtier.errors import CapacityError, ConfigError
 from kvtier.heap import bulk_loading
-from kvtier.iopool import IoPool
+from kvtier.iopool import IoPool, start_thread
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.memory import HostRegion
@@ -181,10 +181,14 @@ def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
         threading.Thread(target=_close, args=(tier,), name=f"close-{tier.name}", daemon=True)
         for tier in tiers
     ]
-    for thread in threads:
-        thread.start()
     for tier, thread in zip(tiers, threads, strict=True):
-        thread.join(max(deadline_s - time.monotonic(), 0.0))
+        try:
+            start_thread(thread)
+        except CapacityError:  # which may be why the engine does not start
+            _close(tier)
+    for tier, thread in zip(tiers, threads, strict=True):
+        if thread.ident is not None:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
         if thread.is_alive():
             logger.error("tier %s: not closed within %.1f s", tier.name, timeout_s)
 

@@ -39,7 +39,7 @@ class TierCounters:
     shut_out: int = 0
     """Chunks whose transfer to or from this tier was refused: out of service, or queue full."""
     load_failed: int = 0
-    """Chunks that a worker could not load into the GPU."""
+    """Chunks that were here and that a worker could not load into the GPU."""
     corrupt: int = 0
     """Chunks dropped because their bytes were not the bytes stored."""
     lost: int = 0

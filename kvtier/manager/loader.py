@@ -18,7 +18,7 @@ Where the chunks are of several KV cache groups it computes everything.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -109,7 +109,9 @@ class Loader:
         self._grants.streaming -= load.streamed
         loaded = self._ladder.truth.loaded(load.slots, load.generations)
         if not all(loaded):
-            self._condemn([copy for copy, ok in zip(copies, loaded, strict=True) if not ok])
+            failed = [not ok for ok in loaded]
+            self._count_failures(compress(copies, failed), compress(load.origins, failed))
+            self._condemn(compress(copies, failed))
             if request is not None:
                 self._promoter.give_up(request)
         if any(load.origins):
@@ -212,12 +214,18 @@ class Loader:
         copy.hits += 1
         return copy
 
-    def _condemn(self, copies: Sequence[ChunkCopy]) -> None:
+    def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
+        """Count what failed between RAM and the workers: what is not here failed below."""
+        self._ram.counters.load_failed += sum(
+            not origin or copy.state == _RESIDENT
+            for copy, origin in zip(copies, origins, strict=True)
+        )
+
+    def _condemn(self, copies: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load: who asks next must not get them.
 
         One that was still on its way is let arrive: the tier proves its bytes when it does.
         """
-        self._ram.counters.load_failed += len(copies)
         for copy in copies:
             if copy.state == _RESIDENT:
                 self._grants.take_from_all(copy)

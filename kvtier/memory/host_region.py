@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from kvtier.errors import CapacityError, UnsupportedError
+from kvtier.iopool import start_thread
 from kvtier.memory.backing import HugePages, create_memory
 from kvtier.memory.control import ControlBlock
 from kvtier.page_mapper import PageMapper
@@ -252,7 +253,7 @@ class _Server:
         self._deadline = time.monotonic() + timeout_s
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="kvtier-region", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """Stop serving."""

@@ -17,6 +17,8 @@ import threading
 import torch
 from torch._C import set_num_threads  # vLLM replaces torch's own name for it on CPUs
 
+from kvtier.iopool import start_thread
+
 __all__ = ["compute_alone"]
 
 
@@ -29,5 +31,5 @@ def compute_alone() -> None:
     others = torch.get_num_threads()
     set_num_threads(1)
     restore = threading.Thread(target=set_num_threads, args=(others,), name="kvtier-restore")
-    restore.start()
+    start_thread(restore)
     restore.join()

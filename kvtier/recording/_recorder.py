@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.config import TraceConfig
+from kvtier.iopool import start_thread
 from kvtier.recording._calls import CallEncoder, ManagerSetup
 from kvtier.recording._files import NumberedFiles
 from kvtier.recording._requests import RequestRecord
@@ -74,7 +75,7 @@ class Recorder:
         self._broken = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvtier-recorder", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def request(self, record: RequestRecord) -> None:
         """Record a request; never waits."""

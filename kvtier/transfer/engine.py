@@ -31,6 +31,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvtier.errors import ClosedError
+from kvtier.iopool import start_thread
 from kvtier.transfer.answers import Answers
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits
@@ -99,7 +100,7 @@ class TransferEngine:
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         if not self._started.wait(_START_TIMEOUT_S):
             self._closing = True
             self._runner.close()  # as soon as it runs

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import xxhash
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import ADAPTER_AT, ADAPTER_NBYTES, ChunkKey, without_adapter
 
 __all__ = [
     "AdapterContent",
@@ -41,11 +41,7 @@ __all__ = [
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
-DIGEST_NBYTES: Final = 15
-"""Odd, and what vLLM's keys have is even: so a key's length says whether a digest is in it."""
-_AT: Final = 8
-"""Where in a key the digest is: samples and short forms of keys go by what both ends have."""
-_END: Final = _AT + DIGEST_NBYTES
+DIGEST_NBYTES: Final = ADAPTER_NBYTES
 
 _FIELD: Final = "kvtier_adapter"
 """Of a request's context: vLLM hands over one object from the request's arrival to its last
@@ -105,18 +101,7 @@ class AdapterContent:
         >>> content.key(b"0123456789abcdef" + bytes(4))[:24]
         b'01234567...............8'
         """
-        return key[:_AT] + self.digest + key[_AT:]
-
-
-def without_adapter(key: ChunkKey) -> bytes:
-    """Return vLLM's key of a chunk.
-
-    >>> content = AdapterContent(b"." * DIGEST_NBYTES, bool)
-    >>> key = bytes(range(36))
-    >>> without_adapter(content.key(key)) == without_adapter(key) == key
-    True
-    """
-    return key[:_AT] + key[_END:] if len(key) & 1 else key
+        return key[:ADAPTER_AT] + self.digest + key[ADAPTER_AT:]
 
 
 def tie_content(context: object, content: AdapterContent) -> None:

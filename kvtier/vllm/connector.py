@@ -45,6 +45,7 @@ from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
+from kvtier.vllm.recomputed import RecomputedChunks
 from kvtier.vllm.shortcuts import BusyRequests
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.worker import KVTierWorker
@@ -91,6 +92,7 @@ class KVTierConnector(OffloadingConnector):
     """
 
     _adapters: AdapterContents | None = None
+    _recomputed: RecomputedChunks | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -142,6 +144,8 @@ class KVTierConnector(OffloadingConnector):
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
+        if self._recomputes:
+            self._recomputed = RecomputedChunks(half)
         self._adapters = AdapterContents(vllm_config.lora_config)
         if self._skips:
             self._busy = BusyRequests(half)
@@ -200,6 +204,8 @@ class KVTierConnector(OffloadingConnector):
         if num_external_tokens:
             self._planned.add(request.request_id)
         super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
+        if self._recomputed is not None and num_external_tokens:
+            self._recomputed.planned(request, blocks)
         if loads is not None and unhashed is not None:
             loads.planned(request, blocks)
 
@@ -213,6 +219,7 @@ class KVTierConnector(OffloadingConnector):
         busy, in_step = self._busy, self._in_step
         if in_step is not None:
             in_step.end_offers()
+        self._show_again(self._recomputed.go_back() if self._recomputed else ())
         output, corrections = scheduler_output, self._corrections
         if self._planned or (corrections is not None and corrections.has_ending):
             output = self._corrected(output)
@@ -251,10 +258,18 @@ class KVTierConnector(OffloadingConnector):
         """Take what the workers did into account."""
         if self._in_step is not None and connector_output.invalid_block_ids:
             self._in_step.unhash(connector_output.invalid_block_ids, self._kv_cache_manager)
+        if self._recomputed is not None:
+            self._show_again(self._recomputed.note_failed(connector_output))
         if not (self._skips and connector_output.kv_connector_worker_meta is None):
             super().update_connector_output(connector_output)
         if self._in_step is not None:
             self._in_step.forget_ended()
+
+    def _show_again(self, req_ids: Iterable[str]) -> None:
+        """Show requests to vLLM's half that has to offer more of them than it thought."""
+        for req_id in req_ids:
+            if self._busy is not None:
+                self._busy.forget(req_id)
 
     @override
     def request_finished(
@@ -300,11 +315,14 @@ class KVTierConnector(OffloadingConnector):
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make everything in every tier a miss."""
+        """Make everything in every tier a miss; a success only if a restart finds it so too."""
         if self._busy is not None:
             self._busy.clear()
+        if self._recomputed is not None:
+            self._recomputed.clear()
         reset = super().reset_cache
-        return reset() if self._corrections is None else self._corrections.reset(reset)
+        answer = reset() if self._corrections is None else self._corrections.reset(reset)
+        return False if self._kvtier is not None and self._kvtier.owes_reset else answer
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -61,6 +61,7 @@ class KVTierManager(OffloadingManager):
         computing: Notes that the step that was just scheduled computes so many prompt tokens.
         computed: Notes that the oldest step that was scheduled is over.
         has_stats: Returns whether it is time for :meth:`get_stats`.
+        owes_reset: Whether a restart may bring back what the last reset was to remove.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class KVTierManager(OffloadingManager):
         self._warn_of_random_hashes = persistent
         self._reporter = StatsReporter(service) if report_metrics else None
         self.has_stats = _always if self._reporter is None else self._reporter.is_due
+        self.owes_reset = False
         self._in_step: set[str] = set()
         self._arriving: AdapterContent | None = None
         names = [tier.name for tier in service.statistics().tiers]
@@ -236,7 +238,7 @@ class KVTierManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         """Make everything in every tier a miss, for good: weights may have changed."""
-        self._service.reset_cache()
+        self.owes_reset = not self._service.reset_cache()
 
     @override
     def shutdown(self) -> None:

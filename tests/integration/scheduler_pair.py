@@ -135,9 +135,9 @@ class SpiedService:
         self.calls.append(("step", list(started), sorted(preempted)))
         self._service.end_step(started=started, preempted=preempted)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> bool:
         self.calls.append(("reset",))
-        self._service.reset_cache()
+        return self._service.reset_cache()
 
 
 class ReferenceManager(KVTierManager):

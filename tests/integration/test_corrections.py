@@ -160,3 +160,14 @@ def test_what_is_stored_again_after_a_reset_is_described(
     world.submit(prompt, 3)
     world.settle()
     assert router.counts() == [8, 8]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_vllm_calls_a_reset_a_success_only_when_a_restart_brings_nothing_back(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    world = make_world(slots=(32, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache.engine, "exclusively_each", lambda *_, **__: is_over)
+        assert world.scheduler.reset_prefix_cache(reset_connector=True) is is_over
+    assert world.scheduler.reset_prefix_cache(reset_connector=True), "it may be tried again"

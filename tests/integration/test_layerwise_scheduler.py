@@ -6,6 +6,7 @@ them a request reads, or stores, what a failed load left behind, or vLLM's half 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
+from kvtier.keys import make_key
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
 from tests.integration.odd_models import write_adapter
 from tests.integration.scheduler_setup import Setup
@@ -130,6 +132,39 @@ def test_what_a_failed_load_left_to_an_aborted_request_is_not_shared_or_stored(
     world.settle()
     assert_right(world, request)
     assert len(request.output_token_ids) == 8
+    world.cache.service.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("mode", "setup"),
+    [
+        ("layerwise", Setup()),
+        ("layerwise", Setup(blocks_per_chunk=2)),
+        ("layerwise", Setup(long_prefill_tokens=32)),
+        ("ahead", Setup()),
+        ("ahead", Setup(groups=((16, None), (16, 40)), retention_tokens=0)),
+    ],
+    ids=["layerwise", "chunks of two blocks", "prefills are cut", "ahead", "two groups"],
+)
+def test_what_is_computed_after_a_failed_load_is_stored(
+    mode: str, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch, mode)
+    setup = dataclasses.replace(setup, engine_blocks=48, failing=1.0)
+    world = LayerwiseWorld(setup, tmp_path / "model", seed=0)
+    prompt = random_tokens(world.draw, 96, 96)
+    world.submit(prompt, 1)
+    world.settle()
+    world.scheduler.reset_prefix_cache()
+    longer = prompt + random_tokens(world.draw, 64, 64)
+    request = world.submit(longer, 8)
+    world.settle()
+    assert world.seen["loads that failed"] == 1
+    assert_right(world, request)
+    in_ram = set(world.cache.bench.ram.copies)
+    whole = range(setup.blocks_per_chunk - 1, 10, setup.blocks_per_chunk)
+    keys = {make_key(request.block_hashes[number], 0) for number in whole}
+    assert keys <= in_ram
     world.cache.service.shutdown()
 
 

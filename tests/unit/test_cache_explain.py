@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvtier.keys import make_key, short
+from kvtier.keys import ADAPTER_AT, ADAPTER_NBYTES, make_key, short
 from tests.unit.cache_shell import Shell, flat
 from tests.unit.stores import KEYS, Store
 
@@ -46,6 +46,40 @@ class TestExplain:
         assert "2 keys begin with" in ran.err
         ran = shell("explain", f"{KEYS[0].hex()[:16]}/1", store.root)
         assert (ran.code, ran.out.split()[0]) == (0, twin.hex())
+
+    @pytest.mark.parametrize("form", ["whole key", "hash and group", "hash", "kvtier's own"])
+    def test_the_engine_s_name_of_a_chunk_with_an_adapter_finds_it(
+        self, shell: Shell, store: Store, form: str
+    ) -> None:
+        known = KEYS[0]
+        own = known[:ADAPTER_AT] + b"\x5a" * ADAPTER_NBYTES + known[ADAPTER_AT:]
+        store.start()
+        store.put([own, KEYS[1]], [0, 1])
+        store.stop()
+        text = {
+            "whole key": known.hex(),
+            "hash and group": f"{known[:-4].hex()}/0",
+            "hash": known[:-4].hex(),
+            "kvtier's own": own.hex(),
+        }[form]
+        ran = shell("explain", text, store.root)
+        assert (ran.code, ran.out.split()[0]) == (0, own.hex())
+        assert shell("explain", f"{text[:20]}ffff", store.root).code == 1
+        assert shell("evict", text, store.root, "--yes").code == 0
+        assert shell("explain", text, store.root).code == 1
+
+    def test_of_a_chunk_with_several_adapters_the_one_that_is_meant_must_be_given(
+        self, shell: Shell, store: Store
+    ) -> None:
+        known = KEYS[0]
+        digests = [bytes([digest]) * ADAPTER_NBYTES for digest in (1, 2)]
+        keys = [known[:ADAPTER_AT] + digest + known[ADAPTER_AT:] for digest in digests]
+        store.start()
+        store.put(keys, [0, 1])
+        store.stop()
+        ran = shell("explain", known.hex(), store.root)
+        assert ran.code == 2
+        assert all(key.hex() in ran.err for key in keys)
 
     @pytest.mark.parametrize("key", ["abcdef", "nothex00", "abcdef00/x", ""])
     def test_what_is_no_key_is_refused(self, shell: Shell, store: Store, key: str) -> None:

@@ -133,6 +133,37 @@ def test_after_a_reset_that_failed_nothing_is_believed(
         cache.service.end_step(started=(), preempted=())
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_reset_that_a_tier_has_not_finished_is_not_called_durable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_over: bool
+) -> None:
+    cache = make_cache()
+    monkeypatch.setattr(cache.engine, "exclusively_each", lambda *_, **__: is_over)
+    assert cache.service.reset_cache() is is_over
+    assert ("reset it again" in caplog.text) is not is_over
+
+
+@pytest.mark.parametrize("broken", ["_take_results", "_forget_corrupt"])
+def test_whatever_fails_before_in_a_reset_the_tiers_are_reset(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    cache = make_cache()
+    reached: list[str] = []
+
+    def note(actions: Mapping[str, Any], *, timeout_s: float) -> bool:
+        reached.extend(actions)
+        return True
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cache.engine, "exclusively_each", note)
+    monkeypatch.setattr(cache.service, broken, fail)
+    assert cache.service.reset_cache()
+    assert reached == [cache.bench.tiers[1].name]
+    assert cache.service.statistics().internal_errors == 1
+
+
 @pytest.mark.interpreted
 def test_a_load_that_can_neither_be_planned_nor_given_up_is_a_load_that_fails(
     monkeypatch: pytest.MonkeyPatch,

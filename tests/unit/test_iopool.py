@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtier.errors import ClosedError
+from kvtier.errors import CapacityError, ClosedError
 from kvtier.iopool import IoPool
+from kvtier.page_mapper import PageMapper
 
 
 @pytest.fixture
@@ -137,3 +139,50 @@ def test_every_thread_is_prepared_before_the_pool_is_there() -> None:
     assert len(prepared) == 3
     assert asyncio.run(pool.run(threading.get_ident, priority=0)) in prepared
     assert pool.close(timeout_s=5)
+
+
+def allow_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let the system allow no more than ``count`` threads from now on."""
+    start, started = threading.Thread.start, itertools.count(1)
+
+    def start_one(thread: threading.Thread) -> None:
+        if next(started) > count:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+
+
+@pytest.mark.parametrize("prepare", [None, lambda: None])
+def test_where_the_system_allows_few_threads_these_do_all_of_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    prepare: Callable[[], None] | None,
+) -> None:
+    allow_threads(monkeypatch, 2)
+    pool = IoPool(4, name="kvtier-test", prepare=prepare)
+    assert pool.threads == 2
+    assert "2 of 4 threads do the work" in caplog.text
+    assert "pids.max" in caplog.text
+
+    async def work() -> list[int]:
+        calls = [functools.partial(int, number) for number in range(8)]
+        return await pool.run_all(calls, priority=0)
+
+    assert asyncio.run(work()) == list(range(8))
+    assert pool.close(timeout_s=5)
+
+
+def test_a_pool_without_a_thread_says_what_to_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_threads(monkeypatch, 0)
+    with pytest.raises(CapacityError, match=r"kvtier-test-0 cannot be started.*ulimit -u"):
+        IoPool(4, name="kvtier-test")
+
+
+def test_pages_that_no_thread_maps_are_mapped_when_they_are_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allow_threads(monkeypatch, 0)
+    mapper = PageMapper(0, 4096)
+    mapper.join()
+    mapper.close()

@@ -187,6 +187,7 @@ def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request
     bench.manager.complete_load("reader")
     bench.check()
     assert [tier.counters.hits for tier in bench.tiers] == [0, 1]
+    assert bench.ram.counters.load_failed == 0, "it failed on its way up, and counts there"
     assert bench.ram.room == 4
     assert bench.look(prefix(3)) == [MISS]
     found = bench.look(prefix(3), "other")
@@ -201,6 +202,7 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     bench.truth.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("reader")
     bench.check()
+    assert bench.ram.counters.load_failed == 0
     assert bench.ram.room == 2, "a thread may still write the slots"
     assert bench.look(prefix(2), "other") == [MISS]
     bench.finish(job)

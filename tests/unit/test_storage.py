@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import parse_config
+from kvtier.config import TierConfig, parse_config
 from kvtier.connector import storage
-from kvtier.errors import ClosedError
+from kvtier.errors import CapacityError, ClosedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.memory_tier import MemoryTier
+from kvtier.tiers.base import TierContext
 from kvtier.types import LayoutFingerprint
 from tests.unit.regions import open_regions
 
@@ -66,3 +67,29 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert "hangs" in closed
+
+
+def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
+    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    async def aclose(tier: MemoryTier) -> None:
+        closed.append(tier.name)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def open_last(options: TierConfig, context: TierContext) -> MemoryTier:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        return MemoryTier.open(options, context)
+
+    monkeypatch.setattr(MemoryTier, "aclose", aclose)
+    monkeypatch.setattr(storage, "open_tier", open_last)
+    tier = f"- {{kind: nvme, path: {tmp_path / 'nvme'}, capacity: 1MiB}}\n"
+    config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
+    with pytest.raises(CapacityError, match=r"kvtier-storage cannot be started.*pids\.max"):
+        storage.open_storage(
+            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
+        )
+    assert closed == ["nvme"]

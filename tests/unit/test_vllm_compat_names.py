@@ -217,6 +217,32 @@ def test_blocks_can_be_struck_out_where_a_half_keeps_its_tables() -> None:
         assert not possible(half, **{name: Job})
 
 
+def test_offers_can_be_repeated_where_a_half_keeps_how_far_it_got() -> None:
+    half = SimpleNamespace(_jobs={}, _req_status={}, config=None)
+    places = {
+        "RequestOffloadState": [
+            "group_states",
+            "num_locally_computed_tokens",
+            "req",
+            "transfer_jobs",
+        ],
+        "RequestGroupState": ["next_stored_chunk_idx"],
+        "SchedulerOffloadConfig": ["kv_group_configs"],
+        "GroupOffloadConfig": ["tokens_per_block", "tokens_per_chunk"],
+    }
+    kept = {name: dataclasses.make_dataclass(name, fields) for name, fields in places.items()}
+
+    def possible(half: object, **other: Any) -> bool:
+        module = SimpleNamespace(**kept | other)
+        return compat.offers_can_be_repeated(half, lambda _: module)
+
+    assert possible(half)
+    assert not possible(SimpleNamespace())
+    for name in kept:
+        assert not possible(half, **{name: None})
+        assert not possible(half, **{name: Job})
+
+
 def test_a_half_without_source_was_not_read(tmp_path: Path) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name)

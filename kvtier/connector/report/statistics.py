@@ -41,7 +41,7 @@ class TierFigures(NamedTuple):
         corrupt_chunks: Chunks dropped because their bytes were not the bytes stored.
         failed_reads: Chunks whose transfer out failed.
         failed_writes: Chunks whose transfer in failed.
-        failed_loads: Chunks that a worker could not load into the GPU.
+        failed_loads: Chunks of the tier that a worker could not load into the GPU.
         expired_chunks: Chunks whose transfer did not end before its deadline.
         shut_out_chunks: Chunks whose transfer was refused: out of service, or queue full.
         read_bytes: Bytes that left for another tier.

@@ -143,8 +143,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     opening = await anext(frames, None)
     if opening is None:
         return  # the engine went away
-    pool = IoPool(opening.header["threads"], name="kvtier-io")
     try:
+        pool = IoPool(opening.header["threads"], name="kvtier-io")
         tier = await pool.run(functools.partial(_open, opening, pool, engine_pid), priority=0)
     except Exception as error:  # noqa: BLE001 - raised again in the engine's process
         send(Frame({"op": "refused", "error": encode_error(error)}))

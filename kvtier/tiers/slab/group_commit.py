@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvtier.errors import ClosedError
+from kvtier.iopool import start_thread
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.index import IndexDatabase
@@ -58,7 +59,7 @@ class GroupCommit:
         self._thread = threading.Thread(
             target=self._work, name=f"kvtier-index-{name}", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     async def put(
         self, slots: Sequence[int], keys: Sequence[ChunkKey], checksums: Sequence[int]

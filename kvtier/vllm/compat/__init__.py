@@ -58,6 +58,7 @@ from kvtier.vllm.compat.halves import (
     half_is_known,
     loads_before_the_pass,
     offers_can_be_bounded,
+    offers_can_be_repeated,
     offers_late,
     source_was_read,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "missing_members",
     "names_tiers",
     "offers_can_be_bounded",
+    "offers_can_be_repeated",
     "offers_late",
     "offers_late_here",
     "page_mapping",

@@ -20,6 +20,7 @@ __all__ = [
     "half_is_known",
     "loads_before_the_pass",
     "offers_can_be_bounded",
+    "offers_can_be_repeated",
     "offers_late",
     "source_was_read",
 ]
@@ -56,6 +57,19 @@ _STATE: Final[Mapping[str, tuple[str, ...]]] = {
 
 _LIMITS: Final[Mapping[str, tuple[str, ...]]] = {"RequestOffloadState": ("max_offload_tokens",)}
 """What is read of it to bound what is offered of a request."""
+
+_PLACES: Final[Mapping[str, tuple[str, ...]]] = {
+    "RequestOffloadState": (
+        "group_states",
+        "num_locally_computed_tokens",
+        "req",
+        "transfer_jobs",
+    ),
+    "RequestGroupState": ("next_stored_chunk_idx",),
+    "SchedulerOffloadConfig": ("kv_group_configs",),
+    "GroupOffloadConfig": ("tokens_per_block", "tokens_per_chunk"),
+}
+"""What is read of it to let a request offer again what it computes after a failed load."""
 
 _TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "RequestOffloadState": ("group_states",),
@@ -100,6 +114,16 @@ def offers_can_be_bounded(half: object, load: Load = importlib.import_module) ->
         load: Imports a module by name.
     """
     return _has(half, ("_req_status",), _LIMITS, load)
+
+
+def offers_can_be_repeated(half: object, load: Load = importlib.import_module) -> bool:
+    """Return whether a half keeps how far each request was offered, and its jobs.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+        load: Imports a module by name.
+    """
+    return _has(half, ("_jobs", "_req_status", "config"), _PLACES, load)
 
 
 def blocks_can_be_struck_out(half: object, load: Load = importlib.import_module) -> bool:

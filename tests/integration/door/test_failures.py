@@ -96,6 +96,7 @@ def test_a_reset_that_fails_is_loud_and_reaches_every_tier(
     door.manager.reset_cache()
     assert reached == ["nvme", "big"]
     assert "remove the stores' directories" in said[-1]
+    assert door.manager.owes_reset
     assert door.load(keys, list(range(4))) == []
 
 

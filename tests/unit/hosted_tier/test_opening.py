@@ -19,6 +19,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import (
+    CapacityError,
     ConfigError,
     StoreDamagedError,
     StoreLockedError,
@@ -63,6 +64,36 @@ async def test_errors_of_opening_cross_over_as_they_are(
     [layout] = options.path.glob("*/layout.json")
     layout.write_text("{")
     with pytest.raises(StoreDamagedError, match=r"layout\.json"):
+        await opened(options, context)
+
+
+NO_MORE_THREADS = """
+import sys
+import threading
+
+def start(thread, allowed=iter(range({}))):
+    if next(allowed, None) is None:
+        raise RuntimeError("can't start new thread")
+    begin(thread)
+
+if "kvtier.tiers.hosted.host" in sys.orig_argv:
+    begin, threading.Thread.start = threading.Thread.start, start
+"""
+"""What a Python process does first that finds it as ``sitecustomize``."""
+
+
+@pytest.mark.parametrize(("allowed", "lacking"), [(1, "kvtier-io-0"), (2, "kvtier-index-nvme")])
+async def test_a_host_that_is_allowed_too_few_threads_says_so(
+    options: NvmeTierConfig,
+    context: TierContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: int,
+    lacking: str,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_MORE_THREADS.format(allowed))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CapacityError, match=rf"{lacking} cannot be started: .*pids\.max"):
         await opened(options, context)
 
 
