@@ -83,6 +83,8 @@ class _Counter:
     def run(self, work: Callable[[], object]) -> int:
         """Run ``work`` and return its steps."""
         trace, profile = sys.gettrace(), sys.getprofile()
+        collects = gc.isenabled()
+        gc.disable()  # or what others left behind runs its last lines here
         sys.settrace(self._on_line)
         if self._packages:
             sys.setprofile(self._on_call)
@@ -91,6 +93,8 @@ class _Counter:
         finally:
             sys.setprofile(profile)
             sys.settrace(trace)
+            if collects:
+                gc.enable()
             for names in self._changed.values():
                 for name, charging in self._charging.items():
                     if names.get(name) is charging:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 
@@ -57,3 +58,9 @@ def test_the_results_are_the_ordinary_ones_and_nothing_stays_replaced() -> None:
     assert made == [[3, 1, 2], [3, 2, 1]]
     assert [type(item) for item in made] == [list, list]
     assert set(globals()) == names
+
+
+def test_what_others_left_behind_is_not_collected_while_counting() -> None:
+    collects = [gc.isenabled()]
+    count_lines(lambda: collects.append(gc.isenabled()))
+    assert [*collects, gc.isenabled()] == [True, False, True]
