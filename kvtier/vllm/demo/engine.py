@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import prometheus_client
 import torch
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
@@ -228,9 +229,20 @@ def request_of(tokens: Sequence[int], prompt: Prompt) -> dict[str, Any]:
     request: dict[str, Any] = {"prompt_token_ids": list(tokens)}
     if prompt.embeds is not None:
         request = {"prompt_embeds": torch.load(prompt.embeds)}
+    if prompt.images:
+        request["multi_modal_data"] = {"image": [image_of(file) for file in prompt.images]}
     if prompt.salt is not None:
         request["cache_salt"] = prompt.salt
     return request
+
+
+def image_of(file: Path) -> Image.Image | torch.Tensor:
+    """Return an image, or what another encoder made of it, in vLLM's words."""
+    if file.suffix == ".pt":
+        features: torch.Tensor = torch.load(file)
+        return features
+    with Image.open(file) as image:
+        return image.convert("RGB")
 
 
 def adapter_of(prompt: Prompt) -> LoRARequest | None:
