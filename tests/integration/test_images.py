@@ -47,6 +47,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Feature, Report]:
     return feature, feature.plain()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("door", [*DOORS])
 def test_an_image_is_found_again_and_never_taken_for_another(
     door: str, asked: tuple[Feature, Report], tmp_path: Path

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 0.001
 DRAIN_S = 30.0
 GAUGES = tuple(f"{name}{{" for name, metric in METRICS.items() if metric.kind is Kind.GAUGE)
-WATCHED = ("kvtier_", "vllm:num_preemptions")
+WATCHED = ("kvtier_", "vllm:num_preemptions", "vllm:spec_decode_num")
 IRRELEVANT_LABELS = {"engine", "model_name"}
 
 
