@@ -43,8 +43,10 @@ WINDOWED = {
 """Every other layer sees a window of two blocks: two KV cache groups."""
 
 
-def words(draw: random.Random, low: int, high: int) -> tuple[int, ...]:
-    return tuple(draw.randrange(2, VOCABULARY) for _ in range(draw.randint(low, high)))
+def words(
+    draw: random.Random, low: int, high: int, vocabulary: int = VOCABULARY
+) -> tuple[int, ...]:
+    return tuple(draw.randrange(2, vocabulary) for _ in range(draw.randint(low, high)))
 
 
 def conversations(draw: random.Random) -> tuple[Wave, ...]:

@@ -10,9 +10,9 @@ import pytest
 from kvtier.vllm.demo.model import write_model
 from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Adapter, Report, Wave
+from tests.integration.features import Feature, assert_same, assert_well, some_prompts
 from tests.integration.odd_models import write_adapter
 from tests.integration.test_connector import through
-from tests.integration.test_features import Feature, assert_same, assert_well, some_prompts
 
 
 def cached_tokens(report: Report) -> int:

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import prometheus_client
 import torch
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.lora.request import LoRARequest
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 0.001
 DRAIN_S = 30.0
 GAUGES = tuple(f"{name}{{" for name, metric in METRICS.items() if metric.kind is Kind.GAUGE)
-WATCHED = ("kvtier_", "vllm:num_preemptions")
+WATCHED = ("kvtier_", "vllm:num_preemptions", "vllm:spec_decode_num")
 IRRELEVANT_LABELS = {"engine", "model_name"}
 
 
@@ -231,9 +232,20 @@ def request_of(tokens: Sequence[int], prompt: Prompt) -> dict[str, Any]:
     request: dict[str, Any] = {"prompt_token_ids": list(tokens)}
     if prompt.embeds is not None:
         request = {"prompt_embeds": torch.load(prompt.embeds)}
+    if prompt.images:
+        request["multi_modal_data"] = {"image": [image_of(file) for file in prompt.images]}
     if prompt.salt is not None:
         request["cache_salt"] = prompt.salt
     return request
+
+
+def image_of(file: Path) -> Image.Image | torch.Tensor:
+    """Return an image, or what another encoder made of it, in vLLM's words."""
+    if file.suffix == ".pt":
+        features: torch.Tensor = torch.load(file)
+        return features
+    with Image.open(file) as image:
+        return image.convert("RGB")
 
 
 def adapter_of(prompt: Prompt) -> LoRARequest | None:

@@ -52,6 +52,8 @@ class Prompt(_Value):
     """Its ``cache_salt``."""
     embeds: Path | None = None
     """A file of ``torch.save`` with the prompt's embeddings; sent in place of ``tokens``."""
+    images: tuple[Path, ...] = ()
+    """Images, each one token of ``tokens``: files, or features of ``torch.save`` (``.pt``)."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Sampling parameters besides the wave's."""
     priority: int = 0
