@@ -155,6 +155,7 @@ class Bench:
         self._directory = directory
         self._rounds = rounds
         self._draw = random.Random(11)
+        self._console = Console(stderr=True, highlight=False)
         self.use_model("tiny")
 
     def use_model(self, name: str) -> None:
@@ -214,7 +215,12 @@ class Bench:
 
     def steps(self, path: str) -> Iterator[Figure]:
         """Yield what steps that hit nothing take, with kvtier against without."""
-        starts = [self._start_for_steps(self._step_config(path)) for _ in range(self._rounds)]
+        starts: list[Start] = []
+        for number in range(1, self._rounds + 1):
+            starts.append(self._start_for_steps(self._step_config(path)))
+            for name, pairs in zip(("kvtier", "idle"), starts[-1], strict=True):
+                so_far = paired("", pairs, median_step_s)
+                self._console.print(f"start {number}, {name}: {so_far.ratio:.3f}")
         cached = [pair for start in starts for pair in start.cached]
         idle = [pair for start in starts for pair in start.idle]
         yield paired("step, median", cached, median_step_s, STEP_BAR)
