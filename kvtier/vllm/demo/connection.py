@@ -27,6 +27,7 @@ class Connection:
     def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
         self._scheduler = scheduler
         self._worker_half = kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001
+        self._is_detached = False
         self._kept = {
             name: getattr(scheduler, name) for name in _OF_SCHEDULER if hasattr(scheduler, name)
         }
@@ -39,10 +40,13 @@ class Connection:
         Raises:
             RuntimeError: One is, or there is no connector in this process to take out.
         """
+        if detached == self._is_detached:
+            return
         if self._scheduler.has_requests():
             raise RuntimeError("a connector comes and goes between requests only")
         if detached and self._worker_half is None:
             raise RuntimeError("the engine has no connector in this process")
+        self._is_detached = detached
         for name, kept in self._kept.items():
             setattr(self._scheduler, name, _OF_SCHEDULER[name] if detached else kept)
         kv_transfer_state._KV_CONNECTOR_AGENT = (  # noqa: SLF001
