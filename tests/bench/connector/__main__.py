@@ -73,7 +73,7 @@ IDLE = {
     "kv_connector_module_path": "tests.bench.connector.idle",
     "kv_role": "kv_both",
 }
-PAIRS_PER_START = 8
+PAIRS_PER_START = 24
 WAVES_IN_RAM = 8
 PROMPTS_PER_ROUND = 4
 MORE_TOKENS = (32, 512)
@@ -93,7 +93,7 @@ class StepModel(NamedTuple):
 
 LARGE = ModelShape(hidden=1024, layers=8, heads=16, kv_heads=4, inner=2816)
 """94 million parameters, 376 MB that every step reads."""
-MODELS = {"tiny": StepModel(TINY, 200, 48), "large": StepModel(LARGE, 72, 32)}
+MODELS = {"tiny": StepModel(TINY, 200, 48), "large": StepModel(LARGE, 24, 16)}
 
 
 class Figure(NamedTuple):
@@ -264,15 +264,18 @@ class Bench:
             {
                 "idle": idle.model_copy(update={"connector": IDLE}),
                 "cached": self._scenario(waves, config, timed=True),
-            }
+            },
+            in_a_turn=2,
         )
         if cached.count("kvtier_hit_tokens"):
             raise SystemExit("prompts that should have been new were hits")
         reports = (report.waves[len(before) :] for report in (cached, idled))
         return Start(*(without_and_with(measured, waves) for waves in reports))
 
-    def _alternate(self, scenarios: Mapping[str, Scenario]) -> list[Report]:
-        """Run timed scenarios of the same waves by turns; their order changes."""
+    def _alternate(
+        self, scenarios: Mapping[str, Scenario], *, in_a_turn: int = 1
+    ) -> list[Report]:
+        """Run timed scenarios by turns; they have as many waves, and their order changes."""
         with ExitStack() as stack:
             engines = [
                 stack.enter_context(
@@ -282,10 +285,12 @@ class Bench:
             ]
             for engine in engines:
                 engine.wait_for("ready")
-            for number in range(len(next(iter(scenarios.values())).waves)):
-                for engine in engines if number // 2 % 2 else reversed(engines):
-                    engine.go()
-                    engine.wait_for("wave")
+            turns = len(next(iter(scenarios.values())).waves) // in_a_turn
+            for number in range(turns):
+                for engine in engines if number % 2 else reversed(engines):
+                    for _ in range(in_a_turn):
+                        engine.go()
+                        engine.wait_for("wave")
             reports = [engine.result() for engine in engines]
         if any(report.tokens() != reports[0].tokens() for report in reports):
             raise SystemExit("the engines did not generate the same tokens")
