@@ -210,6 +210,7 @@ def open_stores(directory: Path, pool: IoPool) -> list[Store]:
     ]
 
 
+@pytest.mark.untraced
 @pytest.mark.timeout(300)
 def test_engines_killed_at_200_moments_leave_right_bytes_or_misses(
     pool: IoPool, butcher: Butcher

@@ -92,6 +92,7 @@ def test_the_plan_on_the_page_is_what_the_command_prints(
     assert printed == [line.rstrip() for line in output.split("\n")]
 
 
+@pytest.mark.untraced
 def test_what_is_made_of_a_trace_on_the_page_is_what_the_commands_print(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -608,4 +609,4 @@ class ManagerMachine(RuleBasedStateMachine):
             self.acknowledged.append(op)
 
 
-TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine = pytest.mark.untraced(ManagerMachine.TestCase)

@@ -63,6 +63,7 @@ def test_it_closes_a_tenth_of_what_lru_leaves_to_the_future() -> None:
     assert lead_over_lru(trace, 0.05) > 0.1 * (0.374 - 0.200)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_on_made_up_chats_and_agents_it_does_not_lose_to_lru(
     share: float, chat: Trace, agents: Trace

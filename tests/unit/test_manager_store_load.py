@@ -271,6 +271,7 @@ def test_lookup_prefix_counts_leading_hits() -> None:
     assert bench.manager.lookup_prefix(prefix(1, of=2), "a") is None
 
 
+@pytest.mark.untraced
 @given(
     prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=15),
     write=st.sampled_from(["through", "evict"]),

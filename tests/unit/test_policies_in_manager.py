@@ -52,6 +52,7 @@ def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
     return hits
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("write", ["through", "evict"])
 @pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS.keys() - {"belady"}))
 def test_a_ladder_keeps_its_books_with_every_policy(name: str, write: str) -> None:

@@ -72,6 +72,7 @@ def small() -> Trace:
     return read_trace(SMALL)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("capacity", [2, 3, 10, 39, 100, 301])
 @pytest.mark.parametrize("policy", sorted(TEXTBOOK))
 def test_on_the_small_trace_hits_are_those_of_the_textbook(

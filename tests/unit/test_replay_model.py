@@ -115,6 +115,7 @@ class Machine:
         self.now_s += seconds
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize(
     ("slots", "placement", "speedup"),

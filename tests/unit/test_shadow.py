@@ -48,7 +48,7 @@ def trace() -> Trace:
     return generate("chat", sessions=1500, per_s=5.0, chunk_tokens=16, seed=2)
 
 
-@pytest.mark.no_cover  # long, and the test above has been everywhere
+@pytest.mark.untraced
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3-fifo"])
 def test_a_ghost_of_a_large_tier_is_small_and_still_close(policy: str, trace: Trace) -> None:
     capacity = trace.distinct // 5

@@ -90,6 +90,7 @@ def leading_hits(chains: Iterable[Sequence[int]], capacity: int) -> int:
     return hits
 
 
+@pytest.mark.untraced
 @given(chains=CHAINS.filter(any), capacity=st.integers(6, 20))
 def test_ram_alone_at_leisure_is_one_lru(chains: list[list[int]], capacity: int) -> None:
     trace = trace_of(chains, every_s=1000.0)
@@ -99,6 +100,7 @@ def test_ram_alone_at_leisure_is_one_lru(chains: list[list[int]], capacity: int)
     assert result.writes_per_ref == result.promotions_per_ref == 0
 
 
+@pytest.mark.untraced
 @given(chains=CHAINS.filter(any), write=st.sampled_from(["through", "evict"]))
 def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
     chains: list[list[int]], write: str
@@ -212,6 +214,7 @@ def references_of(trace: str) -> Sequence[ChunkKey]:
     return [keys[chunk] for chunk in read.ids.tolist()]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("sizes", [(2, 10), (10, 40), (39, 100)], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_on_the_small_trace_two_tiers_do_what_the_textbook_says(
@@ -404,6 +407,7 @@ LOADS = st.builds(
 )
 
 
+@pytest.mark.untraced
 @given(load=LOADS)
 def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Load) -> None:
     config = ladder(

@@ -74,6 +74,7 @@ def test_lru_hits_what_the_definition_says(
     )
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("policy", BUILT_IN_EVICTIONS)
 @given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(

@@ -266,6 +266,7 @@ def judge_every_state(scenario: Scenario, setting: Setting, pool: IoPool, boot: 
     return served
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("scenario", [one_of_each, use_again], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_every_state_of_a_store_in_use(
@@ -342,6 +343,7 @@ LOOKS = st.lists(
 )
 
 
+@pytest.mark.untraced
 @settings(
     max_examples=settings().max_examples // 2,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
