@@ -45,7 +45,7 @@ _Chosen = Sequence[tuple[StoredNamespace, Sequence[Entry]]]
 _REASONS: Final = {
     "evicted": "evicted: another chunk was written into its slot",
     "corrupt": "dropped by the engine: its bytes were not the bytes stored",
-    "beyond": "lost when the tier was made smaller: its slot is past the end of slots.bin",
+    "beyond": "its slot is past the end of slots.bin: a smaller tier, or a file cut short",
     "dropped": "removed by an operator",
     "reset": "gone with a reset of the cache",
     "doubted": "distrusted: without checksums nothing proved that its bytes were whole",

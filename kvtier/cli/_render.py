@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -22,6 +23,7 @@ __all__ = [
     "show_prose",
     "show_table",
     "show_tiers",
+    "show_tiers_apart",
 ]
 
 _WIDEST = 1000
@@ -122,8 +124,30 @@ def make_table(*words: str, numbers: tuple[str, ...], narrow: bool = False) -> T
 
 def show_table(console: Console, table: Table) -> None:
     """Print all columns of ``table``: what is narrower breaks the lines and loses nothing."""
-    options = console.options.update(max_width=_WIDEST)
-    _show_lines(console, table, Measurement.get(console, options, table).maximum)
+    _show_lines(console, table, _width_of(console, table))
+
+
+def show_tiers_apart(
+    console: Console, *words: str, numbers: tuple[str, ...], tiers: Sequence[Sequence[str]]
+) -> None:
+    """Print a line for each of ``tiers``, or a column where the lines are too long.
+
+    Args:
+        console: Where to.
+        *words: Heads of what of a tier is words, its name first.
+        numbers: Heads of its figures.
+        tiers: Of each all of these.
+    """
+    table = make_table(*words, numbers=numbers, narrow=True)
+    for tier in tiers:
+        table.add_row(*tier)
+    if _width_of(console, table) > console.width:
+        name, *heads = (*words, *numbers)
+        names, *figures = zip(*tiers, strict=True)
+        table = make_table(name, numbers=names, narrow=True)
+        for head, cells in zip(heads, figures, strict=True):
+            table.add_row(head, *cells)
+    show_table(console, table)
 
 
 def show_line(console: Console, text: str) -> None:
@@ -135,6 +159,12 @@ def show_line(console: Console, text: str) -> None:
 def show_prose(console: Console, table: Table) -> None:
     """Print ``table``, whose last column is prose that goes on in the next line."""
     _show_lines(console, table, console.width)
+
+
+def _width_of(console: Console, table: Table) -> int:
+    """Return how many columns of a terminal all of ``table`` takes."""
+    options = console.options.update(max_width=_WIDEST)
+    return Measurement.get(console, options, table).maximum
 
 
 def _show_lines(console: Console, table: Table, width: int) -> None:

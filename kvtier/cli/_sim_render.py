@@ -8,7 +8,13 @@ from dataclasses import asdict
 
 import typer
 
-from kvtier.cli._render import make_console, make_table, show_line, show_table
+from kvtier.cli._render import (
+    make_console,
+    make_table,
+    show_line,
+    show_table,
+    show_tiers_apart,
+)
 from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
@@ -52,9 +58,8 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
         return
     console = make_console()
     columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
-    table = make_table("tier", "eviction", numbers=columns, narrow=True)
-    for tier in result.tiers:
-        table.add_row(
+    tiers = [
+        (
             tier.name,
             tier.eviction,
             f"{tier.capacity_chunks:,}",
@@ -65,7 +70,9 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
             f"{tier.evictions:,}",
             "" if tier.dwpd is None else f"{tier.dwpd:.2f}",
         )
-    show_table(console, table)
+        for tier in result.tiers
+    ]
+    show_tiers_apart(console, "tier", "eviction", numbers=columns, tiers=tiers)
     console.print()
     for line in _summary(result):
         show_line(console, line)
@@ -78,7 +85,7 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
         return
     console = make_console()
     numbers = ("chunks", "hits", "written", "promoted", "evicted")
-    table = make_table("tier", "policy", numbers=numbers, narrow=True)
+    tiers = []
     for tier in result.tiers:
         counts = (
             tier.capacity_chunks,
@@ -87,8 +94,8 @@ def show_replay(result: ReplayResult, *, as_json: bool) -> None:
             tier.chunks_promoted,
             tier.evictions,
         )
-        table.add_row(tier.name, tier.eviction, *(f"{count:,}" for count in counts))
-    show_table(console, table)
+        tiers.append((tier.name, tier.eviction, *(f"{count:,}" for count in counts)))
+    show_tiers_apart(console, "tier", "policy", numbers=numbers, tiers=tiers)
     console.print()
     replayed = f"{result.calls:,} calls of {result.requests:,} requests replayed"
     show_line(console, f"{replayed}; all {result.answers:,} answers are the engine's")

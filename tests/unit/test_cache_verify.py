@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 
 import pytest
 
 from kvtier.keys import short
+from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from kvtier.tiers.slab.verify import verify
 from tests.unit.cache_shell import Shell, flat
@@ -52,6 +54,29 @@ class TestVerify:
         os.truncate(store.directory / "slots.bin", 10 * SLOT + 4096)
         (found,) = shell.json("verify", store.root, code=1)
         assert (found["good"], found["bad"]) == (10, 6)
+
+    @pytest.mark.parametrize("whole", [0, 10])
+    def test_what_a_shorter_file_lost_is_not_said_to_be_read(
+        self, shell: Shell, store: Store, whole: int
+    ) -> None:
+        store.filled()
+        os.truncate(store.directory / "slots.bin", whole * SLOT + 4096)
+        (found,) = shell.json("verify", store.root, code=1)
+        assert (found["good"], found["bad"]) == (whole, SLOTS - whole)
+        assert found["nbytes"] == whole * SLOT
+
+    def test_what_the_medium_did_not_give_is_not_said_to_be_read(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.filled()
+        io = FaultyIo()
+        monkeypatch.setattr("kvtier.tiers.slab.verify.BlockIo", lambda: io)
+        (space,) = find_namespaces(store.root)
+        with IndexReader(space) as reader:
+            io.fail("preadv", errno.EIO)
+            found = verify(space, reader)
+        assert {bad.unreadable for bad in found.bad} == {True}
+        assert (found.chunks, len(found.bad), found.nbytes) == (SLOTS, SLOTS, 0)
 
     def test_without_checksums_it_says_that_nothing_is_proved(
         self, shell: Shell, store: Store

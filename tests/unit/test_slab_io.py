@@ -250,6 +250,30 @@ async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will
     assert await shelf.reopen() == []
 
 
+async def test_a_store_moved_while_in_use_serves_on_and_says_so_until_it_is_put_back(
+    open_shelf: OpenShelf,
+    pool: IoPool,
+    slots_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
+    shelf = await open_shelf()
+    root, moved = slots_path.parent.parent, slots_path.parent.parent.with_name("moved")
+    await shelf.put(KEYS[:1], [0])
+    await pool.run(lambda: root.rename(moved), priority=0)
+    for chunk in (1, 2, 3):
+        assert await shelf.put(KEYS[chunk : chunk + 1], [chunk]) == [DONE]
+    assert await shelf.get(KEYS[:4], [0, 1, 2, 3]) == [DONE] * 4
+    await pool.run(lambda: moved.rename(root), priority=0)
+    for chunk in (4, 5):
+        assert await shelf.put(KEYS[chunk : chunk + 1], [chunk]) == [DONE]
+    assert await shelf.reopen() == [(KEYS[chunk], chunk) for chunk in range(6)]
+    gone, back = warnings_in(caplog)
+    assert f"{slots_path} is not the file that is in use any more" in gone
+    assert f"{slots_path} is the file in use again" in back
+
+
 async def test_a_full_index_fails_the_chunks_and_nothing_else(
     open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,8 +304,12 @@ async def test_forgetting_is_tried_again_when_the_index_was_full(
 
 
 async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_way(
-    open_shelf: OpenShelf, io: FaultyIo, caplog: pytest.LogCaptureFixture
+    open_shelf: OpenShelf,
+    io: FaultyIo,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
     shelf = await open_shelf()
     await shelf.put(KEYS[:2], [0, 1])
     io.fill_index()
@@ -292,6 +320,7 @@ async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_wa
     assert await shelf.put(KEYS[2:3], [5]) == [DONE]
     assert await shelf.get(KEYS[2:3], [5]) == [DONE]
     assert await shelf.reopen() == []
+    assert "is not the file that is in use" not in "".join(warnings_in(caplog))
 
 
 async def test_a_reset_that_can_do_neither_says_so_and_serves_nothing_old(

@@ -60,6 +60,7 @@ _LEAST_SLOT, _GREATEST_SLOT = -(1 << 63), (1 << 63) - 1
 _KEEP_NOTE: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
 _TRIM: Final = "DELETE FROM departures WHERE end <= ?"
+_COUNT: Final = "SELECT count(*) FROM chunks WHERE slot >= ? AND slot < ?"
 _SOME_KEYS: Final = """
 SELECT count(*), max(slot), group_concat(hex(key))
 FROM (SELECT slot, key FROM chunks WHERE slot BETWEEN ? AND ? ORDER BY slot LIMIT ?)
@@ -171,6 +172,11 @@ class IndexDatabase:
         with blame():
             self._drop_beyond(capacity_slots)
             return _order(*self._fetch(capacity_slots))
+
+    def count_within(self, first_slot: int, end_slot: int) -> int:
+        """Return how many rows the slots from ``first_slot`` to before ``end_slot`` have."""
+        counted = self._connection.execute(_COUNT, (first_slot, end_slot)).fetchone()
+        return int(counted[0])
 
     def apply(self, change: Change) -> None:
         """Commit ``change``: all of it or, if this raises, at most its ``clear``."""

@@ -278,8 +278,8 @@ def _load_trusted(
     options: NvmeTierConfig, context: TierContext, database: IndexDatabase, file: SlotFile
 ) -> StoredRows:
     """Return the rows, after deleting them if they must not be used."""
-    written_slots = file.found_nbytes // context.slot_nbytes
-    written_slots = min(slots_within(options, context), written_slots)
+    capacity_slots = slots_within(options, context)
+    written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
     doubt = _doubt(options, context, database)
     if doubt is not None:
         logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt.words)
@@ -292,6 +292,16 @@ def _load_trusted(
                 raise
             database.owe_clear()
             return no_rows()
+    # Those of a capacity that was lowered go unsaid: they have no place any more.
+    cut_off = database.count_within(written_slots, capacity_slots)
+    if cut_off:
+        logger.warning(
+            "tier %s: %d chunks are lost: %s was removed or cut short, and has only %s",
+            options.name,
+            cut_off,
+            file.path,
+            approximate_size(file.found_nbytes),
+        )
     return database.load(written_slots)
 
 

@@ -58,6 +58,7 @@ class SlotFile:
     """An open slot file. Its methods block; they may be called from several threads.
 
     Attributes:
+        path: Where it was opened.
         direct: Whether I/O bypasses the page cache.
         found_nbytes: Bytes the file had when it was opened; 0 for a new one.
         failed_syncs: How often :meth:`sync` failed.
@@ -69,6 +70,7 @@ class SlotFile:
         self._io = io
         self._fd = fd
         self._slot_nbytes = spec.slot_nbytes
+        self.path = spec.path
         self.direct = False
         self.failed_syncs = 0
         self.removed = False

@@ -36,6 +36,7 @@ from kvtier.tiers.slab.opening import (
 from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
 from kvtier.tiers.slab.trail import Reason, mark_keys
+from kvtier.tiers.slab.whereabouts import Whereabouts
 from kvtier.types import Outcome, Why
 
 __all__ = ["SlabTier"]
@@ -131,8 +132,15 @@ class SlabTier(StorageTier):
         self._told_of_doubt = False
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
+        files = (store.namespace.slots_path, store.namespace.index_path)
+        self._whereabouts = Whereabouts(options.name, files)
         # Last, for it has a thread, which nobody would stop if anything after it failed.
-        self._index = GroupCommit(store.database, name=options.name, clock=rows.clock)
+        self._index = GroupCommit(
+            store.database,
+            name=options.name,
+            clock=rows.clock,
+            on_commit=self._look_for_files,
+        )
         if outdated:
             self._index.delete_nowait(outdated)
 
@@ -275,6 +283,7 @@ class SlabTier(StorageTier):
 
     async def _abandon_index(self, cause: sqlite3.Error) -> None:
         """Move an index that cannot be cleared out of a restart's way; that takes no room."""
+        self._whereabouts.leave_out(self._store.namespace.index_path)
         call = self._store.namespace.set_index_aside
         try:
             aside = await self._pool.run(call, priority=int(Why.DEMOTE))
@@ -363,6 +372,11 @@ class SlabTier(StorageTier):
                 self.name,
                 self._store.namespace.directory,
             )
+
+    def _look_for_files(self) -> None:
+        """Log if the store's files are not where they were; in the index's thread."""
+        if not self._store.file.removed:  # that was told, and they do not come back
+            self._whereabouts.look()
 
     def _per_piece(self, chunks: int) -> int:
         """Return how many of the chunks of a read to move by one call at most.

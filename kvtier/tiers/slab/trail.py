@@ -95,7 +95,7 @@ class Reason(enum.Enum):
     CORRUPT = "corrupt"
     """Its bytes were not the bytes stored."""
     BEYOND = "beyond"
-    """Its slot is past the end of the slot file: the tier was made smaller."""
+    """Its slot is past the end of the slot file: the tier was made smaller, or the file cut."""
     DROPPED = "dropped"
     """An operator removed it."""
     RESET = "reset"

@@ -54,7 +54,7 @@ class Verification:
     Attributes:
         verified: Whether there are checksums; without, chunks are only read.
         chunks: How many were checked.
-        nbytes: How many payload bytes were read.
+        nbytes: How many payload bytes were read, of chunks that could be read whole.
         seconds: How long that took, without waiting for an engine.
         changed: Chunks that an engine replaced or removed during the check.
         bad: Chunks that are no good.
@@ -100,8 +100,8 @@ def verify(
         for window, bad in _in_flight(_windows(reader, file, checker, slot_nbytes)):
             suspects += bad
             found.chunks += window.chunks
+            found.nbytes += (window.chunks - _unread(bad, file, slot_nbytes)) * slot_nbytes
             on_progress(window.slots)
-        found.nbytes = found.chunks * slot_nbytes
         found.seconds = time.monotonic() - began_s
         _settle(suspects, found, reader, checker, pause)
     finally:
@@ -115,6 +115,12 @@ class _Share:
 
     chunks: int
     slots: int
+
+
+def _unread(bad: Sequence[BadChunk], file: SlotFile, slot_nbytes: int) -> int:
+    """Return how many of ``bad`` could not be read, or not to their end."""
+    slots = file.found_nbytes // slot_nbytes
+    return sum(chunk.unreadable or chunk.entry.slot >= slots for chunk in bad)
 
 
 _Call = Callable[[], tuple[_Share, list[BadChunk]]]

@@ -76,6 +76,22 @@ def test_no_table_loses_a_column_where_there_is_little_room(trace: Path, config:
     assert max(map(len, table.splitlines())) <= 80
 
 
+def test_tiers_whose_lines_are_too_long_get_a_column_each_and_keep_every_figure(
+    trace: Path, config: Path
+) -> None:
+    name = "nvme-on-the-second-disk"
+    text = config.read_text()
+    config.write_text(text.replace("kind: nvme,", f"kind: nvme, name: {name},"))
+    run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
+    narrow, wide = (kvtier(*run, width=width).splitlines() for width in (80, 100))
+    assert max(map(len, wide)) > 80 >= max(map(len, narrow))
+    heads, ram, nvme = (line.split() for line in wide[:3])
+    assert nvme[0] == name
+    # RAM does not wear out: it has no last figure.
+    expected = [list(row) for row in zip(heads, ram, nvme, strict=False)]
+    assert [line.split() for line in narrow[: len(heads)]] == [*expected, ["DWPD", nvme[-1]]]
+
+
 def test_the_time_model_can_be_told(trace: Path, config: Path) -> None:
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--json")
     told = ("--prefill-rate", 5000, "--tier-speed", "nvme=1GB/s,1GB/s,5ms")

@@ -59,6 +59,34 @@ def test_shrinking_drops_the_slots_beyond(open_tier: Opener, own: Path) -> None:
     assert slots_of(open_tier(slots=8)) == list(range(5))
 
 
+@pytest.mark.parametrize("slots_left", [0, 3])
+def test_a_start_warns_of_chunks_whose_slots_were_cut_off(
+    open_tier: Opener, own: Path, caplog: pytest.LogCaptureFixture, slots_left: int
+) -> None:
+    tier = open_tier(slots=8)
+    fill(tier)
+    close(tier)
+    os.truncate(own / "slots.bin", slots_left * SLOT + 100)
+    tier = open_tier(slots=7)
+    assert slots_of(tier) == list(range(slots_left))
+    [warning] = warnings_in(caplog)
+    assert f"{7 - slots_left} chunks are lost: {own / 'slots.bin'} was removed or" in warning
+    close(tier)
+    caplog.clear()
+    assert slots_of(open_tier(slots=7)) == list(range(slots_left))
+    assert warnings_in(caplog) == []
+
+
+def test_chunks_that_a_lower_capacity_has_no_room_for_are_not_said_to_be_lost(
+    open_tier: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier(slots=8)
+    fill(tier)
+    close(tier)
+    assert slots_of(open_tier(slots=5)) == list(range(5))
+    assert warnings_in(caplog) == []
+
+
 def test_a_capacity_below_one_slot_is_a_configuration_error(open_tier: Opener) -> None:
     with pytest.raises(ConfigError, match=r"capacity of 4\.00 KiB is less than one slot"):
         open_tier(slots=1, slot_nbytes=8192)
