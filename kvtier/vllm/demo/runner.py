@@ -56,7 +56,7 @@ class EngineProcess:
         source.write_text(scenario.model_dump_json())
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command(scenario.ranks), str(source), str(self._report)],
+                [*command(scenario), str(source), str(self._report)],
                 stdin=subprocess.PIPE,  # its end tells the engine that this process is gone
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -138,9 +138,13 @@ class EngineProcess:
         return "\n".join([f"{what} (exit status {self._process.returncode}); its log:", *lines])
 
 
-def command(ranks: int) -> list[str]:
+def command(scenario: Scenario) -> list[str]:
     """Return the command line that starts the engine program with its settings."""
-    settings = SETTINGS | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {})
+    settings = dict(SETTINGS)
+    if scenario.ranks > 1:
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    if scenario.compute_threads:
+        settings["OMP_NUM_THREADS"] = str(scenario.compute_threads)
     pairs = [f"{name}={value}" for name, value in settings.items()]
     return ["env", *pairs, sys.executable, "-m", "kvtier.vllm.demo.engine"]
 

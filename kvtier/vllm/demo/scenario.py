@@ -110,6 +110,8 @@ class Scenario(_Value):
     """Further arguments of the engine, or others in place of the demo's."""
     timed: bool = False
     """Begin each wave when the parent says so, and report what each step of it took."""
+    compute_threads: int = 0
+    """Threads of a forward pass; 0 leaves it to PyTorch, which has one for each processor."""
 
 
 class Answer(_Value):

@@ -18,6 +18,9 @@ connector's calls, such as threads and other memory, is in both waves of a pair:
 engine with its connector is also compared with the second without, which is an engine without
 kvtier. Engines that are started alike differ by more than kvtier costs, so each is started
 several times, and that figure is one of starts.
+The forward pass leaves one processor to whatever else there is, as vLLM's workers on a CPU do
+(vllm.utils.ompmultiprocessing). The demo's engine has no workers and would take them all, and
+then each thread that wakes up delays all that compute. ``--compute-threads`` chooses.
 The demo's model takes a few milliseconds for a step, most of them vLLM's Python; a larger one,
 whose steps take as long as those of a model in use, shows what a user would see. A shared
 machine gets slower and faster by several per cent from minute to minute, so one per cent takes
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -149,11 +153,13 @@ class Bench:
     Args:
         directory: Where model, stores and logs go.
         rounds: Prompts per figure, and starts of the engines whose steps are timed.
+        compute_threads: Of a forward pass whose steps are timed.
     """
 
-    def __init__(self, directory: Path, rounds: int) -> None:
+    def __init__(self, directory: Path, rounds: int, compute_threads: int) -> None:
         self._directory = directory
         self._rounds = rounds
+        self._compute_threads = compute_threads
         self._draw = random.Random(11)
         self._console = Console(stderr=True, highlight=False)
         self.use_model("tiny")
@@ -259,17 +265,17 @@ class Bench:
             for number in range(2 * PAIRS_PER_START)
         ]
         waves = (*before, *measured)
-        idle = self._scenario(waves, None, timed=True)
-        idled, cached = self._alternate(
-            {
-                "idle": idle.model_copy(update={"connector": IDLE}),
-                "cached": self._scenario(waves, config, timed=True),
-            },
-            in_a_turn=2,
+        cached, idle = (
+            self._scenario(waves, file, timed=True).model_copy(update=update)
+            for file, update in (
+                (config, {"compute_threads": self._compute_threads}),
+                (None, {"compute_threads": self._compute_threads, "connector": IDLE}),
+            )
         )
-        if cached.count("kvtier_hit_tokens"):
+        idled, stored = self._alternate({"idle": idle, "cached": cached}, in_a_turn=2)
+        if stored.count("kvtier_hit_tokens"):
             raise SystemExit("prompts that should have been new were hits")
-        reports = (report.waves[len(before) :] for report in (cached, idled))
+        reports = (report.waves[len(before) :] for report in (stored, idled))
         return Start(*(without_and_with(measured, waves) for waves in reports))
 
     def _alternate(
@@ -426,15 +432,23 @@ def main() -> None:
     parser.add_argument("--only", choices=["first", "layers", "steps"], help="one bench")
     parser.add_argument("--model", choices=MODELS, help="steps of one of the two models")
     parser.add_argument("--path", choices=PATHS, help="one of the two load paths")
+    parser.add_argument(
+        "--compute-threads",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) - 1),
+        help="threads of a forward pass whose steps are timed; all processors but one",
+    )
     parser.add_argument("--dir", type=Path, help="a directory on the disk to measure")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("--rounds: a spread needs 2 or more")
+    if arguments.compute_threads < 1:
+        parser.error("--compute-threads: a forward pass needs 1 or more")
     paths = [arguments.path] if arguments.path else [*PATHS]
     times, ratios = ("median ms", "least", "most"), ("ratio", "middle half", "95 %")
     table = Table("figure", *times, *ratios, "bar", "met", box=None)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.dir) as scratch:
-        bench = Bench(Path(scratch), arguments.rounds)
+        bench = Bench(Path(scratch), arguments.rounds, arguments.compute_threads)
         figures: list[Figure] = []
         if arguments.only in (None, "first"):
             figures += bench.first_tokens(paths)
