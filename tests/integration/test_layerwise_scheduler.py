@@ -143,8 +143,16 @@ def test_what_a_failed_load_left_to_an_aborted_request_is_not_shared_or_stored(
         ("layerwise", Setup(long_prefill_tokens=32)),
         ("ahead", Setup()),
         ("ahead", Setup(groups=((16, None), (16, 40)), retention_tokens=0)),
+        ("ahead", Setup(groups=((16, 40),))),
     ],
-    ids=["layerwise", "chunks of two blocks", "prefills are cut", "ahead", "two groups"],
+    ids=[
+        "layerwise",
+        "chunks of two blocks",
+        "prefills are cut",
+        "ahead",
+        "two groups",
+        "one group with a window",
+    ],
 )
 def test_what_is_computed_after_a_failed_load_is_stored(
     mode: str, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
