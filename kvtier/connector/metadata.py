@@ -100,7 +100,9 @@ class FailedLoad:
 
     Attributes:
         request_id: Who waits for it.
-        block_ids: The blocks whose content must not be used.
+        block_ids: The blocks whose content must not be used. Only where all attention is full
+            can the request go on from the first of them; of windows and states, what that
+            needs from before it was not loaded.
         error: What went wrong, for a log line.
     """
 

@@ -4,9 +4,11 @@ vLLM's scheduler half and worker half do what they always do, and are not asked 
 would come of it (:mod:`kvtier.vllm.shortcuts`). What is added is in the worker: a job that did
 not work is acknowledged like any other, so nothing in vLLM's half asserts on it, and vLLM's
 scheduler is told what did not arrive: it computes that (``kv_load_failure_policy: recompute``)
-or fails the request alone (``fail``). With one KV cache group it is told the blocks, so what
-came before the first bad one is kept. With several a block's number does not say whose it is;
-there the request is named, which vLLM knows since 0.30, and computed from its start.
+or fails the request alone (``fail``). With one KV cache group of full attention it is told the
+blocks, so what came before the first bad one is kept. With several a block's number does not
+say whose it is; and of a window, or of a state, only the end was to be loaded, so before a bad
+block there is nothing to go on from. There the request is named, which vLLM knows since 0.30,
+and computed from its start.
 
 With ``transfer.load_mode: layerwise`` requests whose chunks are whole in RAM are loaded within
 the forward pass of their first step (:mod:`kvtier.vllm.in_step`). When that fails, the pass has
@@ -105,17 +107,12 @@ class KVTierConnector(OffloadingConnector):
             compat.require_members(self.connector_scheduler, "manager")
         else:
             compat.require_members(self.connector_worker, "worker")
-        self._one_group = len(kv_cache_config.kv_cache_groups) == 1
-        if not (self._one_group or TransferResults):
-            raise UnsupportedError(
-                "before vLLM 0.30 a load that fails can be reported only for models with one "
-                "KV cache group: use what `kvtier vllm-args --door spec` prints"
-            )
+        self._names_blocks = _names_blocks(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._transfer = _settings(transfer.kv_connector_extra_config).transfer
         self._wants_layers = self._transfer.load_mode == "layerwise"
         self._recomputes = transfer.kv_load_failure_policy != "fail"
-        self._loads = WorkerLoads(one_group=self._one_group, recomputes=self._recomputes)
+        self._loads = WorkerLoads(names_blocks=self._names_blocks, recomputes=self._recomputes)
         self._skips = compat.source_was_read()
         events = vllm_config.kv_events_config
         self._listens = events is not None and events.enable_kv_cache_events
@@ -348,7 +345,7 @@ class KVTierConnector(OffloadingConnector):
         if not self._wants_layers:
             return
         self._stepping = worker = self._worker
-        if worker is not None and self._one_group:
+        if worker is not None and self._names_blocks:
             (group,) = self._kv_cache_config.kv_cache_groups
             worker.open_steps(group.layer_names, timeout_s=self._transfer.load_timeout_s)
 
@@ -457,6 +454,18 @@ class KVTierConnector(OffloadingConnector):
 def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
     """Return kvtier's own file."""
     return load_config(extra_config["kvtier_config"])
+
+
+def _names_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether vLLM goes on rightly if it is told blocks that were not loaded."""
+    full_groups = compat.full_attention_groups(kv_cache_config)
+    names_blocks = len(kv_cache_config.kv_cache_groups) == len(full_groups) == 1
+    if not (names_blocks or TransferResults):
+        raise UnsupportedError(
+            "before vLLM 0.30 a load that fails can be reported only for models with one KV "
+            "cache group, of full attention: use what `kvtier vllm-args --door spec` prints"
+        )
+    return names_blocks
 
 
 def _require_no_late_stores(

@@ -81,6 +81,8 @@ class RecomputedChunks:
     def note_failed(self, output: KVConnectorOutput) -> list[str]:
         """Go back for the loads that ``output`` says failed; returns whose they are.
 
+        Ranks end a load one by one, and a later one may lack more of it than the first.
+
         Args:
             output: What the half has not seen yet: it forgets the loads that are over.
         """
@@ -90,18 +92,20 @@ class RecomputedChunks:
         found: list[str] = []
         requests: Collection[str] = getattr(output, "failed_recving", None) or ()
         for job_id, load in list(self._loads.items()):
-            tokens = self._valid_tokens(load, output.invalid_block_ids, requests)
-            if tokens is not None:
-                stores = load.status.transfer_jobs.intersection(jobs) - self._loads.keys()
-                groups = self._half.config.kv_group_configs
-                chunks = [tokens // group.tokens_per_chunk for group in groups]
-                failed = _Return(load.status, chunks, frozenset(stores))
-                failed.go()
-                if stores:
-                    self._returns.append(failed)
-                found.append(load.status.req.request_id)
-            if tokens is not None or job_id not in jobs:
+            if job_id not in jobs:  # every rank has said all there is to say
                 del self._loads[job_id]
+                continue
+            tokens = self._valid_tokens(load, output.invalid_block_ids, requests)
+            if tokens is None:
+                continue
+            stores = load.status.transfer_jobs.intersection(jobs) - self._loads.keys()
+            groups = self._half.config.kv_group_configs
+            chunks = [tokens // group.tokens_per_chunk for group in groups]
+            failed = _Return(load.status, chunks, frozenset(stores))
+            failed.go()
+            if stores:
+                self._returns.append(failed)
+            found.append(load.status.req.request_id)
         return found
 
     def go_back(self) -> list[str]:

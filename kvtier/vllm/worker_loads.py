@@ -1,8 +1,10 @@
 """Which of one worker's loads failed, and what vLLM is to be told of it.
 
-With one KV cache group vLLM is told the blocks that hold nothing, with several the request,
-because there a block's number does not say whose it is. A load that fails within the forward
-pass also *spoils* its request: what the pass computed for it is wrong and must not be stored.
+With one KV cache group of full attention vLLM is told the blocks that hold nothing. Of several
+it is told the request, because a block's number does not say whose it is; and so it is of
+windows and states, for what the first bad block follows was not loaded, and vLLM would go on
+from there. A load that fails within the forward pass also *spoils* its request: what the pass
+computed for it is wrong and must not be stored.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ class WorkerLoads:
     """The loads that one worker was told to do.
 
     Args:
-        one_group: Whether vLLM is told of blocks that were not loaded, not of requests.
+        names_blocks: Whether vLLM is told of blocks that were not loaded, not of requests.
         recomputes: Whether vLLM computes what was not loaded; else it fails the request.
     """
 
-    def __init__(self, *, one_group: bool, recomputes: bool) -> None:
-        self._one_group = one_group
+    def __init__(self, *, names_blocks: bool, recomputes: bool) -> None:
+        self._names_blocks = names_blocks
         self._recomputes = recomputes
         self._loading: dict[int, _Load] = {}
         self._failed_requests: set[str] = set()
@@ -73,7 +75,7 @@ class WorkerLoads:
             if ended.is_whole:
                 continue
             logger.warning("the load of request %s failed: %s", load.req_id, ended.error)
-            if not self._one_group:
+            if not self._names_blocks:
                 self._failed_requests.add(load.req_id)
             else:
                 lost = load.blocks if ended.lost_blocks is None else ended.lost_blocks

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvtier.keys import make_key
@@ -143,8 +144,16 @@ def test_what_a_failed_load_left_to_an_aborted_request_is_not_shared_or_stored(
         ("layerwise", Setup(long_prefill_tokens=32)),
         ("ahead", Setup()),
         ("ahead", Setup(groups=((16, None), (16, 40)), retention_tokens=0)),
+        ("ahead", Setup(groups=((16, 40),))),
     ],
-    ids=["layerwise", "chunks of two blocks", "prefills are cut", "ahead", "two groups"],
+    ids=[
+        "layerwise",
+        "chunks of two blocks",
+        "prefills are cut",
+        "ahead",
+        "two groups",
+        "one group with a window",
+    ],
 )
 def test_what_is_computed_after_a_failed_load_is_stored(
     mode: str, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +174,29 @@ def test_what_is_computed_after_a_failed_load_is_stored(
     whole = range(setup.blocks_per_chunk - 1, 10, setup.blocks_per_chunk)
     keys = {make_key(request.block_hashes[number], 0) for number in whole}
     assert keys <= in_ram
+    world.cache.service.shutdown()
+
+
+def test_what_each_rank_lacks_of_a_load_is_offered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrange(monkeypatch, "ahead")
+    world = LayerwiseWorld(Setup(engine_blocks=48), tmp_path / "model", seed=0)
+    prompt = random_tokens(world.draw, 96, 96)
+    world.submit(prompt, 1)
+    world.settle()
+    world.scheduler.reset_prefix_cache()
+    request = world.submit(prompt + random_tokens(world.draw, 64, 64), 1)
+    monkeypatch.setattr(world.notes, "get_finished", list)  # not by the last rank
+    world.step()
+    connector = world.scheduler.connector
+    blocks = world._blocks(request.request_id, 0)
+    (state,) = connector.connector_scheduler._req_status[request.request_id].group_states
+    offered_from = [state.next_stored_chunk_idx]
+    for bad in (4, 1, 3):
+        connector.update_connector_output(KVConnectorOutput(invalid_block_ids={blocks[bad]}))
+        offered_from.append(state.next_stored_chunk_idx)
+    assert offered_from == [6, 4, 1, 1]
     world.cache.service.shutdown()
 
 

@@ -255,6 +255,18 @@ def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
         assert facts.worker_kv_bytes_per_block == nbytes
 
 
+@pytest.mark.parametrize("kind", [{"non_causal": True}, {"rswa_window": 128}], ids=str)
+def test_a_model_whose_kv_depends_on_more_than_what_came_before_is_refused(
+    kind: dict[str, Any],
+) -> None:
+    odd = layer_of(get_kv_cache_spec=lambda config: SimpleNamespace(**kind))
+    plain = layer_of(get_kv_cache_spec=lambda config: SimpleNamespace(non_causal=False))
+    shares = layer_of(get_kv_cache_spec=lambda config: None)
+    assert compat.kv_content(FACTS, load=worker_of(FP8, plain, shares))
+    with pytest.raises(UnsupportedError, match="no other request can use them"):
+        compat.kv_content(FACTS, load=worker_of(FP8, plain, odd))
+
+
 def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     workers = [
         worker_of(),
