@@ -21,7 +21,7 @@ import uvloop
 from blockbuster import blockbuster_ctx
 
 ROOT = pathlib.Path(__file__).parent.parent
-GRACE_S = 2.0
+GRACE_S = 20.0
 
 # Tests share two cores with whatever else runs: a slow example is not a failing one.
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)

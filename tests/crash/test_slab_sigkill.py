@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]
 KEYS = make_keys(range(STOCK))
 NUMBERS = {key: number for number, key in enumerate(KEYS)}
-HANG_S = 30.0
+HANG_S = 120.0
 # What the engine says just before it is killed, and the longest wait until then.
 MOMENTS_S = {"open": 0.02, "write": 0.006, "written": 0.004, "reset": 0.006, "close": 0.006}
 KINDS = [
@@ -211,7 +211,7 @@ def open_stores(directory: Path, pool: IoPool) -> list[Store]:
 
 
 @pytest.mark.untraced
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_engines_killed_at_200_moments_leave_right_bytes_or_misses(
     pool: IoPool, butcher: Butcher
 ) -> None:

@@ -25,7 +25,7 @@ from kvtier.config import load_config, vllm_transfer_config
 from kvtier.vllm.demo.model import BLOCK_TOKENS
 from kvtier.vllm.demo.runner import SETTINGS
 
-START_TIMEOUT_S = 200.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 LISTEN_TIMEOUT_S = 30.0
 RETRY_S = 0.05

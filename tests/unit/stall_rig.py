@@ -30,7 +30,7 @@ DONE, EXPIRED, FAILED, REFUSED = (
     Outcome.FAILED,
     Outcome.REFUSED,
 )
-HANG_S = 10.0
+HANG_S = 60.0
 SOON_S = 0.1
 BACKOFF_S = 3600.0  # until a test says that it is over
 

@@ -17,7 +17,7 @@ from tests.unit.regions import open_regions
 
 BLOCKS, SLOTS, PAGE_NBYTES = 16, 8, 4096
 STAMP = 8
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 @pytest.fixture

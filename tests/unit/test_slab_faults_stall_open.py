@@ -31,7 +31,7 @@ from tests.unit.stall_rig import SLOT, read_and_close
 from tests.unit.test_slab_faults_matrix import WAYS, descriptors
 
 SLOTS = 4
-HANG_S = 10.0
+HANG_S = 60.0
 KEYS = make_keys(range(SLOTS))
 
 

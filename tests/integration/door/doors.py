@@ -42,7 +42,7 @@ PAGE_NBYTES = 4096
 LAYERS = 2
 CHUNK_NBYTES = PAGE_NBYTES * LAYERS
 NUMBERS = itertools.count()
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 T = TypeVar("T")
 Settings = Callable[..., Path]
