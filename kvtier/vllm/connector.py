@@ -200,6 +200,8 @@ class KVTierConnector(OffloadingConnector):
             self._busy.forget(request.request_id)
         if num_external_tokens:
             self._planned.add(request.request_id)
+        elif self._corrections is not None:
+            self._corrections.note_blocks(request, blocks)
         super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
         if self._recomputed is not None and num_external_tokens:
             self._recomputed.planned(request, blocks)
@@ -217,9 +219,7 @@ class KVTierConnector(OffloadingConnector):
         if in_step is not None:
             in_step.end_offers()
         self._show_again(self._recomputed.go_back() if self._recomputed else ())
-        output, corrections = scheduler_output, self._corrections
-        if self._planned or (corrections is not None and corrections.has_ending):
-            output = self._corrected(output)
+        output = self._corrected(scheduler_output)
         shown = output if busy is None else busy.of(output)
         if busy is not None and shown is None:
             return busy.pass_over()
@@ -233,15 +233,20 @@ class KVTierConnector(OffloadingConnector):
         return metadata
 
     def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Strike out what a step gives away, and hide who came back in it from vLLM's half.
+        """Return a step as vLLM's half is to see it: without those who came back in it.
 
         These are preempted requests that load in the same step: vLLM preempts all that run when
         its prefix cache is reset by force, and lets them in again at once. Such a request has
         no stores in flight, or it would not load yet, and these are all that the half looks
         for; it asserts that it finds no load.
         """
-        if self._corrections is not None:
-            self._corrections.strike_out_given(output)
+        corrections = self._corrections
+        if corrections is not None:
+            output = corrections.completed(output)
+            if corrections.has_ending:
+                corrections.strike_out_given(output)
+        if not self._planned:
+            return output
         loading, self._planned = self._planned, set()
         preempted = output.preempted_req_ids or set()
         if loading.isdisjoint(preempted):
