@@ -45,6 +45,7 @@ from kvtier.vllm.connector_contract import (
 from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
+from kvtier.vllm.late_flushes import LateFlushes, overwritten_stores
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
 from kvtier.vllm.recomputed import RecomputedChunks
@@ -125,6 +126,7 @@ class KVTierConnector(OffloadingConnector):
         self._busy: BusyRequests | None = None
         self._in_step: InStepLoads | None = None
         self._corrections: Corrections | None = None
+        self._late: LateFlushes | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, kv_cache_config)
 
@@ -138,6 +140,8 @@ class KVTierConnector(OffloadingConnector):
         manager = half.manager
         _require_no_late_stores(half, vllm_config, kv_cache_config)
         self._corrections = Corrections(half)
+        comes_late = compat.writes_to_blocks_first(vllm_config, kv_cache_config)
+        self._late = LateFlushes(half) if comes_late else None
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
@@ -230,7 +234,7 @@ class KVTierConnector(OffloadingConnector):
             in_step.show()
         if busy is not None:
             busy.looked_at(shown)
-        return metadata
+        return metadata if self._late is None else self._late.told(metadata, output)
 
     def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return a step as vLLM's half is to see it: without those who came back in it.
@@ -359,6 +363,9 @@ class KVTierConnector(OffloadingConnector):
         """Start the stores of the step before, and wait for those that must end now."""
         if self._stepping is not None:
             self._loads.spoil_stores(kv_connector_metadata, self._stepping)
+        overwritten = overwritten_stores(kv_connector_metadata)
+        if overwritten and self._worker is not None:
+            self._worker.give_up(overwritten)
         if self._skips and not (self._has_deferred or kv_connector_metadata.jobs_to_flush):
             return
         super().handle_preemptions(kv_connector_metadata)

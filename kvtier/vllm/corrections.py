@@ -19,8 +19,8 @@
 * **Ends of states.** What a request says of how much of it may be stored is asserted, and not
   looked at, where the half is handed the state at the end of a prompt. So it is not handed that
   state.
-* **Resets that follow each other.** The half asserts that the jobs of before the last reset were
-  told to end, which happens in a step. So they are kept from it meanwhile.
+* **Resets that follow each other.** The half asserts that the jobs of before the last reset
+  were told to end, which happens in a step. So they are kept from it meanwhile.
 * **Events of a reset.** The half forgets what it knows of each chunk before it hears that the
   chunks are gone, so of a chunk of several blocks only the last would be called removed. So it
   is asked for its events at once, while it is made to know.

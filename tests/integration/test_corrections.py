@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvtier.errors import UnsupportedError
 from kvtier.keys import make_key
 from kvtier.vllm import compat
+from kvtier.vllm.late_flushes import LateFlushes
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
 from tests.integration.scheduler_setup import Setup, make_request
 
@@ -188,8 +189,10 @@ def test_a_session_that_goes_on_stores_each_chunk_from_its_own_blocks(
     make_world: MakeWorld, groups: tuple[tuple[int, int | None], ...]
 ) -> None:
     world = make_world(groups=groups, slots=(96, 400), retention_tokens=0)
-    for _ in range(3):
-        session = begin_session(world, tokens(world, 70), 5)
+    session = begin_session(world, tokens(world, 70), 5)
+    for turn in range(3):
+        if turn:
+            begin_session(world, tokens(world, 70), 5)
         world.step()
         while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
             world.step()
@@ -263,3 +266,32 @@ def test_a_request_that_wants_little_stored_does_not_end_the_engine(
         tail = make_key(request.block_hashes[5], 0)
         assert ([tail] in stored) == (limit == 96)
         world.abort(request)
+
+
+def clear_blocks_first(world: LayerwiseWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have new blocks cleared as Model Runner V2 clears those of a hybrid model."""
+    scheduler = world.scheduler
+    monkeypatch.setattr(scheduler, "needs_kv_cache_zeroing", True)
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        monkeypatch.setattr(manager, "_record_new_block_ids", True)
+    connector = scheduler.connector
+    monkeypatch.setattr(connector, "_late", LateFlushes(connector.connector_scheduler))
+
+
+@pytest.mark.parametrize("groups", [((16, None),), ((16, None), (16, 40))])
+def test_nothing_is_stored_from_blocks_that_are_cleared_before_the_stores_end(
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: tuple[tuple[int, int | None], ...],
+) -> None:
+    world = make_world(groups=groups, engine_blocks=32, slots=(96, 400), retention_tokens=0)
+    clear_blocks_first(world, monkeypatch)
+    draw = world.draw
+    for _ in range(200):
+        if len(world.alive()) < 6:
+            world.submit(tokens(world, draw.randint(40, 120)), draw.randint(1, 60))
+        world.step()
+    world.settle()
+    assert world.seen["preemptions"] > 0
+    assert world.seen["stores spoiled"] > 0
+    assert world.seen["stored"] > 0
