@@ -7,7 +7,7 @@ arrive and in what may be said when one fails, not in how bytes move.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -123,6 +123,7 @@ class DeviceEngine:
         self._held: list[StoreRequest] = []
         self._stores: dict[JobId, list[StoreRequest]] = {}
         self._carriers: dict[JobId, JobId] = {}
+        self._retracted: set[JobId] = set()
         self._ended: list[DeviceResult] = []
         self._steps: StepLoader | None = None
 
@@ -297,6 +298,17 @@ class DeviceEngine:
                 ended += self._results(result)
         return ended
 
+    def retract(self, job_ids: Iterable[JobId]) -> set[JobId]:
+        """Keep stores from counting as whole, though they ended: their blocks changed before.
+
+        Returns:
+            Those that :meth:`poll` has not returned yet; of all others nothing can be said.
+        """
+        known = self._carriers.keys() | {store.job_id for store in self._held}
+        found = known.intersection(job_ids)
+        self._retracted |= found
+        return found
+
     def wait(self, job_ids: Collection[JobId]) -> None:
         """Block until ``job_ids`` ended: their blocks are about to be overwritten.
 
@@ -380,6 +392,10 @@ class DeviceEngine:
             del self._carriers[store.job_id]
             outcomes = result.outcomes[at : at + len(store.plan.slots)]
             at += len(outcomes)
+            if store.job_id in self._retracted:
+                self._retracted.discard(store.job_id)
+                self._control.retract(self._rank, store.plan.slots, store.generations)
+                outcomes = [Outcome.EXPIRED] * len(outcomes)
             yield self._result(result, store.job_id, Why.STORE, outcomes)
 
     def _result(

@@ -83,6 +83,13 @@ class ControlBlock:
         """Record that this rank's bytes of ``slots`` are whole as of ``generation``."""
         self._generation[rank, _index(slots)] = generation
 
+    def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Take this rank's stamps back: the bytes are not whole after all."""
+        index = np.asarray(slots, np.intp)
+        # No other word is written: the slot may be somebody else's since a reset.
+        borne = self._generation[rank, index] == _stamps(generations)
+        self._generation[rank, index[borne]] = 0
+
     def acknowledge(self, rank: int, slots: Sequence[int]) -> None:
         """Record that this rank is done with one job on each of ``slots``; no slot twice."""
         index = _index(slots)

@@ -45,6 +45,7 @@ from kvtier.vllm.connector_contract import (
 from kvtier.vllm.contract import OffloadingConnectorStats
 from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
+from kvtier.vllm.late_flushes import LateFlushes, overwritten_stores
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import add_device_transfers
 from kvtier.vllm.recomputed import RecomputedChunks
@@ -125,6 +126,7 @@ class KVTierConnector(OffloadingConnector):
         self._busy: BusyRequests | None = None
         self._in_step: InStepLoads | None = None
         self._corrections: Corrections | None = None
+        self._late: LateFlushes | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, kv_cache_config)
 
@@ -138,6 +140,8 @@ class KVTierConnector(OffloadingConnector):
         manager = half.manager
         _require_no_late_stores(half, vllm_config, kv_cache_config)
         self._corrections = Corrections(half)
+        comes_late = compat.writes_to_blocks_first(vllm_config, kv_cache_config)
+        self._late = LateFlushes(half) if comes_late else None
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
@@ -200,6 +204,8 @@ class KVTierConnector(OffloadingConnector):
             self._busy.forget(request.request_id)
         if num_external_tokens:
             self._planned.add(request.request_id)
+        elif self._corrections is not None:
+            self._corrections.note_blocks(request, blocks)
         super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
         if self._recomputed is not None and num_external_tokens:
             self._recomputed.planned(request, blocks)
@@ -217,9 +223,7 @@ class KVTierConnector(OffloadingConnector):
         if in_step is not None:
             in_step.end_offers()
         self._show_again(self._recomputed.go_back() if self._recomputed else ())
-        output, corrections = scheduler_output, self._corrections
-        if self._planned or (corrections is not None and corrections.has_ending):
-            output = self._corrected(output)
+        output = self._corrected(scheduler_output)
         shown = output if busy is None else busy.of(output)
         if busy is not None and shown is None:
             return busy.pass_over()
@@ -230,18 +234,23 @@ class KVTierConnector(OffloadingConnector):
             in_step.show()
         if busy is not None:
             busy.looked_at(shown)
-        return metadata
+        return metadata if self._late is None else self._late.told(metadata, output)
 
     def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Strike out what a step gives away, and hide who came back in it from vLLM's half.
+        """Return a step as vLLM's half is to see it: without those who came back in it.
 
         These are preempted requests that load in the same step: vLLM preempts all that run when
         its prefix cache is reset by force, and lets them in again at once. Such a request has
         no stores in flight, or it would not load yet, and these are all that the half looks
         for; it asserts that it finds no load.
         """
-        if self._corrections is not None:
-            self._corrections.strike_out_given(output)
+        corrections = self._corrections
+        if corrections is not None:
+            output = corrections.completed(output)
+            if corrections.has_ending:
+                corrections.strike_out_given(output)
+        if not self._planned:
+            return output
         loading, self._planned = self._planned, set()
         preempted = output.preempted_req_ids or set()
         if loading.isdisjoint(preempted):
@@ -354,6 +363,9 @@ class KVTierConnector(OffloadingConnector):
         """Start the stores of the step before, and wait for those that must end now."""
         if self._stepping is not None:
             self._loads.spoil_stores(kv_connector_metadata, self._stepping)
+        overwritten = overwritten_stores(kv_connector_metadata)
+        if overwritten and self._worker is not None:
+            self._worker.give_up(overwritten)
         if self._skips and not (self._has_deferred or kv_connector_metadata.jobs_to_flush):
             return
         super().handle_preemptions(kv_connector_metadata)

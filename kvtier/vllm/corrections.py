@@ -10,6 +10,17 @@
   looked at when it passed them, and not again: windows may have left them behind since, and
   others have got them. So blocks that the request does not hold when it ends, and those that
   are given away before the half offers, are struck out.
+* **Sessions.** The half is told all blocks of a request whose next turn begins, and takes them
+  for further ones. From then on it would store each chunk from the blocks of another. So it
+  forgets the blocks that it knows when a turn begins.
+* **Blocks that others load into.** Where another connector loads a request's KV ahead, the half
+  hears of its blocks only when the request is scheduled. Until then a store could go on that
+  reads them. So it is told in the step that gives them away.
+* **Ends of states.** What a request says of how much of it may be stored is asserted, and not
+  looked at, where the half is handed the state at the end of a prompt. So it is not handed that
+  state.
+* **Resets that follow each other.** The half asserts that the jobs of before the last reset
+  were told to end, which happens in a step. So they are kept from it meanwhile.
 * **Events of a reset.** The half forgets what it knows of each chunk before it hears that the
   chunks are gone, so of a chunk of several blocks only the last would be called removed. So it
   is asked for its events at once, while it is made to know.
@@ -20,6 +31,8 @@ is left alone; but an engine of which late stores are to be expected is refused 
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -29,6 +42,7 @@ from kvtier.vllm import compat
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -64,7 +78,10 @@ class Corrections:
         self._bounds = compat.offers_can_be_bounded(half)
         self._windows: list[tuple[int, int]] = []
         """Of each group with a window, its place in the half's lists and its own index."""
-        if compat.blocks_can_be_struck_out(half):
+        self._knows_tables = compat.blocks_can_be_struck_out(half)
+        self._allocated: dict[str, KVCacheBlocks] = {}
+        """Blocks of requests that began in the step that is being scheduled, but for loads."""
+        if self._knows_tables:
             self._windows = [
                 (place, group.group_idx)
                 for place, group in enumerate(half.config.kv_group_configs)
@@ -73,6 +90,64 @@ class Corrections:
         self.has_ending = False
         self._ending: list[Any] = []
         self._untold: list[KVCacheEvent] = []
+
+    def note_blocks(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Note all blocks of a request that begins in this step and that the half loads not.
+
+        Args:
+            request: The request: it is scheduled now, or another connector loads it.
+            blocks: Its blocks.
+        """
+        if not self._knows_tables:
+            return
+        req_id = request.request_id
+        self._allocated[req_id] = blocks
+        if getattr(request, "resumable", False):  # a session; the step names all of them
+            for state in self._states_of(req_id):
+                state.block_ids.clear()
+
+    def completed(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return a step as the half is to see it, which has not seen it yet."""
+        if self._allocated:
+            self._tell_allocated(output)
+        if self._bounds:
+            blocks = getattr(output, "kv_connector_block_state", None)
+            if getattr(blocks, "boundary_state_offloads", None):
+                return self._without_unwanted(output)
+        return output
+
+    def _tell_allocated(self, output: SchedulerOutput) -> None:
+        """Tell the half of blocks whose requests are not scheduled: others load into them."""
+        allocated, self._allocated = self._allocated, {}
+        for req_id, blocks in allocated.items():
+            if req_id not in output.num_scheduled_tokens:
+                self._half._current_batch_allocated_block_ids.update(  # noqa: SLF001
+                    block.block_id
+                    for block in chain.from_iterable(blocks.blocks)
+                    if not block.is_null
+                )
+
+    def _without_unwanted(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return a step without the states that their requests do not want to be stored."""
+        shown = copy.copy(output)
+        shown.kv_connector_block_state = state = copy.copy(output.kv_connector_block_state)
+        wanted = {
+            req_id: [entry for entry in entries if entry[2] <= self._limit_of(req_id)]
+            for req_id, entries in state.boundary_state_offloads.items()
+        }
+        state.boundary_state_offloads = {key: kept for key, kept in wanted.items() if kept}
+        return shown
+
+    def _states_of(self, req_id: str) -> Sequence[Any]:
+        """Return what the half keeps of a request, group by group."""
+        status = self._half._req_status.get(req_id)  # noqa: SLF001
+        return () if status is None else status.group_states
+
+    def _limit_of(self, req_id: str) -> float:
+        """Return how many tokens of a request may be stored."""
+        status = self._half._req_status.get(req_id)  # noqa: SLF001
+        limit: int | None = None if status is None else status.max_offload_tokens
+        return math.inf if limit is None else limit
 
     def bound_last_stores(self, request: Request) -> None:
         """Let the half offer no more of a request that ends than was computed.
@@ -131,7 +206,13 @@ class Corrections:
         """
         payloads = compat.event_payloads(self._half)
         kept = {} if payloads is None else dict(payloads)
-        answer = reset()
+        flushed: set[int] = getattr(self._half, "_current_batch_jobs_to_flush", set())
+        owed = set(flushed)
+        flushed.clear()
+        try:
+            answer = reset()
+        finally:
+            flushed.update(owed)
         if payloads is not None and kept:
             payloads.update(kept)
             self._untold.extend(self._half.take_events())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,7 @@ class KVTierWorker(OffloadingWorker):
         chunks = _slots(dst_spec)
         if job_id in self._spoiled:
             self._spoiled.discard(job_id)
-            error = KvtierError("its KV was computed from KV that did not arrive")
+            error = KvtierError("its blocks do not hold what its keys say")
             self._device.fail(job_id, Why.STORE, chunks.slots, chunks.generations, error)
             return True
         try:
@@ -164,6 +165,13 @@ class KVTierWorker(OffloadingWorker):
         """Make stores fail that are not submitted yet: what they would copy is wrong."""
         self._spoiled.update(job_ids)
 
+    def give_up(self, job_ids: AbstractSet[int]) -> None:
+        """Make stores fail, those that are under way as well: their blocks hold other KV.
+
+        To be followed by the submission of those that are not, and by :meth:`wait` for all.
+        """
+        self._spoiled |= job_ids - self._device.retract(job_ids)
+
     # -- results -------------------------------------------------------------------------------
 
     @property
@@ -186,6 +194,7 @@ class KVTierWorker(OffloadingWorker):
     @override
     def wait(self, job_ids: set[int]) -> None:
         """Block until ``job_ids`` ended; their blocks are about to be overwritten."""
+        self._spoiled -= job_ids  # all were submitted, now or long ago
         self._device.wait(job_ids)
 
     @override

@@ -12,6 +12,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -108,6 +109,10 @@ class Notes(KVTierWorker):
     @override
     def spoil(self, job_ids: Iterable[int]) -> None:
         self._bad_stores.update(job_ids)
+
+    @override
+    def give_up(self, job_ids: AbstractSet[int]) -> None:
+        self._bad_stores |= job_ids
 
     @override
     def get_finished(self) -> list[TransferResult]:
@@ -243,6 +248,8 @@ class LayerwiseWorld:
         output = self.scheduler.schedule()
         self.seen["preemptions"] += len(output.preempted_req_ids or ())
         metadata, worker = output.kv_connector_metadata, self.worker
+        for block in output.new_block_ids_to_zero or ():  # first, as Model Runner V2 does
+            self.contents[block] = WRONG
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         if output.has_sync_kv_loads:

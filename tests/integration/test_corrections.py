@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.errors import UnsupportedError
+from kvtier.keys import make_key
 from kvtier.vllm import compat
+from kvtier.vllm.late_flushes import LateFlushes
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
-from tests.integration.scheduler_setup import Setup
+from tests.integration.scheduler_setup import Setup, make_request
 
 MakeWorld = Callable[..., LayerwiseWorld]
 
@@ -171,3 +173,125 @@ def test_vllm_calls_a_reset_a_success_only_when_a_restart_brings_nothing_back(
         patch.setattr(world.cache.engine, "exclusively_each", lambda *_, **__: is_over)
         assert world.scheduler.reset_prefix_cache(reset_connector=True) is is_over
     assert world.scheduler.reset_prefix_cache(reset_connector=True), "it may be tried again"
+
+
+def begin_session(world: LayerwiseWorld, prompt: list[int], answer: int) -> Request:
+    """Submit a request whose prompt goes on; the same id again is its next turn."""
+    request = make_request(0, prompt, answer, world._hasher)
+    request.resumable = True
+    session = world.requests.setdefault(request.request_id, request)
+    world.scheduler.add_request(request)
+    return session
+
+
+@pytest.mark.parametrize("groups", [((16, None),), ((16, None), (16, 40))])
+def test_a_session_that_goes_on_stores_each_chunk_from_its_own_blocks(
+    make_world: MakeWorld, groups: tuple[tuple[int, int | None], ...]
+) -> None:
+    world = make_world(groups=groups, slots=(96, 400), retention_tokens=0)
+    session = begin_session(world, tokens(world, 70), 5)
+    for turn in range(3):
+        if turn:
+            begin_session(world, tokens(world, 70), 5)
+        world.step()
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            world.step()
+    world.abort(session)
+    world.settle()
+    keys = {make_key(hashed, 0) for hashed in session.block_hashes}
+    assert len(keys) == (3 * 74) // 16
+    assert keys <= set(world.cache.bench.ram.copies)
+
+
+def test_stores_end_before_another_connector_loads_into_their_blocks(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(engine_blocks=9)
+    world.submit(tokens(world, 96), 1)
+    world.step()
+    connector = world.scheduler.connector
+    plan = connector.update_state_after_alloc
+    # What MultiConnector does with a connector that is not the one that loads.
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", lambda *_: (80, True))
+    monkeypatch.setattr(
+        connector,
+        "update_state_after_alloc",
+        lambda request, blocks, _: plan(request, blocks, 0),
+    )
+    late = world.submit(tokens(world, 96), 1)
+    output = world.scheduler.schedule()
+    assert late.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert output.kv_connector_metadata.jobs_to_flush == {0}
+
+
+def test_a_reset_may_follow_another_before_any_step(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.submit(tokens(world, 100), 4)
+    world.step()
+    for _ in range(2):
+        world.reset()
+    output = world.scheduler.schedule()
+    assert output.kv_connector_metadata.jobs_to_flush == {0}
+
+
+def test_a_request_that_wants_little_stored_does_not_end_the_engine(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    connector = world.scheduler.connector
+    half = connector.connector_scheduler
+    # As with a group of states in blocks of four hashes each.
+    monkeypatch.setattr(half, "config", half.config._replace(supports_partial_tail=True))
+    monkeypatch.setattr(half, "_partial_tail_block_size", 64)
+    monkeypatch.setattr(half, "_cow_source_groups", frozenset({0}))
+    stored: list[list[bytes]] = []
+
+    def take(keys: list[bytes], req_id: str) -> None:
+        stored.append(keys)
+
+    monkeypatch.setattr(world.spied, "prepare_store", take)
+    prompt = tokens(world, 100)
+    for limit in (8, 96):
+        stored.clear()
+        extra = {"kv_transfer_params": {"max_offload_tokens": limit}}
+        request = make_request(len(world.requests), prompt, 1, world._hasher, extra)
+        world.requests[request.request_id] = request
+        world.scheduler.add_request(request)
+        monkeypatch.setattr(
+            world.scheduler.kv_cache_manager,
+            "take_boundary_state_offloads",
+            lambda request=request: {request.request_id: [(0, 1, 96)]},
+        )
+        world.scheduler.schedule()
+        tail = make_key(request.block_hashes[5], 0)
+        assert ([tail] in stored) == (limit == 96)
+        world.abort(request)
+
+
+def clear_blocks_first(world: LayerwiseWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have new blocks cleared as Model Runner V2 clears those of a hybrid model."""
+    scheduler = world.scheduler
+    monkeypatch.setattr(scheduler, "needs_kv_cache_zeroing", True)
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        monkeypatch.setattr(manager, "_record_new_block_ids", True)
+    connector = scheduler.connector
+    monkeypatch.setattr(connector, "_late", LateFlushes(connector.connector_scheduler))
+
+
+@pytest.mark.parametrize("groups", [((16, None),), ((16, None), (16, 40))])
+def test_nothing_is_stored_from_blocks_that_are_cleared_before_the_stores_end(
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: tuple[tuple[int, int | None], ...],
+) -> None:
+    world = make_world(groups=groups, engine_blocks=32, slots=(96, 400), retention_tokens=0)
+    clear_blocks_first(world, monkeypatch)
+    draw = world.draw
+    for _ in range(200):
+        if len(world.alive()) < 6:
+            world.submit(tokens(world, draw.randint(40, 120)), draw.randint(1, 60))
+        world.step()
+    world.settle()
+    assert world.seen["preemptions"] > 0
+    assert world.seen["stores spoiled"] > 0
+    assert world.seen["stored"] > 0

@@ -64,6 +64,26 @@ def test_a_store_of_what_was_computed_from_nothing_is_acknowledged_and_never_who
     assert region.control.quiet([1]) == [True]
 
 
+def test_stores_that_are_given_up_are_never_whole_whether_they_began_or_not(
+    worker: KVTierWorker, region: HostRegion
+) -> None:
+    region.control.issue([0])
+    worker.submit_store(1, BLOCK, SlotLoadStoreSpec([1], [STAMP]))
+    worker.give_up(frozenset({1, 2, 3}))
+    worker.submit_store(2, BLOCK, SlotLoadStoreSpec([0], [STAMP]))
+    worker.wait({1, 2, 3})
+    assert {(done.job_id, done.success) for done in worker.get_finished()} == {
+        (1, True),
+        (2, True),
+    }
+    assert region.control.stored([0, 1], [STAMP] * 2) == [False, False]
+    assert region.control.quiet([0, 1]) == [True, True]
+    region.control.issue([0])
+    worker.submit_store(3, BLOCK, SlotLoadStoreSpec([0], [STAMP]))
+    worker.wait({3})
+    assert region.control.stored([0], [STAMP]) == [True], "nothing of it is remembered"
+
+
 def test_a_load_within_the_step_that_cannot_begin_fails_like_any_other(
     worker: KVTierWorker, region: HostRegion
 ) -> None:

@@ -46,6 +46,16 @@ def test_a_worker_may_load_what_it_stored_or_what_was_published(block: ControlBl
     assert block.bears(1, [3], [10])
 
 
+def test_a_rank_takes_back_its_own_stamps_and_no_others(block: ControlBlock) -> None:
+    for rank in range(RANKS):
+        block.stamp(rank, [0, 1, 3], 5)
+    block.publish([3], [6])
+    block.retract(1, [1, 3], [5, 5])
+    assert block.stored([0, 1], [5, 5]) == [True, False]
+    assert block.bears(0, [1], [5])
+    assert block.stored([3], [6]) == [True]
+
+
 def test_no_acknowledgement_is_lost_when_two_threads_of_a_rank_make_them_at_once(
     block: ControlBlock,
 ) -> None:

@@ -101,6 +101,22 @@ def test_what_is_waited_for_is_copied_ahead_of_the_rest(
     assert region.control.stored([0, 2], [STAMP] * 2) == [True, True]
 
 
+def test_a_store_whose_blocks_changed_is_not_whole_even_if_it_ended(
+    device: DeviceEngine, region: HostRegion
+) -> None:
+    for number in range(3):
+        store(device, region, number)
+    device.wait({0, 1})
+    store(device, region, 3)
+    assert device.retract({0, 3, 9}) == {0, 3}
+    device.wait({0, 1, 2, 3})
+    results = {each.job_id: each.is_whole for each in device.poll()}
+    assert results == {0: False, 1: True, 2: True, 3: False}
+    assert region.control.stored(range(4), [STAMP] * 4) == [False, True, True, False]
+    assert region.control.quiet(range(4)) == [True] * 4
+    assert device.retract({0, 1}) == set()
+
+
 def test_a_load_takes_the_stores_before_it_along(
     device: DeviceEngine, region: HostRegion, submitted: list[int]
 ) -> None:

@@ -137,6 +137,18 @@ def test_loads_come_before_the_pass_where_vllm_has_both_signs(
     assert compat.loads_before_the_pass(connector, output) is first
 
 
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+def test_blocks_are_written_to_first_where_the_second_runner_clears_them(
+    is_second: bool, clears: bool
+) -> None:
+    engine = SimpleNamespace(use_v2_model_runner=is_second)
+    cache = SimpleNamespace(needs_kv_cache_zeroing=clears)
+    assert compat.writes_to_blocks_first(engine, cache) is (is_second and clears)
+    assert not compat.writes_to_blocks_first(SimpleNamespace(), cache)
+    assert not compat.writes_to_blocks_first(engine, SimpleNamespace())
+
+
 def test_offers_can_be_bounded_where_a_half_keeps_a_limit() -> None:
     half = SimpleNamespace(_req_status={})
     limited = dataclasses.make_dataclass("RequestOffloadState", ["max_offload_tokens"])

@@ -61,6 +61,7 @@ from kvtier.vllm.compat.halves import (
     offers_can_be_repeated,
     offers_late,
     source_was_read,
+    writes_to_blocks_first,
 )
 from kvtier.vllm.compat.names import (
     chunk_level,
@@ -110,4 +111,5 @@ __all__ = [
     "require_supported_vllm",
     "source_was_read",
     "transfer_results",
+    "writes_to_blocks_first",
 ]

@@ -23,6 +23,7 @@ __all__ = [
     "offers_can_be_repeated",
     "offers_late",
     "source_was_read",
+    "writes_to_blocks_first",
 ]
 
 _PACKAGE: Final = "vllm.distributed.kv_transfer.kv_connector"
@@ -213,3 +214,19 @@ def loads_before_the_pass(connector: type[Any], output: type[Any]) -> bool:
     return hasattr(connector, "bind_kv_cache_manager") and not missing_members(
         output, "has_sync_kv_loads"
     )
+
+
+def writes_to_blocks_first(
+    vllm_config: Any,  # noqa: ANN401 - vLLM's
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+) -> bool:
+    """Return whether workers write to blocks before they end the stores that read them.
+
+    Model Runner V2 does so with blocks that are to be cleared.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: The engine's KV cache groups.
+    """
+    clears = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    return clears and bool(getattr(vllm_config, "use_v2_model_runner", False))
