@@ -141,6 +141,7 @@ class KVTierConnector(OffloadingConnector):
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
+        manager.believes_tables = self._corrections.knows_tables
         if self._recomputes:
             self._recomputed = RecomputedChunks(half)
         self._adapters = AdapterContents(vllm_config.lora_config)
@@ -218,7 +219,7 @@ class KVTierConnector(OffloadingConnector):
             in_step.end_offers()
         self._show_again(self._recomputed.go_back() if self._recomputed else ())
         output, corrections = scheduler_output, self._corrections
-        if self._planned or (corrections is not None and corrections.has_ending):
+        if self._planned or (corrections is not None and corrections.concerns(output)):
             output = self._corrected(output)
         shown = output if busy is None else busy.of(output)
         if busy is not None and shown is None:
@@ -233,7 +234,7 @@ class KVTierConnector(OffloadingConnector):
         return metadata
 
     def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Strike out what a step gives away, and hide who came back in it from vLLM's half.
+        """Strike out what a step gives away or tells twice, and hide who came back in it.
 
         These are preempted requests that load in the same step: vLLM preempts all that run when
         its prefix cache is reset by force, and lets them in again at once. Such a request has
@@ -241,6 +242,7 @@ class KVTierConnector(OffloadingConnector):
         for; it asserts that it finds no load.
         """
         if self._corrections is not None:
+            self._corrections.forget_told(output)
             self._corrections.strike_out_given(output)
         loading, self._planned = self._planned, set()
         preempted = output.preempted_req_ids or set()

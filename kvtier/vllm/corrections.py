@@ -10,6 +10,10 @@
   looked at when it passed them, and not again: windows may have left them behind since, and
   others have got them. So blocks that the request does not hold when it ends, and those that
   are given away before the half offers, are struck out.
+* **Blocks told twice.** A request whose prompt comes in parts (vLLM's streaming inputs) is told
+  as a new one with each of them, with all of its blocks, and the half appends these to those it
+  knows. What it offers from then on would be stored from the wrong blocks. So it forgets the
+  blocks of whatever comes as new.
 * **Events of a reset.** The half forgets what it knows of each chunk before it hears that the
   chunks are gone, so of a chunk of several blocks only the last would be called removed. So it
   is asked for its events at once, while it is made to know.
@@ -56,7 +60,7 @@ class Corrections:
         half: vLLM's ``OffloadingConnectorScheduler``.
 
     Attributes:
-        has_ending: Whether :meth:`strike_out_given` has anything to look at.
+        knows_tables: Whether :meth:`forget_told` can do what it is to do.
     """
 
     def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -64,13 +68,13 @@ class Corrections:
         self._bounds = compat.offers_can_be_bounded(half)
         self._windows: list[tuple[int, int]] = []
         """Of each group with a window, its place in the half's lists and its own index."""
-        if compat.blocks_can_be_struck_out(half):
+        self.knows_tables = compat.blocks_can_be_struck_out(half)
+        if self.knows_tables:
             self._windows = [
                 (place, group.group_idx)
                 for place, group in enumerate(half.config.kv_group_configs)
                 if group.sliding_window_size_in_chunks is not None
             ]
-        self.has_ending = False
         self._ending: list[Any] = []
         self._untold: list[KVCacheEvent] = []
 
@@ -85,6 +89,23 @@ class Corrections:
             limit, computed = status.max_offload_tokens, request.num_computed_tokens
             status.max_offload_tokens = computed if limit is None else min(limit, computed)
 
+    def concerns(self, output: SchedulerOutput) -> bool:
+        """Return whether a step is to be corrected, by the next two methods."""
+        return bool(self._ending or output.scheduled_new_reqs)
+
+    def forget_told(self, output: SchedulerOutput) -> None:
+        """Let the half take over the blocks of requests that a step has as new ones.
+
+        Args:
+            output: The step, which the half has not seen yet.
+        """
+        if not self.knows_tables:
+            return
+        for new in output.scheduled_new_reqs:
+            status = self._half._req_status.get(new.req_id)  # noqa: SLF001
+            for state in () if status is None else status.group_states:
+                state.block_ids.clear()
+
     def strike_out_lost(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Let the half offer nothing late from blocks that a request lost before it ended.
 
@@ -96,7 +117,6 @@ class Corrections:
         if status is None:
             return
         self._ending.append(status)
-        self.has_ending = True
         for place, group in self._windows:
             self._strike_out(status.group_states[place], block_ids[group])
 
@@ -107,7 +127,8 @@ class Corrections:
             output: The step, which the half has not seen yet.
         """
         ending, self._ending = self._ending, []
-        self.has_ending = False
+        if not ending:
+            return
         given = {*self._half._current_batch_allocated_block_ids, *_new_blocks(output)}  # noqa: SLF001
         for status in ending:
             for place, _ in self._windows:
