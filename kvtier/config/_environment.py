@@ -11,7 +11,14 @@ from typing import Final
 
 __all__ = ["Environment", "child_environment", "environment"]
 
-_ROUNDING: Final = re.compile(r"VLLM_\w+_QUANT_CONFIG")
+_KV: Final = re.compile(
+    r"VLLM_(\w+_QUANT_CONFIG|MARLIN_INPUT_DTYPE|CPU_INT4_W4A8|B12X_MOE_FP4_FORCE_A16"
+    r"|ROCM_USE_AITER_MOE_(SITUV2|A4W4_DSV4)|ROCM_QUICK_REDUCE_QUANTIZATION"
+    r"|ROCM_SHUFFLE_KV_CACHE_LAYOUT|MOE_ROUTING_SIMULATION_STRATEGY"
+    r"|VIDEO_LOADER_BACKEND|MEDIA_CONNECTOR)"
+)
+"""How weights or activations are rounded to few bits, how a block's bytes are ordered, and
+which frames of a video the model is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +28,19 @@ class Environment:
     Attributes:
         python_hash_seed: ``PYTHONHASHSEED``, the seed of the engine's block hashes; None if
             unset.
-        rounding: Names and values of the variables that tell vLLM how to round weights or
-            activations, in order.
+        kv: Names and values, in order, of the variables that change what vLLM's keys and values
+            are or how they are kept, and of which neither a model's configuration nor a hash of
+            tokens and media knows.
     """
 
     python_hash_seed: str | None
-    rounding: tuple[tuple[str, str], ...]
+    kv: tuple[tuple[str, str], ...]
 
 
 def environment() -> Environment:
     """Read the environment, now."""
-    rounding = sorted(pair for pair in os.environ.items() if _ROUNDING.fullmatch(pair[0]))
-    return Environment(
-        python_hash_seed=os.environ.get("PYTHONHASHSEED"), rounding=tuple(rounding)
-    )
+    told = sorted(pair for pair in os.environ.items() if _KV.fullmatch(pair[0]))
+    return Environment(python_hash_seed=os.environ.get("PYTHONHASHSEED"), kv=tuple(told))
 
 
 def child_environment() -> dict[str, str]:

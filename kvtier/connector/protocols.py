@@ -126,7 +126,7 @@ class StepOutput(Protocol):
 
     @property
     def scheduled_new_reqs(self) -> Sequence[NewRequest]:
-        """Requests scheduled for the first time."""
+        """Requests scheduled for the first time, or anew with all of their blocks."""
 
     @property
     def scheduled_cached_reqs(self) -> CachedRequests:

@@ -145,6 +145,7 @@ class KVTierConnector(OffloadingConnector):
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
+        manager.believes_tables = self._corrections.knows_tables
         if self._recomputes:
             self._recomputed = RecomputedChunks(half)
         self._adapters = AdapterContents(vllm_config.lora_config)
@@ -247,8 +248,8 @@ class KVTierConnector(OffloadingConnector):
         corrections = self._corrections
         if corrections is not None:
             output = corrections.completed(output)
-            if corrections.has_ending:
-                corrections.strike_out_given(output)
+            corrections.forget_told(output)
+            corrections.strike_out_given(output)
         if not self._planned:
             return output
         loading, self._planned = self._planned, set()

@@ -10,9 +10,10 @@
   looked at when it passed them, and not again: windows may have left them behind since, and
   others have got them. So blocks that the request does not hold when it ends, and those that
   are given away before the half offers, are struck out.
-* **Sessions.** The half is told all blocks of a request whose next turn begins, and takes them
-  for further ones. From then on it would store each chunk from the blocks of another. So it
-  forgets the blocks that it knows when a turn begins.
+* **Blocks told twice.** A request whose prompt comes in parts (vLLM's streaming inputs) is told
+  as a new one with each of them, with all of its blocks, and the half appends these to those it
+  knows. What it offers from then on would be stored from the wrong blocks. So it forgets the
+  blocks of whatever comes as new.
 * **Blocks that others load into.** Where another connector loads a request's KV ahead, the half
   hears of its blocks only when the request is scheduled. Until then a store could go on that
   reads them. So it is told in the step that gives them away.
@@ -70,7 +71,7 @@ class Corrections:
         half: vLLM's ``OffloadingConnectorScheduler``.
 
     Attributes:
-        has_ending: Whether :meth:`strike_out_given` has anything to look at.
+        knows_tables: Whether :meth:`forget_told` can do what it is to do.
     """
 
     def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -78,16 +79,15 @@ class Corrections:
         self._bounds = compat.offers_can_be_bounded(half)
         self._windows: list[tuple[int, int]] = []
         """Of each group with a window, its place in the half's lists and its own index."""
-        self._knows_tables = compat.blocks_can_be_struck_out(half)
+        self.knows_tables = compat.blocks_can_be_struck_out(half)
         self._allocated: dict[str, KVCacheBlocks] = {}
         """Blocks of requests that began in the step that is being scheduled, but for loads."""
-        if self._knows_tables:
+        if self.knows_tables:
             self._windows = [
                 (place, group.group_idx)
                 for place, group in enumerate(half.config.kv_group_configs)
                 if group.sliding_window_size_in_chunks is not None
             ]
-        self.has_ending = False
         self._ending: list[Any] = []
         self._untold: list[KVCacheEvent] = []
 
@@ -98,13 +98,8 @@ class Corrections:
             request: The request: it is scheduled now, or another connector loads it.
             blocks: Its blocks.
         """
-        if not self._knows_tables:
-            return
-        req_id = request.request_id
-        self._allocated[req_id] = blocks
-        if getattr(request, "resumable", False):  # a session; the step names all of them
-            for state in self._states_of(req_id):
-                state.block_ids.clear()
+        if self.knows_tables:
+            self._allocated[request.request_id] = blocks
 
     def completed(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return a step as the half is to see it, which has not seen it yet."""
@@ -138,11 +133,6 @@ class Corrections:
         state.boundary_state_offloads = {key: kept for key, kept in wanted.items() if kept}
         return shown
 
-    def _states_of(self, req_id: str) -> Sequence[Any]:
-        """Return what the half keeps of a request, group by group."""
-        status = self._half._req_status.get(req_id)  # noqa: SLF001
-        return () if status is None else status.group_states
-
     def _limit_of(self, req_id: str) -> float:
         """Return how many tokens of a request may be stored."""
         status = self._half._req_status.get(req_id)  # noqa: SLF001
@@ -160,6 +150,19 @@ class Corrections:
             limit, computed = status.max_offload_tokens, request.num_computed_tokens
             status.max_offload_tokens = computed if limit is None else min(limit, computed)
 
+    def forget_told(self, output: SchedulerOutput) -> None:
+        """Let the half take over the blocks of requests that a step has as new ones.
+
+        Args:
+            output: The step, which the half has not seen yet.
+        """
+        if not self.knows_tables:
+            return
+        for new in output.scheduled_new_reqs:
+            status = self._half._req_status.get(new.req_id)  # noqa: SLF001
+            for state in () if status is None else status.group_states:
+                state.block_ids.clear()
+
     def strike_out_lost(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Let the half offer nothing late from blocks that a request lost before it ended.
 
@@ -171,7 +174,6 @@ class Corrections:
         if status is None:
             return
         self._ending.append(status)
-        self.has_ending = True
         for place, group in self._windows:
             self._strike_out(status.group_states[place], block_ids[group])
 
@@ -182,7 +184,8 @@ class Corrections:
             output: The step, which the half has not seen yet.
         """
         ending, self._ending = self._ending, []
-        self.has_ending = False
+        if not ending:
+            return
         given = {*self._half._current_batch_allocated_block_ids, *_new_blocks(output)}  # noqa: SLF001
         for status in ending:
             for place, _ in self._windows:

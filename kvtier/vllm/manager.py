@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any, cast
 
 from typing_extensions import override
@@ -46,6 +47,14 @@ _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _KVTIER_HIT, _KVTIER_MISS, _KVTIER_PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
+class _Table(Enum):
+    """What vLLM's half knows of a request's blocks."""
+
+    TOLD = auto()
+    FORGOTTEN = auto()
+    MUDDLED = auto()
+
+
 class KVTierManager(OffloadingManager):
     """Answers vLLM's scheduler; nothing it calls raises.
 
@@ -62,6 +71,9 @@ class KVTierManager(OffloadingManager):
         computed: Notes that the oldest step that was scheduled is over.
         has_stats: Returns whether it is time for :meth:`get_stats`.
         owes_reset: Whether a restart may bring back what the last reset was to remove.
+        believes_tables: Whether vLLM's half knows the blocks of a request whose prompt comes in
+            parts. It does not by itself: :mod:`kvtier.vllm.corrections` says why. Where nobody
+            corrects it, such a request stores nothing from the second part on.
     """
 
     def __init__(
@@ -76,6 +88,8 @@ class KVTierManager(OffloadingManager):
         self._reporter = StatsReporter(service) if report_metrics else None
         self.has_stats = _always if self._reporter is None else self._reporter.is_due
         self.owes_reset = False
+        self.believes_tables = False
+        self._tables: dict[str, _Table] = {}
         self._in_step: set[str] = set()
         self._arriving: AdapterContent | None = None
         names = [tier.name for tier in service.statistics().tiers]
@@ -110,6 +124,7 @@ class KVTierManager(OffloadingManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
+        self._tables.pop(req_context.req_id, None)
         self._service.end_request(req_context)
 
     # -- lookup and load -----------------------------------------------------------------------
@@ -171,6 +186,8 @@ class KVTierManager(OffloadingManager):
         if content is not None and not content.is_current():
             # Some of it may be computed with another content.
             plan: StorePlan | None = StorePlan([], [], 0, [])
+        elif not self._has_own_blocks(req_context.req_id):
+            plan = StorePlan([], [], 0, [])
         else:
             own = _own_keys(keys, req_context)
             plan = self._service.prepare_store(own, req_context.req_id)
@@ -197,7 +214,29 @@ class KVTierManager(OffloadingManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Close a scheduling step: start promotions and demotions."""
+        if not self.believes_tables:
+            self._note_tables(context)
         self._service.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)
+
+    def _note_tables(self, context: ScheduleEndContext) -> None:
+        """Note whose blocks vLLM's half was told once, and whose again.
+
+        With some of vLLM's runners a preempted request is a new one, too; by then the half has
+        forgotten its blocks.
+        """
+        tables = self._tables
+        for req_id in context.preempted_req_ids:
+            tables[req_id] = _Table.FORGOTTEN
+        for req_id in context.new_req_ids:
+            known = tables.get(req_id, _Table.FORGOTTEN)
+            tables[req_id] = _Table.TOLD if known is _Table.FORGOTTEN else _Table.MUDDLED
+
+    def _has_own_blocks(self, req_id: str) -> bool:
+        """Return whether the half offers the blocks that are the request's own."""
+        table = self._tables.get(req_id)
+        if table is _Table.FORGOTTEN:
+            self._tables[req_id] = _Table.TOLD  # or it would offer nothing
+        return table is not _Table.MUDDLED
 
     @override
     def has_pending_work(self) -> bool:

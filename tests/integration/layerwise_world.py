@@ -218,16 +218,32 @@ class LayerwiseWorld:
 
     # -- what a client does --------------------------------------------------------------------
 
-    def submit(self, prompt: Sequence[int], answer: int) -> Request:
+    def submit(self, prompt: Sequence[int], answer: int, *, resumable: bool = False) -> Request:
         # Nothing is drawn where there is no choice: other tests go by their seeds.
         many = len(self._adapters) > 1
         adapter = self.draw.choice(self._adapters) if many else self._adapters[0]
         request = make_request(
-            len(self.requests), prompt, answer, self._hasher, adapter=adapter
+            len(self.requests),
+            prompt,
+            answer,
+            self._hasher,
+            adapter=adapter,
+            resumable=resumable,
         )
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
         return request
+
+    def go_on(self, request: Request, prompt: Sequence[int], answer: int) -> None:
+        """Send the next part of a prompt that comes in parts."""
+        number = int(request.request_id.removeprefix("r"))
+        part = make_request(number, prompt, answer, self._hasher, resumable=True)
+        self.scheduler.add_request(part)
+
+    def end(self, request: Request) -> None:
+        """Say that there is no further part."""
+        number = int(request.request_id.removeprefix("r"))
+        self.scheduler.add_request(make_request(number, [0], 1, self._hasher))
 
     def abort(self, request: Request) -> None:
         self.seen["aborts"] += 1

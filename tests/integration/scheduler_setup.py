@@ -84,6 +84,8 @@ def make_request(
     hasher: Callable[[Request], list[BlockHash]],
     extra: dict[str, Any] | None = None,
     adapter: LoRARequest | None = None,
+    *,
+    resumable: bool = False,
 ) -> Request:
     """Return the request of that ``number``, which generates ``answer`` tokens in any case."""
     return Request(
@@ -93,6 +95,7 @@ def make_request(
         pooling_params=None,
         block_hasher=hasher,
         lora_request=adapter,
+        resumable=resumable,
     )
 
 

@@ -77,6 +77,30 @@ def test_a_request_that_ends_well_stores_all_it_computed(make_world: MakeWorld) 
     assert world.seen["stored"] == 7, "112 tokens of 16 each"
 
 
+@pytest.mark.parametrize(
+    "groups", [((16, None),), ((16, None), (16, 40))], ids=["full", "with a window"]
+)
+def test_a_prompt_that_comes_in_parts_is_stored_from_its_own_blocks(
+    make_world: MakeWorld, groups: tuple[tuple[int, int | None], ...]
+) -> None:
+    world = make_world(groups=groups)
+    request = world.submit(tokens(world, 40), 9, resumable=True)
+    world.settle()
+    for part in (70, 3, 50):
+        assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        world.go_on(request, tokens(world, part), 9)
+        world.settle()
+    whole = list(request.all_token_ids)
+    world.end(request)
+    world.settle()
+    assert len(whole) == 40 + 70 + 3 + 50 + 3 * 8 + 9, "a part follows all but the last token"
+    assert world.seen["stored"] >= len(whole) // 16
+    world.scheduler.reset_prefix_cache()
+    world.submit([*whole, 7], 3)
+    world.settle()
+    assert world.seen["loads ahead"] == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_stored_late_from_a_block_that_a_window_left_behind(
     make_world: MakeWorld, seed: int

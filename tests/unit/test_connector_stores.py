@@ -201,6 +201,21 @@ def test_a_request_that_comes_back_has_the_blocks_it_gets_then() -> None:
     engine.acknowledge()
 
 
+def test_a_request_that_comes_as_a_new_one_again_has_the_blocks_it_is_told_then() -> None:
+    engine = ToyEngine()
+    request = engine.arrive("a", 2 * TOKENS)
+    engine.schedule(request, TOKENS)
+    engine.step()
+    engine.acknowledge()
+    had = engine.tables["a"][0][0]
+    engine.forget("a")
+    engine.schedule(request, blocks=[[engine.take()]])
+    (job,) = engine.step().store_jobs.values()
+    assert job.blocks == BlockSpec((engine.tables["a"][0][1],), (1,), (1,))
+    assert engine.tables["a"][0][0] == had
+    engine.acknowledge()
+
+
 def test_a_store_whose_block_was_given_away_ends_first() -> None:
     engine = ToyEngine()
     request = engine.arrive("a", 2 * TOKENS)

@@ -267,6 +267,31 @@ def test_a_model_whose_kv_depends_on_more_than_what_came_before_is_refused(
         compat.kv_content(FACTS, load=worker_of(FP8, plain, odd))
 
 
+def test_media_that_vllm_counts_and_does_not_hash_are_refused() -> None:
+    def asked(cached_gb: float, *, caching: bool, **more: Any) -> str:
+        media = SimpleNamespace(mm_processor_cache_gb=cached_gb, **more)
+        vllm = worker_of(model={"multimodal_config": media}, enable_prefix_caching=caching)
+        return compat.kv_content(FACTS, load=vllm)
+
+    with pytest.raises(UnsupportedError, match="KV of another"):
+        asked(0, caching=False)
+    assert asked(0, caching=True)
+    assert asked(4, caching=False)
+    assert asked(0, caching=False, language_model_only=True)
+    assert compat.kv_content(FACTS, load=worker_of(enable_prefix_caching=False))
+
+
+def test_a_pooling_model_that_needs_all_tokens_at_once_is_refused() -> None:
+    def asked(runner: str, *, supported: bool) -> str:
+        model = {"runner_type": runner, "is_prefix_caching_supported": supported}
+        return compat.kv_content(FACTS, load=worker_of(model=model))
+
+    with pytest.raises(UnsupportedError, match="needs all tokens"):
+        asked("pooling", supported=False)
+    assert asked("pooling", supported=True)
+    assert asked("generate", supported=False), "a model with states only, for example"
+
+
 def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     workers = [
         worker_of(),

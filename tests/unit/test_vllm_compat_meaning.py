@@ -115,6 +115,27 @@ def test_weights_that_an_environment_rounds_are_other_weights(
 
 
 @pytest.mark.parametrize(
+    "variable",
+    [
+        "VLLM_MARLIN_INPUT_DTYPE",  # activations of 8 bits
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",  # another order of a block, of one backend
+        "VLLM_VIDEO_LOADER_BACKEND",  # other frames of a video whose file is hashed
+    ],
+)
+def test_a_variable_that_changes_keys_or_values_counts(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanings = [of()]
+    for value in ("one", "another"):
+        monkeypatch.setenv(variable, value)
+        meanings.append(of())
+    assert len(set(meanings)) == 3
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert of() == meanings[0]
+
+
+@pytest.mark.parametrize(
     "model",
     [
         {"max_model_len": 8192},

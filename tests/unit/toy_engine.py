@@ -198,6 +198,10 @@ class ToyEngine:
         if resumed:
             cached.resumed_req_ids.add(name)
 
+    def forget(self, name: str) -> None:
+        """Tell the half of the request as of a new one when it is scheduled next."""
+        self._known.discard(name)
+
     def finish(self, request: ToyRequest) -> None:
         """End the request; the half hears of it at once and with the next step."""
         request.over = True

@@ -9,6 +9,7 @@ stored under that holder's key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from kvtier.connector.protocols import NULL_BLOCK, StepOutput
 from kvtier.connector.schedule.tracking import GroupTrack, TrackedRequest
@@ -35,8 +36,9 @@ class BlockTables:
             requests: Every request it names, by id.
         """
         cached = step.scheduled_cached_reqs
-        for req_id in cached.resumed_req_ids:
-            requests[req_id].forget_blocks()
+        told = (new.req_id for new in step.scheduled_new_reqs)
+        for req_id in chain(cached.resumed_req_ids, told):
+            requests[req_id].forget_blocks()  # All of them follow.
         grown = [(requests[req_id], new) for req_id, new in _new_blocks(step) if new]
         for tracked, new in grown:
             for group in tracked.groups:

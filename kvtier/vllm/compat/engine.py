@@ -15,6 +15,7 @@ from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
 from kvtier.vllm.compat.halves import offers_late
 from kvtier.vllm.compat.meaning import kv_meaning
+from kvtier.vllm.compat.sharing import require_shareable_kv
 
 __all__ = [
     "FULL_GROUPS",
@@ -272,7 +273,7 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
 
     Raises:
         UnsupportedError: vLLM does not say, or computes anew at each start what a stored byte
-            stands for, or keys and values do not follow from the tokens before them alone.
+            stands for, or no request can use what another one computed.
     """
     config = load("vllm.config").get_current_vllm_config_or_none()
     try:
@@ -285,7 +286,7 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
             what = [str(layout), str(load("vllm").__version__), *what]
         element = str(config.model_config.dtype)
         scales_at_start = getattr(config.cache_config, "calculate_kv_scales", False)
-        kinds = [_kind(layer, config) for layer in layers.values()]
+        require_shareable_kv(config)
     except (AttributeError, ImportError, KeyError) as error:
         raise UnsupportedError(
             f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
@@ -295,12 +296,6 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
             "calculate_kv_scales is set: vLLM then computes the scales of the KV cache anew at "
             "every start, and stored bytes would mean something else after it; remove "
             "--calculate-kv-scales, and use a checkpoint that has scales"
-        )
-    if any(getattr(kind, "non_causal", False) or _forgets_answers(kind) for kind in kinds):
-        raise UnsupportedError(
-            "this model's keys and values depend on more than the tokens before them, so no "
-            "other request can use them: vLLM has no prefix caching for it either; start vLLM "
-            "without kvtier"
         )
     return " ".join([element, *what])
 
@@ -338,17 +333,6 @@ def has_adapters_here(*, load: Load = importlib.import_module) -> bool:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _kind(layer: Any, config: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """Return what a layer keeps; None if that is nothing."""
-    ask = getattr(layer, "get_kv_cache_spec", None)
-    return None if ask is None else ask(config)
-
-
-def _forgets_answers(kind: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether a token sees less of what came before if it was generated."""
-    return hasattr(kind, "rswa_window")
 
 
 def _layer_content(name: str, layer: Any, load: Load) -> list[str]:  # noqa: ANN401 - vLLM's

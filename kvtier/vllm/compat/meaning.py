@@ -96,7 +96,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
         "quantization": [
             model.quantization,
             getattr(model, "quantization_config", None),
-            *environment().rounding,
+            *environment().kv,
         ],
         "weights": _weights(model, config.load_config),
         "draft": _draft(model, getattr(config, "speculative_config", None)),

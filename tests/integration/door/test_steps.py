@@ -15,7 +15,14 @@ from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.spec import KVTierConnectorSpec
 from kvtier.vllm.specs import SlotLoadStoreSpec
-from tests.integration.door.doors import DEADLINE_S, Door, OpenDoor, Settings, fill_and_store
+from tests.integration.door.doors import (
+    DEADLINE_S,
+    Door,
+    OpenDoor,
+    Settings,
+    fill_and_store,
+    key,
+)
 
 
 def test_removals_are_announced_before_the_stores_that_use_their_room(
@@ -64,6 +71,31 @@ def test_figures_are_due_at_once_when_no_step_may_follow_and_seldom_before(
     assert not door.manager.has_stats()
     door.manager.on_request_finished(context)
     assert door.manager.has_stats()
+
+
+def test_behind_vllms_half_a_request_that_is_new_twice_stores_nothing_more(
+    settings: Settings, open_door: OpenDoor
+) -> None:
+    manager = open_door(settings(ram=8)).manager
+    context = ReqContext(req_id="in parts")
+    manager.on_new_request(context)
+
+    def stored(number: int, *, new: bool = False, preempted: bool = False) -> int:
+        names = [context.req_id]
+        step = ScheduleEndContext(names if new else (), names if preempted else ())
+        manager.on_schedule_end(step)
+        plan = manager.prepare_store([key(number)], context)
+        assert plan is not None
+        return len(plan.keys_to_store)
+
+    assert stored(0, new=True) == 1
+    assert stored(1) == 1
+    assert stored(2, preempted=True) == 1, "and scheduled again as one that was resumed"
+    assert stored(3, preempted=True, new=True) == 1, "and scheduled again as a new one"
+    assert stored(4, new=True) == 0
+    assert stored(5) == 0
+    assert stored(6, preempted=True) == 1, "the half has forgotten its blocks"
+    manager.on_request_finished(context)
 
 
 @dataclass(frozen=True)

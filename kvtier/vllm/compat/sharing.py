@@ -1,0 +1,79 @@
+"""Engines in which no request can use what another one computed.
+
+vLLM turns its own prefix caching off for most of them, or spares itself what it needs for it,
+and asks connectors all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.errors import UnsupportedError
+
+__all__ = ["require_shareable_kv"]
+
+
+def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse an engine whose chunks would be wrong, or of no use, for other requests.
+
+    Args:
+        config: vLLM's configuration, once the model is built.
+
+    Raises:
+        UnsupportedError: It is one; says why, and what to do.
+        AttributeError: It has not what every release has.
+    """
+    kinds = [_kind(layer, config) for layer in _layers(config)]
+    if any(getattr(kind, "non_causal", False) or _forgets_answers(kind) for kind in kinds):
+        raise UnsupportedError(
+            "this model's keys and values depend on more than the tokens before them, so no "
+            "other request can use them: vLLM has no prefix caching for it either; start vLLM "
+            "without kvtier"
+        )
+    if _needs_whole_prompts(config.model_config):
+        raise UnsupportedError(
+            "this pooling model needs all tokens of a prompt to be computed, so nothing of it "
+            "can be loaded: vLLM has no prefix caching for it either, and its engine ends when "
+            "a connector loads a prefix; start vLLM without kvtier"
+        )
+    if _counts_media(config):
+        raise UnsupportedError(
+            "with --mm-processor-cache-gb 0 and --no-enable-prefix-caching vLLM does not name "
+            "images and other media by their content, and one would be served the KV of "
+            "another; remove one of the two, or say --language-model-only"
+        )
+
+
+def _layers(config: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
+    return list(config.compilation_config.static_forward_context.values())
+
+
+def _kind(layer: Any, config: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """Return what a layer keeps; None if that is nothing."""
+    ask = getattr(layer, "get_kv_cache_spec", None)
+    return None if ask is None else ask(config)
+
+
+def _forgets_answers(kind: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether a token sees less of what came before if it was generated."""
+    return hasattr(kind, "rswa_window")
+
+
+def _needs_whole_prompts(model: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether a pooling model makes its answer of more than the last token."""
+    pools = getattr(model, "runner_type", None) == "pooling"
+    return pools and not getattr(model, "is_prefix_caching_supported", True)
+
+
+def _counts_media(config: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether media are named by when they came.
+
+    Without both of its caches vLLM spares itself the hashing and counts media from its start
+    on: the fifth image of an engine has the name of the fifth that the one before it saw.
+    """
+    media = getattr(config.model_config, "multimodal_config", None)
+    return (
+        getattr(media, "mm_processor_cache_gb", None) == 0
+        and not getattr(media, "language_model_only", False)
+        and not getattr(config.cache_config, "enable_prefix_caching", True)
+    )
