@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvtier.config import Door, load_config, own_paths, resolve_load_path
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import HostRegion
 from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
@@ -25,6 +25,7 @@ from kvtier.vllm.compat import (
     offers_late_here,
     read_engine,
     require_supported_vllm,
+    writes_to_blocks_first_here,
 )
 from kvtier.vllm.contract import (
     CHUNK_POSITIONS,
@@ -147,6 +148,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
             if self._door is Door.SPEC and offers_late_here(self._engine):
                 raise late_stores_refused(
                     otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"
+                )
+            if self._door is Door.SPEC and writes_to_blocks_first_here():
+                raise UnsupportedError(
+                    "Model Runner V2 clears blocks of this model before it ends the stores "
+                    "that read them, of which an offloading spec is not told: use "
+                    "KVTierConnector, what `kvtier vllm-args` prints, or start vLLM with "
+                    "VLLM_USE_V2_MODEL_RUNNER=0"
                 )
             geometry, share = lay_out_slots(
                 self._engine, self._settings, kv_caches, content=content

@@ -62,6 +62,7 @@ from kvtier.vllm.compat.halves import (
     offers_late,
     source_was_read,
     writes_to_blocks_first,
+    writes_to_blocks_first_here,
 )
 from kvtier.vllm.compat.names import (
     chunk_level,
@@ -112,4 +113,5 @@ __all__ = [
     "source_was_read",
     "transfer_results",
     "writes_to_blocks_first",
+    "writes_to_blocks_first_here",
 ]

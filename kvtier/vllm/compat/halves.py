@@ -24,6 +24,7 @@ __all__ = [
     "offers_late",
     "source_was_read",
     "writes_to_blocks_first",
+    "writes_to_blocks_first_here",
 ]
 
 _PACKAGE: Final = "vllm.distributed.kv_transfer.kv_connector"
@@ -229,4 +230,32 @@ def writes_to_blocks_first(
         kv_cache_config: The engine's KV cache groups.
     """
     clears = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-    return clears and bool(getattr(vllm_config, "use_v2_model_runner", False))
+    return clears and _is_second_runner(vllm_config)
+
+
+def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool:
+    """Return whether the workers of a worker's engine do so: :func:`writes_to_blocks_first`.
+
+    To be asked where the worker registers its KV memory, after :func:`kv_content`: a spec is
+    not told what its groups hold.
+
+    Args:
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    if not _is_second_runner(config):
+        return False
+    interface = load("vllm.v1.kv_cache_interface")
+    layers = config.compilation_config.static_forward_context.values()
+    kept = (layer for layer in layers if hasattr(layer, "get_kv_cache_spec"))
+    kinds = [layer.get_kv_cache_spec(config) for layer in kept]
+    precisions = {
+        (kind.dtype, getattr(kind, "kv_quant_mode", None))
+        for kind in kinds
+        if isinstance(kind, interface.AttentionSpec)
+    }
+    return len(precisions) > 1 or any(isinstance(kind, interface.MambaSpec) for kind in kinds)
+
+
+def _is_second_runner(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))

@@ -192,12 +192,16 @@ def test_ranks_of_one_file_find_their_own_stores_again(
     assert again.load(first, [2, 3]) == []
 
 
-def two_groups(interval: int | None, *, window_block: int) -> tuple[Any, CanonicalKVCaches]:
+def two_groups(
+    interval: int | None, *, window_block: int, window_dtype: torch.dtype = torch.int8
+) -> tuple[Any, CanonicalKVCaches]:
     """Return vLLM's configuration of a model with a sliding window, and its KV memory."""
-    layout = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.int8}
+    layout = {"num_kv_heads": 1, "head_size": 16}
     kinds: list[Any] = [
-        FullAttentionSpec(block_size=64, **layout),
-        SlidingWindowSpec(block_size=window_block, sliding_window=40, **layout),
+        FullAttentionSpec(block_size=64, dtype=torch.int8, **layout),
+        SlidingWindowSpec(
+            block_size=window_block, sliding_window=40, dtype=window_dtype, **layout
+        ),
     ]
     config = model(("auto", "auto"))
     config.cache_config.prefix_cache_retention_interval = interval
@@ -241,6 +245,40 @@ def test_windows_of_which_chunks_would_be_stored_late_are_refused_at_start(
     )
     if refused:
         with pytest.raises(UnsupportedError, match=r"interval 0.*use KVTierConnector"):
+            spec.get_worker(caches)
+    else:
+        spec.get_worker(caches).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_second", "dtype", "refused"),
+    [
+        (KVTierOffloadingSpec, True, torch.float16, True),
+        (KVTierOffloadingSpec, True, torch.int8, False),
+        (KVTierOffloadingSpec, False, torch.float16, False),
+        (KVTierConnectorSpec, True, torch.float16, False),  # it lets such stores fail
+    ],
+)
+def test_a_runner_that_clears_blocks_before_it_asks_for_their_stores_is_refused(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[KVTierOffloadingSpec],
+    is_second: bool,
+    dtype: torch.dtype,
+    refused: bool,
+) -> None:
+    config, caches = two_groups(0, window_block=16, window_dtype=dtype)
+    config.use_v2_model_runner = is_second
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    groups = (
+        OffloadingGroupConfig(64, ("layer.0",), 0),
+        OffloadingGroupConfig(16, ("layer.1",), 1),
+    )
+    spec = kind(
+        offloading_config(settings(), groups=groups, cache=OffloadingCacheConfig(16, 1))
+    )
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"use KVTierConnector.*MODEL_RUNNER=0"):
             spec.get_worker(caches)
     else:
         spec.get_worker(caches).shutdown()
