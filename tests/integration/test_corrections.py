@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from kvtier.errors import UnsupportedError
 from kvtier.keys import make_key
@@ -197,34 +197,6 @@ def test_vllm_calls_a_reset_a_success_only_when_a_restart_brings_nothing_back(
         patch.setattr(world.cache.engine, "exclusively_each", lambda *_, **__: is_over)
         assert world.scheduler.reset_prefix_cache(reset_connector=True) is is_over
     assert world.scheduler.reset_prefix_cache(reset_connector=True), "it may be tried again"
-
-
-def begin_session(world: LayerwiseWorld, prompt: list[int], answer: int) -> Request:
-    """Submit a request whose prompt goes on; the same id again is its next turn."""
-    request = make_request(0, prompt, answer, world._hasher)
-    request.resumable = True
-    session = world.requests.setdefault(request.request_id, request)
-    world.scheduler.add_request(request)
-    return session
-
-
-@pytest.mark.parametrize("groups", [((16, None),), ((16, None), (16, 40))])
-def test_a_session_that_goes_on_stores_each_chunk_from_its_own_blocks(
-    make_world: MakeWorld, groups: tuple[tuple[int, int | None], ...]
-) -> None:
-    world = make_world(groups=groups, slots=(96, 400), retention_tokens=0)
-    session = begin_session(world, tokens(world, 70), 5)
-    for turn in range(3):
-        if turn:
-            begin_session(world, tokens(world, 70), 5)
-        world.step()
-        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
-            world.step()
-    world.abort(session)
-    world.settle()
-    keys = {make_key(hashed, 0) for hashed in session.block_hashes}
-    assert len(keys) == (3 * 74) // 16
-    assert keys <= set(world.cache.bench.ram.copies)
 
 
 def test_stores_end_before_another_connector_loads_into_their_blocks(
