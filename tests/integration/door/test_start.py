@@ -217,6 +217,17 @@ def two_groups(
     return config, caches
 
 
+def spec_of_two_groups(
+    kind: type[KVTierOffloadingSpec], path: Path, *, window_block: int
+) -> KVTierOffloadingSpec:
+    """Return the specification of an engine with the model of :func:`two_groups`."""
+    groups = (
+        OffloadingGroupConfig(64, ("layer.0",), 0),
+        OffloadingGroupConfig(window_block, ("layer.1",), 1),
+    )
+    return kind(offloading_config(path, groups=groups, cache=OffloadingCacheConfig(16, 1)))
+
+
 @pytest.mark.parametrize(
     ("kind", "interval", "window_block", "refused"),
     [
@@ -236,13 +247,7 @@ def test_windows_of_which_chunks_would_be_stored_late_are_refused_at_start(
 ) -> None:
     config, caches = two_groups(interval, window_block=window_block)
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
-    groups = (
-        OffloadingGroupConfig(64, ("layer.0",), 0),
-        OffloadingGroupConfig(window_block, ("layer.1",), 1),
-    )
-    spec = kind(
-        offloading_config(settings(), groups=groups, cache=OffloadingCacheConfig(16, 1))
-    )
+    spec = spec_of_two_groups(kind, settings(), window_block=window_block)
     if refused:
         with pytest.raises(UnsupportedError, match=r"interval 0.*use KVTierConnector"):
             spec.get_worker(caches)
@@ -270,13 +275,7 @@ def test_a_runner_that_clears_blocks_before_it_asks_for_their_stores_is_refused(
     config, caches = two_groups(0, window_block=16, window_dtype=dtype)
     config.use_v2_model_runner = is_second
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
-    groups = (
-        OffloadingGroupConfig(64, ("layer.0",), 0),
-        OffloadingGroupConfig(16, ("layer.1",), 1),
-    )
-    spec = kind(
-        offloading_config(settings(), groups=groups, cache=OffloadingCacheConfig(16, 1))
-    )
+    spec = spec_of_two_groups(kind, settings(), window_block=16)
     if refused:
         with pytest.raises(UnsupportedError, match=r"use KVTierConnector.*MODEL_RUNNER=0"):
             spec.get_worker(caches)
