@@ -470,7 +470,11 @@ def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
 
 
 def _names_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether vLLM goes on rightly if it is told blocks that were not loaded."""
+    """Return whether vLLM goes on rightly if it is told blocks that were not loaded.
+
+    Raises:
+        UnsupportedError: It does not, and cannot be told requests either.
+    """
     full_groups = compat.full_attention_groups(kv_cache_config)
     names_blocks = len(kv_cache_config.kv_cache_groups) == len(full_groups) == 1
     if not (names_blocks or TransferResults):

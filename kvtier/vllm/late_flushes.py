@@ -55,7 +55,7 @@ class LateFlushes:
         overwritten = frozenset(
             job_id
             for job_id in metadata.jobs_to_flush
-            if written and not written.isdisjoint(self._blocks_of(job_id))
+            if not written.isdisjoint(self._blocks_of(job_id))
         )
         if not overwritten:
             return metadata

@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import HostRegion
 from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
+    EngineFacts,
     adopt_chunk_size,
     has_adapters_here,
     kv_content,
@@ -143,19 +144,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             rank = self._engine.rank
             name = self._engine.engine_id
             content = kv_content(self._engine)
-            if self._door is Door.SPEC and has_adapters_here():
-                content += _ADAPTERS
-            if self._door is Door.SPEC and offers_late_here(self._engine):
-                raise late_stores_refused(
-                    otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"
-                )
-            if self._door is Door.SPEC and writes_to_blocks_first_here():
-                raise UnsupportedError(
-                    "Model Runner V2 clears blocks of this model before it ends the stores "
-                    "that read them, of which an offloading spec is not told: use "
-                    "KVTierConnector, what `kvtier vllm-args` prints, or start vLLM with "
-                    "VLLM_USE_V2_MODEL_RUNNER=0"
-                )
+            if self._door is Door.SPEC:
+                if has_adapters_here():
+                    content += _ADAPTERS
+                _require_stores_in_time(self._engine)
             geometry, share = lay_out_slots(
                 self._engine, self._settings, kv_caches, content=content
             )
@@ -190,3 +182,17 @@ class KVTierConnectorSpec(KVTierOffloadingSpec):
     """What :class:`~kvtier.vllm.connector.KVTierConnector` builds its halves from."""
 
     _door = Door.CONNECTOR
+
+
+def _require_stores_in_time(engine: EngineFacts) -> None:
+    """Refuse what vLLM tells a connector in time to keep wrong KV out, and a spec not."""
+    if offers_late_here(engine):
+        raise late_stores_refused(
+            otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"
+        )
+    if writes_to_blocks_first_here():
+        raise UnsupportedError(
+            "Model Runner V2 clears blocks of this model before it ends the stores that read "
+            "them, of which an offloading spec is not told: use KVTierConnector, what `kvtier "
+            "vllm-args` prints, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+        )

@@ -236,14 +236,18 @@ class LayerwiseWorld:
 
     def go_on(self, request: Request, prompt: Sequence[int], answer: int) -> None:
         """Send the next part of a prompt that comes in parts."""
-        number = int(request.request_id.removeprefix("r"))
-        part = make_request(number, prompt, answer, self._hasher, resumable=True)
-        self.scheduler.add_request(part)
+        self._send(request, prompt, answer, resumable=True)
 
     def end(self, request: Request) -> None:
         """Say that there is no further part."""
+        self._send(request, [0], 1, resumable=False)
+
+    def _send(
+        self, request: Request, prompt: Sequence[int], answer: int, *, resumable: bool
+    ) -> None:
         number = int(request.request_id.removeprefix("r"))
-        self.scheduler.add_request(make_request(number, [0], 1, self._hasher))
+        part = make_request(number, prompt, answer, self._hasher, resumable=resumable)
+        self.scheduler.add_request(part)
 
     def abort(self, request: Request) -> None:
         self.seen["aborts"] += 1

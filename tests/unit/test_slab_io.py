@@ -250,14 +250,18 @@ async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will
     assert await shelf.reopen() == []
 
 
+@pytest.fixture
+def _looks_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("_looks_at_each_commit")
 async def test_a_store_moved_while_in_use_serves_on_and_says_so_until_it_is_put_back(
     open_shelf: OpenShelf,
     pool: IoPool,
     slots_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
     shelf = await open_shelf()
     root, moved = slots_path.parent.parent, slots_path.parent.parent.with_name("moved")
     await shelf.put(KEYS[:1], [0])
@@ -303,13 +307,12 @@ async def test_forgetting_is_tried_again_when_the_index_was_full(
     assert await shelf.reopen() == [(KEYS[1], 1)]
 
 
+@pytest.mark.usefixtures("_looks_at_each_commit")
 async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_way(
     open_shelf: OpenShelf,
     io: FaultyIo,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
     shelf = await open_shelf()
     await shelf.put(KEYS[:2], [0, 1])
     io.fill_index()

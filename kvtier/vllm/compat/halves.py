@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.vllm.compat.checks import Load, missing_members
+from kvtier.vllm.compat.sharing import layer_kinds
 
 __all__ = [
     "blocks_can_be_struck_out",
@@ -246,9 +247,7 @@ def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool
     if not _is_second_runner(config):
         return False
     interface = load("vllm.v1.kv_cache_interface")
-    layers = config.compilation_config.static_forward_context.values()
-    kept = (layer for layer in layers if hasattr(layer, "get_kv_cache_spec"))
-    kinds = [layer.get_kv_cache_spec(config) for layer in kept]
+    kinds = layer_kinds(config)
     precisions = {
         (kind.dtype, getattr(kind, "kv_quant_mode", None))
         for kind in kinds

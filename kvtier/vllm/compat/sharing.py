@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.errors import UnsupportedError
 
-__all__ = ["require_shareable_kv"]
+__all__ = ["layer_kinds", "require_shareable_kv"]
 
 
 def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -23,7 +23,7 @@ def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
         UnsupportedError: It is one; says why, and what to do.
         AttributeError: It has not what every release has.
     """
-    kinds = [_kind(layer, config) for layer in _layers(config)]
+    kinds = layer_kinds(config)
     if any(getattr(kind, "non_causal", False) or _forgets_answers(kind) for kind in kinds):
         raise UnsupportedError(
             "this model's keys and values depend on more than the tokens before them, so no "
@@ -44,14 +44,18 @@ def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
         )
 
 
-def _layers(config: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
-    return list(config.compilation_config.static_forward_context.values())
+def layer_kinds(config: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
+    """Return what the layers keep, None for one that uses what another keeps.
 
+    Args:
+        config: vLLM's configuration, once the model is built.
 
-def _kind(layer: Any, config: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """Return what a layer keeps; None if that is nothing."""
-    ask = getattr(layer, "get_kv_cache_spec", None)
-    return None if ask is None else ask(config)
+    Raises:
+        AttributeError: It has not what every release has.
+    """
+    layers = config.compilation_config.static_forward_context.values()
+    kept = (layer for layer in layers if hasattr(layer, "get_kv_cache_spec"))
+    return [layer.get_kv_cache_spec(config) for layer in kept]
 
 
 def _forgets_answers(kind: Any) -> bool:  # noqa: ANN401 - vLLM's

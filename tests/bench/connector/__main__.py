@@ -265,17 +265,14 @@ class Bench:
             for number in range(2 * PAIRS_PER_START)
         ]
         waves = (*before, *measured)
-        cached, idle = (
-            self._scenario(waves, file, timed=True).model_copy(update=update)
-            for file, update in (
-                (config, {"compute_threads": self._compute_threads}),
-                (None, {"compute_threads": self._compute_threads, "connector": IDLE}),
-            )
+        with_kvtier = self._scenario(waves, config, timed=True).model_copy(
+            update={"compute_threads": self._compute_threads}
         )
-        idled, stored = self._alternate({"idle": idle, "cached": cached}, in_a_turn=2)
-        if stored.count("kvtier_hit_tokens"):
+        with_idle = with_kvtier.model_copy(update={"config": None, "connector": IDLE})
+        idled, cached = self._alternate({"idle": with_idle, "cached": with_kvtier}, in_a_turn=2)
+        if cached.count("kvtier_hit_tokens"):
             raise SystemExit("prompts that should have been new were hits")
-        reports = (report.waves[len(before) :] for report in (stored, idled))
+        reports = (report.waves[len(before) :] for report in (cached, idled))
         return Start(*(without_and_with(measured, waves) for waves in reports))
 
     def _alternate(
