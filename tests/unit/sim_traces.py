@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -16,9 +17,17 @@ TRACES = Path(
     os.environ.get("KVTIER_TRACES", ROOT.parent / "shared/traces")  # noqa: TID251 - not kvtier's
 )
 
-needs_traces = pytest.mark.skipif(
+_skipped_without_traces = pytest.mark.skipif(
     not TRACES.is_dir(), reason="no reference traces; name their directory in KVTIER_TRACES"
 )
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def needs_traces(test: Test) -> Test:
+    """Skip ``test`` where there are no real traces, and leave it untraced: they are long."""
+    marked: Test = _skipped_without_traces(pytest.mark.untraced(test))
+    return marked
 
 
 def trace_of(

@@ -10,11 +10,7 @@ slow.
 from __future__ import annotations
 
 import csv
-import gc
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +18,7 @@ import pytest
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
 from kvtier.sim.single import SingleResult, TouchOrder, simulate_single
 from kvtier.sim.traces import Trace, read_trace
-from tests.unit.sim_traces import ROOT, TRACES
+from tests.unit.sim_traces import ROOT, TRACES, needs_traces
 from tests.unit.textbook import TEXTBOOK, count_hits
 
 SMALL = ROOT / "tests/data/small_chat.jsonl"
@@ -111,39 +107,28 @@ def reference() -> dict[Run, list[Row]]:
 ROWS = reference()
 GROUPS = sorted({run[:3] for run in ROWS})
 SLOW = ("mooncake_conversation", "reverse")
-NO_TRACES = "no reference traces; name their directory in KVTIER_TRACES"
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> Iterator[dict[Run, Future[SingleResult]]]:
-    """Run what the selected tests need, on all processors."""
-    selected = [getattr(item, "callspec", None) for item in request.session.items]
-    groups = [spec.params["group"] for spec in selected if spec and "group" in spec.params]
-    workers = min(len(os.sched_getaffinity(0)), 4)
-    # Spawned, not forked: the parent may have threads.
-    context = multiprocessing.get_context("spawn")
-    # The runs make no garbage in cycles, and half a million objects are long to look through.
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=gc.disable) as pool:
-        yield {run: pool.submit(replay, run) for run in sorted(ROWS) if run[:3] in groups}
-        pool.shutdown(cancel_futures=True)
-
-
-TRACE_OF: dict[str, Trace] = {}
+@functools.cache
+def trace_called(name: str) -> Trace:
+    return read_trace(TRACES / f"{name}.jsonl")
 
 
 def replay(run: Run) -> SingleResult:
-    trace = TRACE_OF.get(run.trace) or read_trace(TRACES / f"{run.trace}.jsonl")
-    TRACE_OF[run.trace] = trace
     return simulate_single(
-        trace, policy=run.policy, capacity=run.capacity, touch_order=run.touch_order
+        trace_called(run.trace),
+        policy=run.policy,
+        capacity=run.capacity,
+        touch_order=run.touch_order,
     )
 
 
-@pytest.mark.skipif(not ROWS, reason=NO_TRACES)
+@needs_traces
 def test_the_figures_are_all_there() -> None:
     assert len(ROWS) == 2 * 2 * 6 * len(NAMES)
 
 
+@needs_traces
 @pytest.mark.parametrize(
     "group",
     [
@@ -155,13 +140,11 @@ def test_the_figures_are_all_there() -> None:
         for group in GROUPS
     ],
 )
-def test_hits_are_those_of_the_reference(
-    group: tuple[str, str, TouchOrder], results: dict[Run, Future[SingleResult]]
-) -> None:
+def test_hits_are_those_of_the_reference(group: tuple[str, str, TouchOrder]) -> None:
     runs = [run for run in ROWS if run[:3] == group]
     assert len(runs) == 6
     for run in runs:
-        result = results[run].result()
+        result = replay(run)
         near = LIRS_TOLERANCE if run.policy == "lirs" else ROUNDED
         for row in ROWS[run]:
             if run.policy == "lirs":
