@@ -235,6 +235,11 @@ async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: Faulty
     assert io.calls == []
 
 
+@pytest.fixture
+def _looks_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
+
+
 async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will_be_lost(
     open_shelf: OpenShelf, pool: IoPool, slots_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,15 +249,10 @@ async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will
     assert await shelf.get(KEYS[:2], [0, 1]) == [DONE] * 2
     assert await shelf.put(KEYS[2:3], [2]) == [DONE]
     assert await shelf.get(KEYS[:3], [0, 1, 2]) == [DONE] * 3
+    assert await shelf.reopen() == []
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
-    assert f"{slots_path.parent} was removed while in use" in errors[0]
-    assert await shelf.reopen() == []
-
-
-@pytest.fixture
-def _looks_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
+    assert f"{slots_path} was removed while in use" in errors[0]
 
 
 @pytest.mark.usefixtures("_looks_at_each_commit")

@@ -23,6 +23,11 @@ class Seconds:
         return self.now_s
 
 
+def is_there() -> bool:
+    """Say of a file that it is not removed."""
+    return False
+
+
 @pytest.fixture
 def clock() -> Seconds:
     return Seconds()
@@ -42,7 +47,9 @@ def look(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> Callable[[], list[str]]:
     """Return what is said of a look a second later."""
-    whereabouts = Whereabouts("nvme", [store / "slots.bin", store / "index.sqlite"], clock)
+    whereabouts = Whereabouts(
+        "nvme", [store / "slots.bin", store / "index.sqlite"], is_there, clock
+    )
 
     def look() -> list[str]:
         caplog.clear()
@@ -99,7 +106,7 @@ def test_what_is_put_back_is_told_of_once_and_then_watched_again(
 def test_the_paths_are_looked_at_once_a_second(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whereabouts = Whereabouts("nvme", [store / "slots.bin"], clock)
+    whereabouts = Whereabouts("nvme", [store / "slots.bin"], is_there, clock)
     whereabouts.look()
     store.rename(store.with_name("moved"))
     clock.now_s = 0.9
@@ -110,6 +117,38 @@ def test_the_paths_are_looked_at_once_a_second(
     assert len(caplog.records) == 1
 
 
+def test_the_last_look_is_not_put_off(
+    store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
+) -> None:
+    whereabouts = Whereabouts("nvme", [store / "slots.bin"], is_there, clock)
+    whereabouts.look()
+    store.rename(store.with_name("moved"))
+    whereabouts.look_once_more()
+    assert len(caplog.records) == 1
+
+
+def test_what_is_removed_is_an_error_unless_the_disk_does_not_say(
+    store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[Callable[[], bool]] = [lambda: True, disk_error]
+    for is_removed in answers:
+        Whereabouts("nvme", [store / "slots.bin"], is_removed, clock).look()
+    assert caplog.records == [], "nobody asks while it is where it was"
+    watches = [
+        Whereabouts("nvme", [store / "slots.bin"], is_removed, clock) for is_removed in answers
+    ]
+    shutil.rmtree(store)
+    for whereabouts in watches:
+        whereabouts.look()
+    error, warning = caplog.records
+    assert (error.levelname, warning.levelname) == ("ERROR", "WARNING")
+    assert f"{store / 'slots.bin'} was removed while in use" in error.getMessage()
+
+
+def disk_error() -> bool:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_a_relative_path_is_that_of_the_start(
     store: Path,
     clock: Seconds,
@@ -117,7 +156,7 @@ def test_a_relative_path_is_that_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(store)
-    whereabouts = Whereabouts("nvme", [Path("slots.bin")], clock)
+    whereabouts = Whereabouts("nvme", [Path("slots.bin")], is_there, clock)
     monkeypatch.chdir("/")
     whereabouts.look()
     assert caplog.records == []
@@ -138,7 +177,9 @@ def test_a_disk_that_does_not_say_says_nothing(
 def test_what_is_moved_away_on_purpose_is_not_told_of(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whereabouts = Whereabouts("nvme", [store / "slots.bin", store / "index.sqlite"], clock)
+    whereabouts = Whereabouts(
+        "nvme", [store / "slots.bin", store / "index.sqlite"], is_there, clock
+    )
     whereabouts.leave_out(store / "index.sqlite")
     (store / "index.sqlite").unlink()
     whereabouts.look()
@@ -152,5 +193,5 @@ def test_what_is_moved_away_on_purpose_is_not_told_of(
 def test_files_that_were_not_there_from_the_start_are_not_missed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Whereabouts("nvme", [tmp_path / "slots.bin"]).look()
+    Whereabouts("nvme", [tmp_path / "slots.bin"], is_there).look()
     assert caplog.records == []

@@ -62,8 +62,6 @@ class SlotFile:
         direct: Whether I/O bypasses the page cache.
         found_nbytes: Bytes the file had when it was opened; 0 for a new one.
         failed_syncs: How often :meth:`sync` failed.
-        removed: Whether a read or a write found that the file has no name any more: it works,
-            takes its room, and is gone when it is closed.
     """
 
     def __init__(self, spec: SlotFileSpec, io: BlockIo, fd: int, *, found_nbytes: int) -> None:
@@ -73,7 +71,6 @@ class SlotFile:
         self.path = spec.path
         self.direct = False
         self.failed_syncs = 0
-        self.removed = False
         self.found_nbytes = found_nbytes
 
     @classmethod
@@ -149,7 +146,6 @@ class SlotFile:
         Raises:
             OSError: The medium failed.
         """
-        self._look_for_name()
         if not self._needs_bounce(views):
             return self._read(first_slot, views)
         bounce = aligned_buffer(len(views) * self._slot_nbytes)
@@ -165,7 +161,6 @@ class SlotFile:
         Raises:
             OSError: The medium failed.
         """
-        self._look_for_name()
         if self._needs_bounce(views):
             parts = self._parts(aligned_buffer(len(views) * self._slot_nbytes))
             for view, part in zip(views, parts, strict=True):
@@ -186,12 +181,17 @@ class SlotFile:
             self.failed_syncs += 1
             raise
 
+    def is_removed(self) -> bool:
+        """Return whether the file has no name: it works, and is gone when it is closed.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        return not os.fstat(self._fd).st_nlink
+
     def close(self) -> None:
         """Close the file."""
         self._io.close(self._fd)
-
-    def _look_for_name(self) -> None:
-        self.removed = not os.fstat(self._fd).st_nlink
 
     def _read(self, first_slot: int, views: Sequence[memoryview]) -> int:
         offset = first_slot * self._slot_nbytes

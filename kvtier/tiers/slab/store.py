@@ -128,18 +128,17 @@ class SlabTier(StorageTier):
         self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)
         self._epoch = 0
         self._closed = False
-        self._told_of_removal = False
         self._told_of_doubt = False
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
         files = (store.namespace.slots_path, store.namespace.index_path)
-        self._whereabouts = Whereabouts(options.name, files)
+        self._whereabouts = Whereabouts(options.name, files, store.file.is_removed)
         # Last, for it has a thread, which nobody would stop if anything after it failed.
         self._index = GroupCommit(
             store.database,
             name=options.name,
             clock=rows.clock,
-            on_commit=self._look_for_files,
+            on_commit=self._whereabouts.look,
         )
         if outdated:
             self._index.delete_nowait(outdated)
@@ -209,7 +208,6 @@ class SlabTier(StorageTier):
             for piece in pieces
         ]
         batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
-        self._tell_of_removal()
         if self._options.durability == "power":
             await self._sync(batch, failed_syncs, why)
         await self._commit(batch, epoch)
@@ -243,7 +241,6 @@ class SlabTier(StorageTier):
             for piece in pieces
         ]
         batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
-        self._tell_of_removal()
         return batch.result()
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -314,6 +311,7 @@ class SlabTier(StorageTier):
     def _release(self) -> None:
         try:
             self._index.stop()
+            self._whereabouts.look_once_more()
             close_store(self._store, self._options)
         except (OSError, sqlite3.Error) as error:
             # The payloads and all rows committed so far are where they should be.
@@ -361,22 +359,6 @@ class SlabTier(StorageTier):
                 self._table.put(slots, batch.key_hashes[done], mark_keys(keys), checksums)
             else:
                 batch.fail(done, "the tier was reset meanwhile")
-
-    def _tell_of_removal(self) -> None:
-        """Log once that somebody removed the store's files, which are in use."""
-        if self._store.file.removed and not self._told_of_removal:
-            self._told_of_removal = True
-            logger.error(
-                "tier %s: %s was removed while in use: chunks are stored and served as before, "
-                "but take their room until this engine ends, and are lost then",
-                self.name,
-                self._store.namespace.directory,
-            )
-
-    def _look_for_files(self) -> None:
-        """Log if the store's files are not where they were; in the index's thread."""
-        if not self._store.file.removed:  # that was told, and they do not come back
-            self._whereabouts.look()
 
     def _per_piece(self, chunks: int) -> int:
         """Return how many of the chunks of a read to move by one call at most.

@@ -26,13 +26,20 @@ class Whereabouts:
     Args:
         tier: The tier's name, for messages.
         paths: The files, just opened.
+        is_removed: Tells of the first that it has no name any more, so that nobody can put it
+            back; may raise :class:`OSError`.
         clock: Returns seconds.
     """
 
     def __init__(
-        self, tier: str, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic
+        self,
+        tier: str,
+        paths: Sequence[Path],
+        is_removed: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
+        self._is_removed = is_removed
         self._clock = clock
         self._due_s = clock()
         self._astray: Path | None = None
@@ -44,22 +51,40 @@ class Whereabouts:
     def look(self) -> None:
         """Look at the paths, at most once a second. Blocks as long as the disk does."""
         now_s = self._clock()
-        if now_s < self._due_s:
-            return
-        self._due_s = now_s + _LOOK_EVERY_S
+        if now_s >= self._due_s:
+            self._due_s = now_s + _LOOK_EVERY_S
+            self.look_once_more()
+
+    def look_once_more(self) -> None:
+        """Look at the paths, whenever that was last done: what is said later nobody hears."""
         files = self._files.items()
         astray = next((path for path, file in files if not _leads_to(path, file)), None)
         if self._astray is None and astray is not None:
-            logger.warning(
-                "tier %s: %s is not the file that is in use any more: it, or its directory, "
-                "was moved, replaced or removed; chunks are stored and served as before, but "
-                "the next engine does not find them unless it is put back",
-                self._tier,
-                astray,
-            )
+            self._tell_of(astray)
         elif self._astray is not None and astray is None:
             logger.warning("tier %s: %s is the file in use again", self._tier, self._astray)
         self._astray = astray
+
+    def _tell_of(self, astray: Path) -> None:
+        try:
+            removed = self._is_removed()
+        except OSError:
+            removed = False
+        if removed:
+            logger.error(
+                "tier %s: %s was removed while in use: chunks are stored and served as before, "
+                "but take their room until this engine ends, and are lost then",
+                self._tier,
+                astray,
+            )
+            return
+        logger.warning(
+            "tier %s: %s is not the file that is in use any more: it, or its directory, "
+            "was moved, replaced or removed; chunks are stored and served as before, but "
+            "the next engine does not find them unless it is put back",
+            self._tier,
+            astray,
+        )
 
     def leave_out(self, path: Path) -> None:
         """Say nothing more of ``path``, which is moved away on purpose."""
