@@ -23,7 +23,7 @@ cache = Commands(name="cache", help="Look into the store of an NVMe tier, and ti
 _ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
 _DIR = "The path of an nvme tier, or one model's directory in it."
 
-Store = Annotated[Path, typer.Argument(metavar="DIR", help=_DIR)]
+Store = Annotated[Path, typer.Argument(metavar="DIR", help=_DIR, readable=False)]
 Only = Annotated[
     str | None,
     typer.Option("--namespace", "-n", metavar="NAME", help="Only this directory of DIR."),

@@ -49,7 +49,11 @@ app.add_typer(trace_app, name="trace")
 
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, a YAML file.")]
+# Not asked of typer, in any command: whoever reads a file says what to do if it cannot be read.
+File = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="Configuration, a YAML file.", readable=False),
+]
 
 
 def _on_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract
@@ -145,7 +149,10 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     file: File,
     *,
     model: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of the model, with its config.json.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Directory of the model, with its config.json.", readable=False
+        ),
     ],
     tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
     kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help=_DTYPES)] = KvDtype.AUTO.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,9 @@ _LATE = 0.1
 def replay(  # noqa: PLR0913 - each is an option of the command
     trace: TraceFile,
     *,
-    config: Annotated[Path, typer.Option(metavar="FILE", help="Configuration of the ladder.")],
+    config: Annotated[
+        Path, typer.Option(metavar="FILE", help="Configuration of the ladder.", readable=False)
+    ],
     speedup: Annotated[
         float, typer.Option(min=0.001, metavar="N", help="Compress the trace's times by N.")
     ] = 1.0,
@@ -71,6 +74,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         if name == ladder.ram.name:
             problem = "copies between RAM and the KV memory are always measured"
             raise ConfigError(f"--tier-speed {name}: {problem}; leave it out")
+    _check_beside(ladder)
     options = ReplayOptions(
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         gpu_bytes=_gpu_bytes(gpu_memory),
@@ -93,6 +97,23 @@ def _gpu_bytes(text: str) -> int:
         return parse_size(text)
     except UnitError as error:
         raise ConfigError(f"--gpu-memory {text}: {error}") from error
+
+
+def _check_beside(config: KvtierConfig) -> None:
+    """Make sure that there can be stores beside those of ``config``."""
+    for number, tier in enumerate(config.tiers):
+        path: Path | None = getattr(tier, "path", None)
+        if path is None:
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            problem = f"there can be no store beside it, in {path.parent}: {error.strerror}"
+            remedy = "name a directory whose parent you may write to"
+            raise ConfigError(
+                config.origin.complain(f"tiers[{number}].path", problem, remedy, value=path)
+            ) from error
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:

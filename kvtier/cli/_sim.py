@@ -102,7 +102,8 @@ def run(  # noqa: PLR0913 - each is an option of the command
     ] = None,
     touch_order: Order = "policy",
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration of a whole ladder.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Configuration of a whole ladder.", readable=False),
     ] = None,
     chunk_bytes: ChunkBytes = None,
     prefill_rate: PrefillRate = None,
@@ -155,7 +156,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
 @sim_app.command("sweep")
 def run_sweep(  # noqa: PLR0913 - each is an option of the command
     traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE", help="Trace files; may be gzip or zstd.")
+        list[Path],
+        typer.Argument(
+            metavar="TRACE", help="Trace files; may be gzip or zstd.", readable=False
+        ),
     ],
     *,
     policies: Annotated[

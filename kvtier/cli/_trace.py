@@ -30,7 +30,8 @@ __all__ = ["FormatOption", "TraceFile", "read", "trace_app"]
 trace_app = Commands(help="Describe, convert and generate traces.")
 
 TraceFile = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="Trace file; may be gzip or zstd.")
+    Path,
+    typer.Argument(metavar="TRACE", help="Trace file; may be gzip or zstd.", readable=False),
 ]
 FormatOption = Annotated[
     str, typer.Option("--format", metavar="NAME", help=f"One of: {', '.join(FORMATS)}.")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.keys import short
+from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat
 from tests.unit.stores import KEYS, SLOT, SLOTS, Store
@@ -327,6 +328,41 @@ class TestWrongDirectory:
             ran = shell(*command, place)
             expected = f"error: {place} {problem}; give the path of an nvme tier\n"
             assert ran == Ran(2, "", expected)
+
+    @pytest.mark.parametrize(
+        "refusing", [(Path, "is_dir"), (Path, "iterdir"), (BlockIo, "read_bytes")]
+    )
+    def test_a_store_of_somebody_else_is_not_said_to_be_none(
+        self,
+        shell: Shell,
+        store: Store,
+        monkeypatch: pytest.MonkeyPatch,
+        refusing: tuple[type[Path | BlockIo], str],
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        root = store.filled().root
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)
+        monkeypatch.setattr(*refusing, refuse)
+        ran = shell("stat", root)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"error: {root}")
+        assert ran.err.endswith(
+            ": Permission denied; run this as the user that runs the engine\n"
+        )
+
+    @pytest.mark.parametrize("text", ["{", "{}"])
+    def test_a_layout_that_cannot_be_understood_is_named(
+        self, shell: Shell, store: Store, text: str
+    ) -> None:
+        layout = store.filled().directory / "layout.json"
+        layout.write_text(text)
+        for place in (store.root, store.directory):
+            ran = shell("stat", place)
+            assert (ran.code, ran.out) == (2, "")
+            assert ran.err.startswith(f"error: {layout}: ")
+            assert "; copy it again, " in ran.err
 
     def test_a_namespace_that_is_not_there_is_answered_with_those_that_are(
         self, shell: Shell, store: Store

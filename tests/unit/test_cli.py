@@ -111,6 +111,19 @@ def test_every_problem_is_an_error_line_without_a_traceback(shell: Shell, config
     assert second.startswith(f"error: {config}:2: metric: unknown key; did you mean metrics?")
 
 
+@pytest.mark.parametrize("command", ["check", "doctor", "vllm-args"])
+def test_a_file_that_may_not_be_read_is_named_with_a_remedy(
+    shell: Shell, config: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    problem = "cannot be read: Permission denied; check its permissions"
+    assert shell(command, config) == Ran(2, "", f"error: {config}: {problem}\n")
+
+
 def test_a_check_can_be_read_by_a_program(shell: Shell, config: Path) -> None:
     report = json.loads(shell("check", config, "--json").out)
     assert report["warnings"] == []

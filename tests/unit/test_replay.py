@@ -402,6 +402,23 @@ class TestReplay:
             "leave it out"
         )
 
+    def test_a_path_beside_which_no_store_can_be_is_named(self, tmp_path: Path) -> None:
+        trace = tmp_path / "made.jsonl"
+        trace.write_text('{"timestamp": 0, "input_length": 256, "hash_ids": [0]}\n')
+        file, path = tmp_path / "kvtier.yaml", tmp_path / "nowhere/store"
+        file.write_text(
+            "tiers:\n- {kind: ram, capacity: 1MiB}\n"
+            f"- {{kind: nvme, path: {path}, capacity: 4MiB}}\n"
+        )
+        refused = CliRunner().invoke(app, ["replay", str(trace), "--config", str(file)])
+        assert isinstance(refused.exception, ConfigError)
+        words = str(refused.exception)
+        assert words.startswith(f"{file}:3: tiers[1].path = ")
+        assert words.endswith(
+            f": there can be no store beside it, in {path.parent}: No such file or directory; "
+            "name a directory whose parent you may write to"
+        )
+
     def test_the_command_shows_both_and_how_far_they_are_apart(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -22,7 +22,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, Self
 from urllib.parse import quote
 
 from kvtier.config import RANK_PLACEHOLDER
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
@@ -41,7 +41,7 @@ from kvtier.tiers.slab.namespace import (
     Layout,
     is_named_as_one,
     nbytes_of,
-    read_layout,
+    require_layout,
 )
 from kvtier.tiers.slab.schema import RESET_NOTE, IndexMissingError, blame, check_identity
 from kvtier.tiers.slab.trail import Departure
@@ -174,29 +174,12 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     Raises:
         ConfigError: There is no such thing; the message says what to give instead.
     """
-    if not path.is_dir():
-        what = "is not a directory" if path.exists() else "does not exist"
-        rank = (
-            f", with a number for {RANK_PLACEHOLDER}" if RANK_PLACEHOLDER in str(path) else ""
-        )
-        raise ConfigError(f"{path} {what}; give the path of an nvme tier{rank}")
-    io = BlockIo()
-    path = path.resolve()  # its parent is asked for, which "." has not
     try:
-        candidates = (
-            [path]
-            if (path / LAYOUT).exists()
-            else sorted(filter(is_named_as_one, path.iterdir()))
-        )
+        candidates = _candidates(path)
     except PermissionError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; run this as the user that runs the engine"
-        ) from error
-    found = [
-        StoredNamespace(directory, layout)
-        for directory in candidates
-        if (layout := read_layout(directory, io)) is not None
-    ]
+        raise ConfigError(_not_ours_to_read(path, error)) from error
+    path = path.resolve()
+    found = _with_layouts(candidates)
     if not found:
         raise ConfigError(f"{path} holds no kvtier store; give the path of an nvme tier")
     chosen = [space for space in found if name in {None, space.name}]
@@ -204,6 +187,46 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
         names = ", ".join(space.name for space in found)
         raise ConfigError(f"{path} has no namespace {name}; it has {names}")
     return chosen
+
+
+def _candidates(path: Path) -> list[Path]:
+    if not path.is_dir():
+        what = "is not a directory" if path.exists() else "does not exist"
+        rank = (
+            f", with a number for {RANK_PLACEHOLDER}" if RANK_PLACEHOLDER in str(path) else ""
+        )
+        raise ConfigError(f"{path} {what}; give the path of an nvme tier{rank}")
+    path = path.resolve()  # its parent is asked for, which "." has not
+    if (path / LAYOUT).exists():
+        return [path]
+    return sorted(filter(is_named_as_one, path.iterdir()))
+
+
+def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
+    """Return those of ``directories`` that are namespaces.
+
+    Raises:
+        ConfigError: None of them is one that can be read, and one seems to be one.
+    """
+    found, problem = [], ""
+    cause: Exception | None = None
+    for directory in directories:
+        try:
+            found.append(StoredNamespace(directory, require_layout(directory, BlockIo())))
+        except PermissionError as error:
+            problem, cause = _not_ours_to_read(directory, error), error
+        except ValueError as error:
+            remedy = "copy it again, use the kvtier that wrote it, or move the directory away"
+            problem, cause = f"{directory / LAYOUT}: {error}; {remedy}", error
+        except (OSError, StoreDamagedError):
+            continue  # somebody else's, though it is named like one
+    if problem and not found:
+        raise ConfigError(problem) from cause
+    return found
+
+
+def _not_ours_to_read(directory: Path, error: PermissionError) -> str:
+    return f"{directory}: {error.strerror}; run this as the user that runs the engine"
 
 
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:

@@ -45,6 +45,7 @@ __all__ = [
     "nbytes_of",
     "open_root",
     "read_layout",
+    "require_layout",
 ]
 
 LAYOUT: Final = "layout.json"
@@ -350,10 +351,21 @@ def nbytes_of(path: Path) -> int:
 def read_layout(directory: Path, io: BlockIo) -> Layout | None:
     """Return the layout of a namespace, None if ``directory`` is not one of ours."""
     try:
-        _require_own_files("", directory)
-        return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
+        return require_layout(directory, io)
     except (OSError, ValueError, StoreDamagedError):
         return None
+
+
+def require_layout(directory: Path, io: BlockIo) -> Layout:
+    """Return the layout of a namespace.
+
+    Raises:
+        OSError: ``directory`` is none, or its files cannot be read.
+        ValueError: Its ``layout.json`` is not the text of a layout this version understands.
+        StoreDamagedError: It has files that are not ours.
+    """
+    _require_own_files("", directory)
+    return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
 
 
 def is_of_another_version(directory: Path, io: BlockIo) -> bool:
