@@ -155,7 +155,8 @@ def _obstacle(path: Path) -> tuple[str, str] | None:
             return None
     except OSError as error:
         problem = f"{place} is not writable: {error.strerror}"
-        return problem, "give the user that runs the engine write access, or use another path"
+        make = "" if place == path else "make the directory as root and "
+        return problem, f"{make}give it to the user that runs the engine, or use another path"
 
 
 def _existing(path: Path) -> Path:

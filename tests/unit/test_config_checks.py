@@ -70,6 +70,19 @@ def test_a_path_without_room_for_a_store_is_refused(path: str, problem: str) -> 
     assert str(caught.value).startswith(f"a.yaml:5: tiers[1].path = {path}: {problem}")
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/proc", "; give it to the user that runs the engine"),
+        ("/proc/store", "; make the directory as root and give it to the user"),
+    ],
+)
+def test_no_one_is_told_to_open_the_parent_of_a_store(path: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_environment(ladder(Path(path)))
+    assert remedy in str(caught.value)
+
+
 def test_more_memory_and_disk_than_there_is_are_two_problems(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_environment(ladder(tmp_path, ram="1024PiB", nvme="2048PiB"))
