@@ -1,7 +1,7 @@
 """Whether what decides runs compiled or interpreted.
 
 The manager and the policies are plain Python that also compiles to C (docs/design/decisions,
-"What decides can be compiled"); it decides the same either way, in about half of the time.
+"What decides can be compiled"); it decides the same either way, in less time.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def check_pages(ram_bytes: int, pool: HugePagePool, *, wanted: str) -> Finding:
     if comes_in_huge_pages(ram_bytes, pool):
         return Finding(check, Verdict.OK, found)
     verdict = Verdict.PROBLEM if wanted == "require" else Verdict.NOTE
-    found = f"{found}: in small pages disk I/O takes about twice the processor time"
+    found = f"{found}: in small pages disk I/O takes about 1.4 times the processor time"
     remedy = (
         f"as root, best at boot: sysctl -w vm.nr_hugepages={pool.total + needed - pool.free}"
     )
