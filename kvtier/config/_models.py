@@ -218,7 +218,7 @@ class TransferConfig(_Section):
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
-    """Longest a shutdown may take."""
+    """Longest that bringing dirty chunks down, and then each part of closing, may take."""
     breaker_failures: int = Field(default=5, ge=1)
     """Failed jobs in a row that take a tier out of service."""
     breaker_backoff_s: Duration = Field(

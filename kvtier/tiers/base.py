@@ -251,6 +251,13 @@ class StorageTier(ABC):
         Weights may have changed for as long as this engine lives, and the next one has those of
         before. So what is written from now on should not be recovered by it either, unless the
         operator said that resets have other reasons: a tier decides that for itself.
+
+        Raises:
+            TierUnavailableError: The medium failed. Nothing written before may be read, but a
+                restart may recover it; a later call tries again.
+
+        Cancellation:
+            Leaves the tier as a failure does.
         """
 
     @abstractmethod
