@@ -8,10 +8,12 @@ half never sees that one.
 
 A digest is believed only if the engine cannot have loaded anything else from the same files. It
 loads an adapter when it likes: before the first request that asks for it, again after it had to
-make room for others, and where a request says ``load_inplace``. Nobody tells which content it
-has, and vLLM's own prefix cache keeps what the old one computed. So files must be older than
-the engine and stay as they are. Of any other adapter, and of one whose files cannot be read
-here, chunks have a digest that no other engine will come to: they are hits until this one ends.
+make room for others, and where a request says ``load_inplace``; and not at all while another
+one is loaded that has the same ``lora_int_id``. Nobody tells which content it has, and vLLM's
+own prefix cache keeps what the old one computed. So files must be older than the engine and
+stay as they are, and the number must be nobody else's. Of any other adapter, and of one whose
+files cannot be read here, chunks have a digest that no other engine will come to: they are hits
+until this one ends.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ _SETTINGS: Final = (
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"
 _YOUNG: Final = "its files are newer than the engine, which may have loaded older ones"
 _CHANGED: Final = "its files changed, and vLLM does not say which ones it uses"
+_SHARED: Final = "another one has its lora_int_id, by which alone vLLM knows what it has loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class _File:
 
 
 _Files = Sequence[_File]
+_Name = tuple[str, str, bool]
+"""Name, path and format of an adapter, as requests say them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,8 @@ class AdapterContents:
         self._settings = _text_of(settings)
         self._started_ns = time.time_ns() if started_ns is None else started_ns
         self._life = os.urandom(DIGEST_NBYTES)
-        self._adapters: dict[tuple[str, str, bool], _Adapter] = {}
+        self._adapters: dict[_Name, _Adapter] = {}
+        self._owners: dict[int, _Name] = {}
         self._told: set[str] = set()
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
@@ -185,6 +191,11 @@ class AdapterContents:
             # For good, even if the files come back: vLLM's prefix cache has KV of both.
             adapter.digest, adapter.files = None, now
             self._tell(name, _CHANGED)
+        owner = self._owners.setdefault(request.lora_int_id, known_by)
+        if owner != known_by:
+            # Whichever is loaded is applied for both, until it makes room.
+            adapter.digest = self._adapters[owner].digest = None
+            self._tell(name, _SHARED)
         directory, files, digest = adapter.directory, adapter.files, adapter.digest
         if digest is None:
             # Loaded anew under another number, or in place: nothing says it is the same.

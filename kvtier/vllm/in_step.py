@@ -116,6 +116,16 @@ class _Load:
     first_hash: bytes
 
 
+def _covers_media(request: Request, tokens: int) -> bool:
+    """Return whether an image or another medium lies within the first tokens of a request.
+
+    vLLM does not send such a medium to its workers when it schedules what comes behind. If the
+    load within that step fails, they have nothing to compute it from, and the engine ends.
+    """
+    places = (medium.mm_position for medium in request.mm_features or ())
+    return any(place.offset + place.length <= tokens for place in places)
+
+
 class InStepLoads:
     """The loads of the current step that vLLM's half plans and the forward pass carries out.
 
@@ -162,6 +172,8 @@ class InStepLoads:
             tokens -= self._group.tokens_per_block
         chunk = self._group.tokens_per_chunk
         if tokens <= 0 or status.partial_tail_boundary is not None:
+            return 0
+        if _covers_media(request, local_tokens + tokens):
             return 0
         keys = status.group_states[0].offload_keys
         wanted = keys[local_tokens // chunk : -(-(local_tokens + tokens) // chunk)]

@@ -54,6 +54,9 @@ def fingerprint(
 ) -> LayoutFingerprint:
     """Return everything stored bytes depend on besides the tokens, which the keys name."""
     groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
+    if engine.group_ids != tuple(range(len(engine.groups))):
+        # Keys end with them, and with a group more before them each would be the next one's.
+        groups += f";{','.join(map(str, engine.group_ids))}"
     return LayoutFingerprint(
         {
             "format": _FORMAT,

@@ -26,6 +26,7 @@ from kvtier.vllm.compat import (
     offers_late_here,
     read_engine,
     require_supported_vllm,
+    settle_layers_here,
     writes_to_blocks_first_here,
 )
 from kvtier.vllm.contract import (
@@ -148,6 +149,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 if has_adapters_here():
                     content += _ADAPTERS
                 _require_stores_in_time(self._engine)
+            settle_layers_here()
             geometry, share = lay_out_slots(
                 self._engine, self._settings, kv_caches, content=content
             )

@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -218,6 +223,33 @@ def test_an_aborted_request_stores_nothing_more_after_its_load_failed(
     assert world.seen["wrong passes"] == world.seen["aborts within a step"] == 1
     world.settle()
     assert world.seen["stored"] == stored
+    world.cache.service.shutdown()
+
+
+def test_a_request_loads_ahead_what_has_media_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are not sent what lies before that which they compute, should the load fail."""
+    arrange(monkeypatch)
+    world = LayerwiseWorld(Setup(engine_blocks=48), tmp_path / "model", seed=0)
+    prompt = random_tokens(world.draw, 160, 160)
+    world.submit(prompt, 1)
+    world.settle()
+    medium = MultiModalFeatureSpec(
+        data=MultiModalKwargsItem({}),
+        modality="image",
+        identifier="a",
+        mm_position=PlaceholderRange(offset=10, length=40),
+    )
+    loads = []
+    for media in ([medium], []):
+        world.scheduler.reset_prefix_cache()
+        request = world.submit(prompt, 1)
+        request.mm_features = media  # the key is that of the same tokens
+        world.settle()
+        assert_right(world, request)
+        loads.append((world.seen["loads ahead"], world.seen["loads in step"]))
+    assert loads == [(1, 0), (1, 1)]
     world.cache.service.shutdown()
 
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -24,6 +25,7 @@ from kvtier.errors import UnsupportedError
 from kvtier.manager.events import ResidencyEvent
 from kvtier.vllm import connector
 from kvtier.vllm.compat import FULL_GROUPS
+from kvtier.vllm.compat.layers import settle_layers
 from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.manager import KVTierManager
 
@@ -83,3 +85,14 @@ def test_events_say_which_of_several_slower_tiers() -> None:
     manager = KVTierManager(service, persistent=False, report_metrics=False)
     told = [(event.medium.name, event.ownership) for event in manager.take_events()]
     assert told == [("CPU", None), ("STORAGE", "fast"), ("STORAGE", "large")]
+
+
+def test_scales_that_were_loaded_are_not_overwritten_by_the_first_pass() -> None:
+    impl = object.__new__(TritonAttentionImpl)
+    cache = torch.zeros((4, 2, 16, 2 * (64 + 4)), dtype=torch.int8)
+    settle_layers(
+        [SimpleNamespace(impl=impl, kv_cache=cache, kv_cache_dtype="int8_per_token_head")]
+    )
+    cache.fill_(7)  # as a load does
+    impl._ensure_scale_caches(cache)  # as the first pass that computes attention does
+    assert bool((cache == 7).all())

@@ -130,6 +130,23 @@ def test_what_may_have_been_loaded_anew_is_told_apart_only_where_nothing_else_do
     assert len({contents.of(way).digest for way in ways}) == 3
 
 
+def test_of_adapters_that_share_a_number_nothing_more_outlives_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM applies the one that it has loaded under that number to requests for the other."""
+    paths = [write(tmp_path / name, name.encode()) for name in ("one", "two", "three")]
+    believed = [engine().of(asked(path)).digest for path in paths]
+    contents = engine()
+    assert contents.of(asked(paths[0])).digest == believed[0]
+    assert contents.of(asked(paths[2], number=3)).digest == believed[2]
+    assert not caplog.text
+    after = [contents.of(asked(path)).digest for path in (paths[1], paths[0])]
+    assert "another one has its lora_int_id" in caplog.text
+    assert len({*after, *believed}) == 5
+    assert contents.of(asked(paths[0], number=4)).digest not in believed
+    assert contents.of(asked(paths[2], number=3)).digest == believed[2]
+
+
 def test_of_an_adapter_newer_than_the_engine_nothing_outlives_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -304,6 +304,13 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f32", "f16"))),
         worker_of(FP8, CONVOLUTION),
         worker_of(FP8, CONVOLUTION, convolutions="DS"),
+        worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="nvfp4")),
+        worker_of(
+            FP8,
+            layer_of(
+                "FLASHINFER", kv_cache_dtype="nvfp4", impl=SimpleNamespace(nvfp4_fa2=True)
+            ),
+        ),
         worker_of(FP8, layer_of("CPU_ATTN", kv_cache_dtype="auto", isa="vec")),
         worker_of(FP8, layer_of("CPU_ATTN", kv_cache_dtype="auto", isa="amx")),
         worker_of(dtype="torch.float16"),
@@ -314,6 +321,83 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
     renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
     assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+
+
+def test_states_of_other_lengths_are_other_bytes() -> None:
+    """A padded page has room for one token guessed or three, whose states are cut elsewhere."""
+
+    def hybrid_with(*shapes: tuple[int, ...]) -> str:
+        kind = ("f16", "f32")
+        layer = layer_of("GDN", get_state_dtype=lambda: kind, get_state_shape=lambda: shapes)
+        return compat.kv_content(FACTS, load=worker_of(FP8, layer))
+
+    contents = [
+        hybrid_with((3, 64), (4, 16, 16)),
+        hybrid_with((4, 64), (4, 16, 16)),
+        hybrid_with((6, 64), (4, 16, 16)),
+        hybrid_with((64, 3), (4, 16, 16)),
+    ]
+    assert len(set(contents)) == len(contents)
+    assert hybrid_with((3, 64), (4, 16, 16)) == contents[0]
+
+
+def paged(rows: int, *, heads: int = 2, tokens: int = 128, **more: Any) -> SimpleNamespace:
+    """Return a layer whose kernel has blocks of ``rows`` tokens, and vLLM of ``tokens``."""
+    kind = SimpleNamespace(num_states=tokens, head_size=64, **more)
+    cache = SimpleNamespace(ndim=4, shape=(7 * tokens // rows, heads, rows, 128))
+    return layer_of(
+        "FLASHINFER",
+        kv_cache_dtype="auto",
+        kv_cache=cache,
+        get_kv_cache_spec=lambda config: kind,
+    )
+
+
+def test_blocks_that_a_kernel_takes_in_parts_are_ordered_by_these() -> None:
+    contents = [
+        compat.kv_content(FACTS, load=worker_of(FP8, layer))
+        for layer in (paged(128), paged(64), paged(32))
+    ]
+    assert len(set(contents)) == len(contents)
+    whole, parts = contents[0], contents[1]
+    unsplit = layer_of("FLASHINFER", kv_cache_dtype="auto")
+    assert compat.kv_content(FACTS, load=worker_of(FP8, unsplit)) == whole, "no store is lost"
+    other_ranks = worker_of(FP8, paged(64, heads=1))
+    assert compat.kv_content(FACTS, load=other_ranks) == parts
+    facts = compat.read_engine(None, [offloading_config()])
+    contents = [
+        compat.kv_content(facts, load=worker_of(FP8, layer))
+        for layer in (paged(128), paged(64))
+    ]
+    assert contents[0] == contents[1], "before 0.29 nobody names the axes"
+
+
+def test_how_long_what_an_indexer_keeps_is_is_part_of_it() -> None:
+    def indexer(elements: int) -> str:
+        kind = SimpleNamespace(num_states=64, head_size=elements)
+        layer = layer_of("INDEXER", dtype="torch.uint8", get_kv_cache_spec=lambda config: kind)
+        return compat.kv_content(FACTS, load=worker_of(FP8, layer))
+
+    fp8, mxfp4 = indexer(132), indexer(68)
+    assert fp8 != mxfp4
+
+
+def test_layers_with_scales_of_each_token_make_their_views_before_anything_is_loaded() -> None:
+    settled: list[object] = []
+    cache = SimpleNamespace(ndim=4)
+
+    def layer(dtype: str, cache: SimpleNamespace) -> SimpleNamespace:
+        impl = SimpleNamespace(_ensure_scale_caches=settled.append)
+        return layer_of(kv_cache_dtype=dtype, impl=impl, kv_cache=cache)
+
+    lone = layer_of(kv_cache_dtype="int8_per_token_head", kv_cache=cache)
+    unbound = layer("int8_per_token_head", SimpleNamespace(ndim=1))
+    compat.settle_layers_here(
+        load=worker_of(layer("fp8", cache), lone, unbound, CONVOLUTION, SimpleNamespace())
+    )
+    assert settled == [], "the scales of other types are the checkpoint's"
+    compat.settle_layers_here(load=worker_of(layer("fp8_per_token_head", cache), FP8))
+    assert settled == [cache]
 
 
 def test_how_convolutions_are_laid_out_is_no_matter_without_any() -> None:

@@ -98,6 +98,7 @@ def test_each_setting_that_changes_keys_or_values_is_told_apart() -> None:
         of(media(video_pruning_rate=0.5)),
         of(media(mm_encoder_attn_dtype="fp8")),
         of(media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path="scales.json")),
+        of(kernel_config=SimpleNamespace(moe_backend="flashinfer_moe_ep_cutedsl")),
         of(**drafting("a/drafter")),
         of(**drafting("another/drafter")),
     ]
@@ -118,6 +119,8 @@ def test_weights_that_an_environment_rounds_are_other_weights(
     "variable",
     [
         "VLLM_MARLIN_INPUT_DTYPE",  # activations of 8 bits
+        "VLLM_ROCM_USE_AITER_FP4BMM",  # weights of 4 bits
+        "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",  # activations of 8 bits
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",  # another order of a block, of one backend
         "VLLM_VIDEO_LOADER_BACKEND",  # other frames of a video whose file is hashed
     ],
@@ -159,6 +162,7 @@ def test_ways_to_load_the_same_weights_cost_no_cache() -> None:
     assert of(loading={"load_format": LoadFormat.DUMMY}) == of(loading={"load_format": "dummy"})
     assert of(**drafting("some/model")) == of(), "as vLLM says of drafts without a model"
     assert of(speculative_config=None) == of()
+    assert of(kernel_config=SimpleNamespace(moe_backend="triton")) == of()
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,12 @@ def test_a_context_that_is_fitted_into_memory_is_another_one_at_every_start(
     assert some == more
     asked = {"hf_config": config, "original_max_model_len": 512, "max_model_len": 512}
     assert of(asked) != some, "the model was built for another length"
+
+
+def test_the_longest_context_counts_where_media_are_fitted_into_it() -> None:
+    model = {"architecture": "NemotronH_Nano_VL_V2", "original_max_model_len": -1}
+    short, long = (of({**model, "max_model_len": at}) for at in (8192, 16384))
+    assert short != long, "images are fitted after the context was cut to what memory allows"
 
 
 @pytest.mark.parametrize("rope", ["default", "llama3", "yarn", "dynamic", "linear"])

@@ -23,7 +23,7 @@ def config(tmp_path: Path) -> KvtierConfig:
     return load_config(path)
 
 
-def namespace(model: Path, config: KvtierConfig) -> str:
+def namespace(model: Path, config: KvtierConfig, *, group_ids: tuple[int, ...] = (0,)) -> str:
     engine = EngineFacts(
         engine_id="engine",
         extra_config={},
@@ -33,8 +33,8 @@ def namespace(model: Path, config: KvtierConfig) -> str:
         kv_layout="LBHNC",
         canonical_layout=False,
         groups=((16, ("layer.0",)),),
-        group_ids=(0,),
-        counting_group=0,
+        group_ids=group_ids,
+        counting_group=group_ids[0],
         tokens_per_hash=16,
         blocks_per_chunk=1,
         worker_kv_bytes_per_block=4096,
@@ -53,6 +53,14 @@ def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     os.utime(path, (date_s, date_s))
+
+
+def test_groups_that_have_other_numbers_in_keys_are_others(
+    config: KvtierConfig, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    names = {namespace(model, config, group_ids=ids) for ids in ((0,), (1,), (2,))}
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from kvtier.vllm.compat.engine import (
     kv_content,
     offers_late_here,
     read_engine,
+    settle_layers_here,
 )
 from kvtier.vllm.compat.halves import (
     blocks_can_be_struck_out,
@@ -110,6 +111,7 @@ __all__ = [
     "refusal",
     "require_members",
     "require_supported_vllm",
+    "settle_layers_here",
     "source_was_read",
     "transfer_results",
     "writes_to_blocks_first",

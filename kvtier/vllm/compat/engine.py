@@ -14,6 +14,7 @@ from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
 from kvtier.vllm.compat.halves import offers_late
+from kvtier.vllm.compat.layers import layer_content, settle_layers
 from kvtier.vllm.compat.meaning import kv_meaning
 from kvtier.vllm.compat.sharing import require_shareable_kv
 
@@ -26,6 +27,7 @@ __all__ = [
     "kv_content",
     "offers_late_here",
     "read_engine",
+    "settle_layers_here",
 ]
 
 FULL_GROUPS: Final = "kvtier_full_attention_groups"
@@ -255,9 +257,10 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
 
     To be asked where a worker registers its KV memory. Two layers may have pages of one size
     and another element type (``--kv-cache-dtype-skip-layers``), and two attention backends may
-    order the same bytes differently, so every layer is named with both; and equal bytes mean
-    something else under other settings of the model (:func:`kv_meaning`). The ranks of an
-    engine come to the same answer, whatever their number.
+    order the same bytes differently, so every layer is named with what its bytes follow from
+    (:func:`~kvtier.vllm.compat.layers.layer_content`); and equal bytes mean something else
+    under other settings of the model (:func:`kv_meaning`). The ranks of an engine come to the
+    same answer, whatever their number if no layer keeps states.
 
     Before vLLM 0.29 the layout is not told either. It then follows from a setting and vLLM's
     version, so a store is bound to these: who changes one finds an empty store, not bytes that
@@ -279,7 +282,11 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
-        content = [_layer_content(name, layers[name], load) for name in names]
+        told = engine.kv_layout is not None
+        content = [
+            layer_content(name, layers[name], config, layout_is_told=told, load=load)
+            for name in names
+        ]
         what = [_digest(json.dumps(content)), _digest(kv_meaning(config))]
         if engine.kv_layout is None:
             layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
@@ -331,28 +338,17 @@ def has_adapters_here(*, load: Load = importlib.import_module) -> bool:
     return getattr(config, "lora_config", None) is not None
 
 
+def settle_layers_here(*, load: Load = importlib.import_module) -> None:
+    """Let the layers of a worker's engine do now what would spoil KV that is loaded.
+
+    To be asked where the worker registers its KV memory, after :func:`kv_content`.
+
+    Args:
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    settle_layers(config.compilation_config.static_forward_context.values())
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _layer_content(name: str, layer: Any, load: Load) -> list[str]:  # noqa: ANN401 - vLLM's
-    """Return the layer's name, its backend, the element types it is known to have, their order.
-
-    Layers that quantise have ``kv_cache_dtype``, caches of indexers ``dtype``, and layers with
-    a state in place of keys and values one type for each part of it. On a CPU the instructions
-    that the processor has decide how a page is ordered, and an environment variable how the
-    state of a convolution is.
-    """
-    states = getattr(layer, "get_state_dtype", None)
-    types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
-    if states is not None:
-        types += [*states(), _convolution_layout(load)]
-    order = getattr(layer, "isa", "")
-    return [name, layer.get_attn_backend().get_name(), *map(str, types), str(order)]
-
-
-def _convolution_layout(load: Load) -> str:
-    """Return how the state of a convolution is laid out; nothing where there is one way."""
-    utilities = load("vllm.model_executor.layers.mamba.mamba_utils")
-    layout = getattr(utilities, "get_conv_state_layout", str)
-    return str(layout())

@@ -65,6 +65,20 @@ _ROPES_OF_ANY_LENGTH: Final = frozenset(
 _LENGTH_SWITCH: Final = "attn_temperature_tuning"
 """Llama 4's; on unless the generation's configuration says otherwise, for long contexts."""
 
+_FITS_MEDIA: Final = frozenset(
+    {
+        "Dots3NoteForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+    }
+)
+"""Models whose images or videos are made as small as the longest context asks for."""
+
+_ROUNDS_AGAIN: Final = frozenset({"flashinfer_moe_ep_cutedsl"})
+"""Kernels of experts that round a checkpoint's weights otherwise when they are loaded."""
+
 _SOURCES: Final = ("_dir", "_path", "_uri")
 """How the options of a loader end that say where weights are; others say how fast."""
 
@@ -97,6 +111,7 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
             model.quantization,
             getattr(model, "quantization_config", None),
             *environment().kv,
+            *_rounding(config),
         ],
         "weights": _weights(model, config.load_config),
         "draft": _draft(model, getattr(config, "speculative_config", None)),
@@ -104,6 +119,12 @@ def kv_meaning(config: Any) -> str:  # noqa: ANN401 - vLLM's
         "media": _media(getattr(model, "multimodal_config", None)),
     }
     return json.dumps(_plain(meaning), sort_keys=True)
+
+
+def _rounding(config: Any) -> list[str]:  # noqa: ANN401 - vLLM's
+    """Return the name of the kernels of experts if their weights are others."""
+    kernels = getattr(getattr(config, "kernel_config", None), "moe_backend", None)
+    return [kernels] if kernels in _ROUNDS_AGAIN else []
 
 
 def _weights(model: Any, loading: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
@@ -165,6 +186,8 @@ def _length(model: Any, architecture: object) -> list[Any]:  # noqa: ANN401 - vL
             getattr(model, "generation_config", None),
             overrides.get(_LENGTH_SWITCH),
         ]
+    if getattr(model, "architecture", None) in _FITS_MEDIA:
+        length = [*length, model.max_model_len]  # as it was cut: media are fitted afterwards
     return length
 
 

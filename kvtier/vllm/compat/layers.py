@@ -1,0 +1,105 @@
+"""What the bytes of one layer follow from, and what a layer does to them by itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from kvtier.vllm.compat.checks import Load
+
+__all__ = ["layer_content", "settle_layers"]
+
+_OWN_SCALES = "_per_token_head"
+"""How element types end that keep a scale for every token and head, in the page itself."""
+
+
+def layer_content(
+    name: str,
+    layer: Any,  # noqa: ANN401 - vLLM's
+    config: Any,  # noqa: ANN401 - vLLM's
+    *,
+    layout_is_told: bool,
+    load: Load = importlib.import_module,
+) -> list[str]:
+    """Return a layer's name, its backend, the element types it is known to have, their order.
+
+    Layers that quantise have ``kv_cache_dtype``; caches of indexers ``dtype``, and as many
+    bytes of it as another element type behind it takes; and layers with a state in place of
+    keys and values one type, and one shape, for each part of it. The shapes follow from the
+    number of tokens that are guessed, and a page that is padded has room for several: without
+    them states are cut elsewhere. On a CPU the instructions that the processor has decide how a
+    page is ordered, an environment variable how the state of a convolution is, and wherever
+    kernels have shorter blocks than vLLM their length.
+
+    Args:
+        name: What the layer is called.
+        layer: The layer, once it has its KV memory.
+        config: vLLM's configuration.
+        layout_is_told: Whether vLLM names the axes of the KV memory, which is since 0.29.
+        load: Imports a module.
+    """
+    states = getattr(layer, "get_state_dtype", None)
+    types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
+    if states is not None:
+        types += [*states(), _convolution_layout(load), _state_shapes(layer)]
+    order = [getattr(layer, "isa", "")]
+    if layout_is_told:
+        order += _of_pages(layer, config)
+    return [name, layer.get_attn_backend().get_name(), *map(str, [*types, *order])]
+
+
+def _convolution_layout(load: Load) -> str:
+    """Return how the state of a convolution is laid out; nothing where there is one way."""
+    utilities = load("vllm.model_executor.layers.mamba.mamba_utils")
+    layout = getattr(utilities, "get_conv_state_layout", str)
+    return str(layout())
+
+
+def _state_shapes(layer: Any) -> list[list[int]]:  # noqa: ANN401 - vLLM's
+    """Return how long each part of a state is, in this rank; nothing where it is not said."""
+    shapes = getattr(layer, "get_state_shape", tuple)
+    return [list(map(int, shape)) for shape in shapes()]
+
+
+def _of_pages(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
+    """Return what else the order of a page follows from, where it does.
+
+    Kernels that take blocks of some lengths only get longer ones in parts, of which each has
+    all heads. Which lengths they take depends on the GPU and on other settings, and so does who
+    writes the scales of 4 bits.
+
+    Returns:
+        Elements of a token, for a layer that has no ``kv_cache_dtype``; the rows of a kernel's
+        block, where they are others than the layer asked for; and another writer's name.
+    """
+    kind = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
+    found: list[object] = []
+    if not hasattr(layer, "kv_cache_dtype"):
+        found += [getattr(kind, "head_size", "")]
+    rows = getattr(kind, "num_states", None)
+    cache: Any = getattr(layer, "kv_cache", None)
+    if rows is not None and getattr(cache, "ndim", 0) > 2 and cache.shape[-2] != rows:
+        found += [int(cache.shape[-2])]
+    if getattr(getattr(layer, "impl", None), "nvfp4_fa2", False):
+        found += ["fa2"]
+    return found
+
+
+def settle_layers(layers: Iterable[Any]) -> None:
+    """Let layers make their views of the KV memory before anything is loaded into it.
+
+    vLLM's Triton backend makes those of scales that each token has in the first forward pass
+    that it computes, and sets all of them to 1. Where no warm-up computes attention, which is
+    so with ``--enforce-eager``, that is the pass of a request whose chunks were loaded: it
+    would read them with scales that are not theirs.
+
+    Args:
+        layers: All layers of the engine, once they have their KV memory.
+    """
+    for layer in layers:
+        settle = getattr(getattr(layer, "impl", None), "_ensure_scale_caches", None)
+        cache = getattr(layer, "kv_cache", None)
+        has_scales = str(getattr(layer, "kv_cache_dtype", "")).endswith(_OWN_SCALES)
+        if settle is not None and has_scales and getattr(cache, "ndim", 0) > 2:
+            settle(cache)
