@@ -21,6 +21,7 @@ from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
     EngineFacts,
     adopt_chunk_size,
+    hands_over_lost_states_here,
     has_adapters_here,
     kv_content,
     offers_late_here,
@@ -195,4 +196,11 @@ def _require_stores_in_time(engine: EngineFacts) -> None:
             "Model Runner V2 clears blocks of this model before it ends the stores that read "
             "them, of which an offloading spec is not told: use KVTierConnector, what `kvtier "
             "vllm-args` prints, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if hands_over_lost_states_here():
+        raise UnsupportedError(
+            "with asynchronous scheduling and several guessed tokens a step vLLM hands over "
+            "states of this model whose blocks it may have given to others, of which an "
+            "offloading spec is not told: use KVTierConnector, what `kvtier vllm-args` prints, "
+            "or start vLLM with --no-async-scheduling"
         )
