@@ -21,6 +21,9 @@
 * **Blocks that others load into.** Where another connector loads a request's KV ahead, the half
   hears of its blocks only when the request is scheduled. Until then a store could go on that
   reads them. So it is told in the step that gives them away.
+* **Blocks that are cleared for nobody.** With priorities a request may lose its blocks in the
+  step that gave it some. These are cleared all the same, where a model needs that, and the half
+  does not hear of them. So it is told.
 * **Ends of states.** What a request says of how much of it may be stored is asserted, and not
   looked at, where the half is handed the state at the end of a prompt. So it is not handed that
   state.
@@ -120,6 +123,9 @@ class Corrections:
         """Return a step as the half is to see it, which has not seen it yet."""
         if self._allocated:
             self._tell_allocated(output)
+        cleared = getattr(output, "new_block_ids_to_zero", None)
+        if cleared and self.knows_tables:
+            self._half._current_batch_allocated_block_ids.update(cleared)  # noqa: SLF001
         blocks = getattr(output, "kv_connector_block_state", None)
         if getattr(blocks, "boundary_state_offloads", None):
             return self._without_unwanted(output)

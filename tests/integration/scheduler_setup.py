@@ -63,6 +63,8 @@ class Setup:
         states: The numbers of the groups that keep states, not KV.
         hash_tokens: Tokens that a hash covers; 0 for the shortest block's.
         guesses: Tokens that are guessed in each step that generates.
+        priorities: Whether requests have some, so that one may lose its blocks in the step
+            that gave it some.
     """
 
     groups: tuple[tuple[int, int | None], ...] = ((16, None),)
@@ -80,6 +82,7 @@ class Setup:
     states: tuple[int, ...] = ()
     hash_tokens: int = 0
     guesses: int = 0
+    priorities: bool = False
 
     @property
     def tokens_per_hash(self) -> int:
@@ -116,6 +119,7 @@ def make_request(
     adapter: LoRARequest | None = None,
     *,
     resumable: bool = False,
+    priority: int = 0,
 ) -> Request:
     """Return the request of that ``number``, which generates ``answer`` tokens in any case."""
     return Request(
@@ -126,6 +130,7 @@ def make_request(
         block_hasher=hasher,
         lora_request=adapter,
         resumable=resumable,
+        priority=priority,
     )
 
 
@@ -165,6 +170,7 @@ def scheduler_with(
             disable_hybrid_kv_cache_manager=False,
             long_prefill_token_threshold=setup.long_prefill_tokens,
             watermark=0.0,
+            policy="priority" if setup.priorities else "fcfs",
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from typing_extensions import override
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from kvtier.keys import group_of, make_key
-from tests.integration.layerwise_world import WRONG, LayerwiseWorld
+from kvtier.vllm.contract import TransferResult
+from tests.integration.layerwise_world import WRONG, LayerwiseWorld, Notes
 from tests.integration.scheduler_setup import Setup
 
 if TYPE_CHECKING:
@@ -56,6 +60,34 @@ class Run(NamedTuple):
     tokens: list[int]
 
 
+class SlowNotes(Notes):
+    """One rank whose stores take until the pass is over, unless they are waited for."""
+
+    def __init__(self, world: LayerwiseWorld) -> None:
+        super().__init__(world)
+        self._stores: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    @override
+    def is_idle(self) -> bool:
+        return super().is_idle and not self._stores
+
+    @override
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._stores[job_id] = src_spec, dst_spec
+        return True
+
+    @override
+    def wait(self, job_ids: AbstractSet[int]) -> None:
+        for job_id in sorted(self._stores.keys() & job_ids):
+            super().submit_store(job_id, *self._stores.pop(job_id))
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        self.wait(set(self._stores))
+        return super().get_finished()
+
+
 class StatesWorld(LayerwiseWorld):
     """Requests and steps, drawn from one seed.
 
@@ -66,7 +98,7 @@ class StatesWorld(LayerwiseWorld):
     """
 
     def __init__(self, setup: Setup, model: Path, seed: int) -> None:
-        super().__init__(setup, model, seed)
+        super().__init__(setup, model, seed, notes=SlowNotes)
         self._held: dict[int, Held | bytes] = cast("dict[int, Held | bytes]", self.contents)
         self._tables: dict[str, list[list[int]]] = {}
         self._computed: dict[str, int] = {}
@@ -82,6 +114,7 @@ class StatesWorld(LayerwiseWorld):
 
     @override
     def go_on(self, request: Request, prompt: Sequence[int], answer: int) -> None:
+        assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
         self._before[request.request_id] = request.num_tokens
         super().go_on(request, prompt, answer)
 
@@ -151,7 +184,10 @@ class StatesWorld(LayerwiseWorld):
                 table.extend(own)
 
     def _begin(self, req_id: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
-        if computed > self._before.get(req_id, computed):
+        before = self._before.pop(req_id, None)
+        if before is None:  # all of it is computed anew
+            self._astray.discard(req_id)
+        elif computed > before:
             self._astray.add(req_id)
         self._tables[req_id] = [list(own) for own in blocks]
         self._computed[req_id] = computed
@@ -177,6 +213,7 @@ class StatesWorld(LayerwiseWorld):
         """Clear blocks, copy into some, and move states into the blocks they go on in."""
         for block in output.new_block_ids_to_zero or ():
             self._held[block] = WRONG
+            self.seen["cleared in vain"] += not self._is_anyones(block)
         for pair in output.kv_cache_block_copies or ():
             self.seen["copies"] += 1
             self._held[pair.dst_block_id] = self._held[pair.src_block_id]
@@ -218,7 +255,7 @@ class StatesWorld(LayerwiseWorld):
         table, req_id = self._table(run, group), run.request.request_id
         column = (run.last - 1) // size
         if run.start and not self._has(table[column], run.request, group, run.start):
-            assert req_id in self._before, (
+            assert run.request.resumable, (
                 f"{req_id} goes on from a state that is not its own after {run.start} tokens: "
                 f"{self._held.get(table[column])!r}"
             )
@@ -242,6 +279,11 @@ class StatesWorld(LayerwiseWorld):
             sampled_token_ids=[run.tokens for run in runs],
             kv_connector_output=results,
         )
+
+    def _is_anyones(self, block: int) -> bool:
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        tables = chain.from_iterable(manager.req_to_blocks.values() for manager in managers)
+        return any(block == own.block_id for own in chain.from_iterable(tables))
 
     def _table(self, run: Run, group: int) -> list[int]:
         return self._tables[run.request.request_id][group]

@@ -82,6 +82,22 @@ def test_what_is_stored_of_states_is_what_its_keys_say(
     assert world.seen["stored of group 1"] > 0
 
 
+@pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
+def test_stores_end_before_blocks_are_cleared_that_nobody_has(
+    make_world: MakeWorld, *, second_runner: bool
+) -> None:
+    world = make_world(
+        second_runner=second_runner,
+        asynchronous=True,
+        guesses=4,
+        engine_blocks=40,
+        priorities=True,
+        seed=11,
+    )
+    drive(world, 300)
+    assert world.seen["cleared in vain"] > 0
+
+
 @pytest.mark.parametrize(
     ("asynchronous", "guesses", "states", "astray"),
     [

@@ -54,6 +54,7 @@ from kvtier.vllm.compat.engine import (
 )
 from kvtier.vllm.compat.halves import (
     blocks_can_be_struck_out,
+    clears_for_nobody_here,
     event_payloads,
     half_is_known,
     hands_over_lost_states_here,
@@ -90,6 +91,7 @@ __all__ = [
     "blocks_can_be_struck_out",
     "chunk_level",
     "chunk_positions",
+    "clears_for_nobody_here",
     "event_extras",
     "event_payloads",
     "full_attention_groups",

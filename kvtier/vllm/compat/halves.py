@@ -17,6 +17,7 @@ from kvtier.vllm.compat.sharing import layer_kinds
 
 __all__ = [
     "blocks_can_be_struck_out",
+    "clears_for_nobody_here",
     "event_payloads",
     "half_is_known",
     "hands_over_lost_states_here",
@@ -285,8 +286,26 @@ def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool
         load: Imports a module.
     """
     config = load("vllm.config").get_current_vllm_config_or_none()
-    if not _is_second_runner(config):
-        return False
+    return _is_second_runner(config) and _clears_blocks(config, load)
+
+
+def clears_for_nobody_here(*, load: Load = importlib.import_module) -> bool:
+    """Return whether a worker may clear blocks of which vLLM's half does not hear.
+
+    With priorities a request may lose its blocks in the step that gave it some, and they are
+    cleared all the same. To be asked where the worker registers its KV memory, after
+    :func:`kv_content`.
+
+    Args:
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    scheduler = getattr(config, "scheduler_config", None)
+    return getattr(scheduler, "policy", None) == "priority" and _clears_blocks(config, load)
+
+
+def _clears_blocks(config: Any, load: Load) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether new blocks of a worker's engine are cleared."""
     interface = load("vllm.v1.kv_cache_interface")
     kinds = layer_kinds(config)
     precisions = {

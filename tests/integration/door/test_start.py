@@ -285,6 +285,34 @@ def test_a_runner_that_clears_blocks_before_it_asks_for_their_stores_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("kind", "policy", "dtype", "refused"),
+    [
+        (KVTierOffloadingSpec, "priority", torch.float16, True),
+        (KVTierOffloadingSpec, "priority", torch.int8, False),
+        (KVTierOffloadingSpec, "fcfs", torch.float16, False),
+        (KVTierConnectorSpec, "priority", torch.float16, False),  # it is told
+    ],
+)
+def test_blocks_that_may_be_cleared_for_nobody_are_refused(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[KVTierOffloadingSpec],
+    policy: str,
+    dtype: torch.dtype,
+    refused: bool,
+) -> None:
+    config, caches = two_groups(0, window_block=16, window_dtype=dtype)
+    config.scheduler_config = SimpleNamespace(policy=policy)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    spec = spec_of_two_groups(kind, settings(), window_block=16)
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"policy priority.*use KVTierConnector"):
+            spec.get_worker(caches)
+    else:
+        spec.get_worker(caches).shutdown()
+
+
+@pytest.mark.parametrize(
     ("kind", "guesses", "refused"),
     [
         (KVTierOffloadingSpec, 2, True),
