@@ -139,9 +139,11 @@ class KVTierConnector(OffloadingConnector):
         half = self.connector_scheduler
         manager = half.manager
         _require_no_late_stores(half, vllm_config, kv_cache_config)
-        self._corrections = Corrections(half)
+        astray = compat.parts_go_astray(vllm_config, kv_cache_config)
+        self._corrections = Corrections(half, parts_go_astray=astray)
+        moving = compat.moving_states(kv_cache_config)
         comes_late = compat.writes_to_blocks_first(vllm_config, kv_cache_config)
-        self._late = LateFlushes(half) if comes_late else None
+        self._late = LateFlushes(half, moving) if comes_late else None
         if not isinstance(manager, KVTierManager):
             return
         self._kvtier = manager
@@ -247,8 +249,8 @@ class KVTierConnector(OffloadingConnector):
         """
         corrections = self._corrections
         if corrections is not None:
-            output = corrections.completed(output)
             corrections.forget_told(output)
+            output = corrections.completed(output)
             corrections.strike_out_given(output)
         if not self._planned:
             return output

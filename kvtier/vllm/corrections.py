@@ -14,12 +14,22 @@
   as a new one with each of them, with all of its blocks, and the half appends these to those it
   knows. What it offers from then on would be stored from the wrong blocks. So it forgets the
   blocks of whatever comes as new.
+* **Parts that go astray.** Such a request goes on without the last token it generated. vLLM
+  does not take back what a state made of that token, where the next step was under way; nor
+  tokens that were guessed and accepted behind the last, where it was not. So nothing of the
+  later parts is stored there.
 * **Blocks that others load into.** Where another connector loads a request's KV ahead, the half
   hears of its blocks only when the request is scheduled. Until then a store could go on that
   reads them. So it is told in the step that gives them away.
+* **Blocks that are cleared for nobody.** With priorities a request may lose its blocks in the
+  step that gave it some. These are cleared all the same, where a model needs that, and the half
+  does not hear of them. So it is told.
 * **Ends of states.** What a request says of how much of it may be stored is asserted, and not
   looked at, where the half is handed the state at the end of a prompt. So it is not handed that
   state.
+* **States that are gone.** Where several guessed tokens are accepted at once under async
+  scheduling, vLLM hands a state over in a step that has freed its block before, and may have
+  given it away. Such a state is not handed over either.
 * **Resets that follow each other.** The half asserts that the jobs of before the last reset
   were told to end, which happens in a step. So they are kept from it meanwhile.
 * **Events of a reset.** The half forgets what it knows of each chunk before it hears that the
@@ -69,13 +79,21 @@ class Corrections:
 
     Args:
         half: vLLM's ``OffloadingConnectorScheduler``.
+        parts_go_astray: Whether vLLM may compute the later parts of a prompt from what is not
+            theirs.
 
     Attributes:
         knows_tables: Whether :meth:`forget_told` can do what it is to do.
     """
 
-    def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(
+        self,
+        half: Any,  # noqa: ANN401 - vLLM's
+        *,
+        parts_go_astray: bool,
+    ) -> None:
         self._half = half
+        self._parts_go_astray = parts_go_astray
         self._bounds = compat.offers_can_be_bounded(half)
         self._windows: list[tuple[int, int]] = []
         """Of each group with a window, its place in the half's lists and its own index."""
@@ -105,10 +123,12 @@ class Corrections:
         """Return a step as the half is to see it, which has not seen it yet."""
         if self._allocated:
             self._tell_allocated(output)
-        if self._bounds:
-            blocks = getattr(output, "kv_connector_block_state", None)
-            if getattr(blocks, "boundary_state_offloads", None):
-                return self._without_unwanted(output)
+        cleared = getattr(output, "new_block_ids_to_zero", None)
+        if cleared and self.knows_tables:
+            self._half._current_batch_allocated_block_ids.update(cleared)  # noqa: SLF001
+        blocks = getattr(output, "kv_connector_block_state", None)
+        if getattr(blocks, "boundary_state_offloads", None):
+            return self._without_unwanted(output)
         return output
 
     def _tell_allocated(self, output: SchedulerOutput) -> None:
@@ -123,19 +143,43 @@ class Corrections:
                 )
 
     def _without_unwanted(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Return a step without the states that their requests do not want to be stored."""
+        """Return a step without states that are gone or that requests want not to be stored."""
         shown = copy.copy(output)
         shown.kv_connector_block_state = state = copy.copy(output.kv_connector_block_state)
+        given = self._given(output)
         wanted = {
-            req_id: [entry for entry in entries if entry[2] <= self._limit_of(req_id)]
+            req_id: [
+                entry
+                for entry in entries
+                if entry[2] <= self._limit_of(req_id)
+                and not (entry[1] in given and self._lost(output, req_id, entry))
+            ]
             for req_id, entries in state.boundary_state_offloads.items()
         }
         state.boundary_state_offloads = {key: kept for key, kept in wanted.items() if kept}
         return shown
 
+    def _lost(self, output: SchedulerOutput, req_id: str, entry: tuple[int, int, int]) -> bool:
+        """Return whether a state that is handed over is in a block its request has no more.
+
+        Args:
+            output: The step.
+            req_id: The request.
+            entry: The state's KV cache group, its block, and the tokens that it follows.
+        """
+        group, block, tokens = entry
+        tables = output.kv_connector_block_state.get_block_ids(req_id)
+        groups = self._half.config.kv_group_configs
+        size = next((each.tokens_per_block for each in groups if each.group_idx == group), 0)
+        if not (tables and size):
+            return True
+        # Where the request goes on in the state's own block, a copy of it is handed over.
+        homes = [pair.src_block_id for pair in _copies(output) if pair.dst_block_id == block]
+        return {block, *homes}.isdisjoint(tables[group][: -(-tokens // size)])
+
     def _limit_of(self, req_id: str) -> float:
         """Return how many tokens of a request may be stored."""
-        status = self._half._req_status.get(req_id)  # noqa: SLF001
+        status = self._half._req_status.get(req_id) if self._bounds else None  # noqa: SLF001
         limit: int | None = None if status is None else status.max_offload_tokens
         return math.inf if limit is None else limit
 
@@ -160,7 +204,11 @@ class Corrections:
             return
         for new in output.scheduled_new_reqs:
             status = self._half._req_status.get(new.req_id)  # noqa: SLF001
-            for state in () if status is None else status.group_states:
+            if status is None:
+                continue
+            if self._parts_go_astray and any(state.block_ids for state in status.group_states):
+                status.max_offload_tokens = 0
+            for state in status.group_states:
                 state.block_ids.clear()
 
     def strike_out_lost(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -186,12 +234,20 @@ class Corrections:
         ending, self._ending = self._ending, []
         if not ending:
             return
-        given = {*self._half._current_batch_allocated_block_ids, *_new_blocks(output)}  # noqa: SLF001
+        given = self._given(output)
         for status in ending:
             for place, _ in self._windows:
                 state = status.group_states[place]
                 held = [0 if block in given else block for block in state.block_ids]
                 self._strike_out(state, held)
+
+    def _given(self, output: SchedulerOutput) -> set[int]:
+        """Return the blocks that a step gives to requests, which the half has not seen yet."""
+        return {
+            *getattr(self._half, "_current_batch_allocated_block_ids", ()),
+            *_new_blocks(output),
+            *(pair.dst_block_id for pair in _copies(output)),
+        }
 
     def _strike_out(self, state: Any, held: Sequence[int]) -> None:  # noqa: ANN401 - vLLM's
         """Strike out the blocks of chunks that were passed, but those that are ``held``."""
@@ -232,6 +288,11 @@ class Corrections:
         """Return the events of before a reset, once."""
         untold, self._untold = self._untold, []
         return untold
+
+
+def _copies(output: SchedulerOutput) -> Sequence[Any]:
+    """Return which blocks a step copies into others."""
+    return getattr(output, "kv_cache_block_copies", None) or ()
 
 
 def _new_blocks(output: SchedulerOutput) -> Iterator[int]:

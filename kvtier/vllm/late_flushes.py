@@ -2,14 +2,16 @@
 
 Before vLLM writes to blocks that a step gives away, it asks its workers to end the stores that
 read them, and its first model runner does so. Model Runner V2 asks when it has cleared these
-blocks, and has copied into some, where a model has states or KV of several precisions. From
+blocks, and has copied into some, where a model has states or KV of several precisions; and
+when it has moved a request's state from its last block into the one the step gives it. From
 then on a store copies zeros, or another request's KV, under a valid key. Which blocks are
-written to is in the step, so the scheduler half says which stores come too late, and the
-workers let these fail.
+written to follows from the step, so the scheduler half says which stores come too late, and
+the workers let these fail.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -41,10 +43,13 @@ class LateFlushes:
 
     Args:
         half: vLLM's ``OffloadingConnectorScheduler``.
+        moving: The KV cache groups whose states move from block to block, and the tokens of a
+            block of each.
     """
 
-    def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, half: Any, moving: Mapping[int, int]) -> None:  # noqa: ANN401 - vLLM's
         self._half = half
+        self._moving = moving
 
     def told(self, metadata: Any, output: SchedulerOutput) -> Any:  # noqa: ANN401 - vLLM's
         """Return ``metadata`` of a step with the stores that come too late in it."""
@@ -52,6 +57,7 @@ class LateFlushes:
             return metadata
         written = {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
         written.update(output.new_block_ids_to_zero or ())
+        written.update(self._moved_into(output))
         overwritten = frozenset(
             job_id
             for job_id in metadata.jobs_to_flush
@@ -65,6 +71,14 @@ class LateFlushes:
             jobs_to_flush=metadata.jobs_to_flush,
             overwritten=overwritten,
         )
+
+    def _moved_into(self, output: SchedulerOutput) -> Iterator[int]:
+        """Yield the blocks that a step gives to requests for their states, hits excepted."""
+        for group, tokens_per_block in self._moving.items():
+            for new in output.scheduled_new_reqs:
+                yield from new.block_ids[group][new.num_computed_tokens // tokens_per_block :]
+            for given in output.scheduled_cached_reqs.new_block_ids:
+                yield from () if given is None else given[group]
 
     def _blocks_of(self, job_id: int) -> chain[int]:
         """Return the blocks that a store reads; none of one of before a reset."""

@@ -21,6 +21,8 @@ from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
     EngineFacts,
     adopt_chunk_size,
+    clears_for_nobody_here,
+    hands_over_lost_states_here,
     has_adapters_here,
     kv_content,
     offers_late_here,
@@ -197,4 +199,17 @@ def _require_stores_in_time(engine: EngineFacts) -> None:
             "Model Runner V2 clears blocks of this model before it ends the stores that read "
             "them, of which an offloading spec is not told: use KVTierConnector, what `kvtier "
             "vllm-args` prints, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if clears_for_nobody_here():
+        raise UnsupportedError(
+            "with --scheduling-policy priority vLLM clears blocks of this model that stores "
+            "may still read, of which an offloading spec is not told: use KVTierConnector, "
+            "what `kvtier vllm-args` prints, or start vLLM without it"
+        )
+    if hands_over_lost_states_here():
+        raise UnsupportedError(
+            "with asynchronous scheduling and several guessed tokens a step vLLM hands over "
+            "states of this model whose blocks it may have given to others, of which an "
+            "offloading spec is not told: use KVTierConnector, what `kvtier vllm-args` prints, "
+            "or start vLLM with --no-async-scheduling"
         )

@@ -189,6 +189,7 @@ class LayerwiseWorld:
         model: A directory for the model's configuration.
         seed: Of everything.
         adapters: Of which each request asks for one that is drawn, None for none.
+        notes: What the rank is.
     """
 
     def __init__(
@@ -197,13 +198,14 @@ class LayerwiseWorld:
         model: Path,
         seed: int,
         adapters: Sequence[LoRARequest | None] = (None,),
+        notes: type[Notes] = Notes,
     ) -> None:
         self.setup = setup
         self.draw = random.Random(seed)
         self._adapters = adapters
         self.cache = SteppedCache(*setup.slots, seed=seed, slowest_steps=2)
         self.spied = SpiedService(self.cache.service)
-        self.notes = Notes(self)
+        self.notes = notes(self)
         self.worker: Any = None
         self.seen: Counter[str] = Counter()
         self.loaded: set[bytes] = set()
@@ -229,6 +231,7 @@ class LayerwiseWorld:
             self._hasher,
             adapter=adapter,
             resumable=resumable,
+            priority=self.draw.randint(0, 3) if self.setup.priorities else 0,
         )
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)

@@ -15,6 +15,7 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
@@ -26,6 +27,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -57,6 +60,11 @@ class Setup:
         slowest_steps: Most steps a copy takes.
         long_prefill_tokens: Most tokens of a prompt in a step with others; 0 for no limit.
         load_failures: What becomes of a request whose load failed, as vLLM calls it.
+        states: The numbers of the groups that keep states, not KV.
+        hash_tokens: Tokens that a hash covers; 0 for the shortest block's.
+        guesses: Tokens that are guessed in each step that generates.
+        priorities: Whether requests have some, so that one may lose its blocks in the step
+            that gave it some.
     """
 
     groups: tuple[tuple[int, int | None], ...] = ((16, None),)
@@ -71,10 +79,35 @@ class Setup:
     slowest_steps: int = 3
     long_prefill_tokens: int = 0
     load_failures: str = "recompute"
+    states: tuple[int, ...] = ()
+    hash_tokens: int = 0
+    guesses: int = 0
+    priorities: bool = False
 
     @property
     def tokens_per_hash(self) -> int:
-        return min(tokens for tokens, _ in self.groups)
+        return self.hash_tokens or min(tokens for tokens, _ in self.groups)
+
+    def spec_of(self, number: int) -> KVCacheSpec:
+        """Return what the layers of a group keep."""
+        tokens, window = self.groups[number]
+        if number in self.states:
+            return MambaSpec(
+                block_size=tokens,
+                shapes=((2 * tokens,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+                num_speculative_blocks=self.guesses,
+            )
+        common: dict[str, Any] = {
+            "block_size": tokens,
+            "num_kv_heads": 1,
+            "head_size": 1,
+            "dtype": torch.float32,
+        }
+        if window is None:
+            return FullAttentionSpec(**common)
+        return SlidingWindowSpec(**common, sliding_window=window)
 
 
 def make_request(
@@ -86,6 +119,7 @@ def make_request(
     adapter: LoRARequest | None = None,
     *,
     resumable: bool = False,
+    priority: int = 0,
 ) -> Request:
     """Return the request of that ``number``, which generates ``answer`` tokens in any case."""
     return Request(
@@ -96,6 +130,7 @@ def make_request(
         block_hasher=hasher,
         lora_request=adapter,
         resumable=resumable,
+        priority=priority,
     )
 
 
@@ -135,6 +170,7 @@ def scheduler_with(
             disable_hybrid_kv_cache_manager=False,
             long_prefill_token_threshold=setup.long_prefill_tokens,
             watermark=0.0,
+            policy="priority" if setup.priorities else "fcfs",
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
@@ -153,20 +189,22 @@ def scheduler_with(
     config.scheduler_config.async_scheduling = setup.asynchronous
     config.cache_config.num_gpu_blocks = setup.engine_blocks
     config.cache_config.kv_cache_layout = "LBHNC"
-    groups = []
-    for number, (tokens, window) in enumerate(setup.groups):
-        common = {
-            "block_size": tokens,
-            "num_kv_heads": 1,
-            "head_size": 1,
-            "dtype": torch.float32,
-        }
-        spec = (
-            FullAttentionSpec(**common)
-            if window is None
-            else SlidingWindowSpec(**common, sliding_window=window)
+    if setup.guesses:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=setup.guesses,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
         )
-        groups.append(KVCacheGroupSpec([f"layer{number}"], spec))
+    if setup.states:
+        config.cache_config.mamba_cache_mode = "align"
+    if setup.hash_tokens:
+        config.cache_config.prefix_match_unit = setup.hash_tokens
+    groups = [
+        KVCacheGroupSpec([f"layer{number}"], setup.spec_of(number))
+        for number in range(len(setup.groups))
+    ]
     kv_cache = KVCacheConfig(
         num_blocks=setup.engine_blocks, kv_cache_tensors=[], kv_cache_groups=groups
     )

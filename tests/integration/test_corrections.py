@@ -271,7 +271,7 @@ def clear_blocks_first(world: LayerwiseWorld, monkeypatch: pytest.MonkeyPatch) -
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         monkeypatch.setattr(manager, "_record_new_block_ids", True)
     connector = scheduler.connector
-    monkeypatch.setattr(connector, "_late", LateFlushes(connector.connector_scheduler))
+    monkeypatch.setattr(connector, "_late", LateFlushes(connector.connector_scheduler, {}))
 
 
 @pytest.mark.parametrize("groups", [((16, None),), ((16, None), (16, 40))])

@@ -433,6 +433,18 @@ def test_scales_that_are_computed_at_every_start_are_refused() -> None:
         compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=True))
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused(goes_on: bool) -> None:
+    load = worker_of()
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    config.parallel_config = SimpleNamespace(enable_fault_tolerance=goes_on)
+    if goes_on:
+        with pytest.raises(UnsupportedError, match="with --enable-fault-tolerance"):
+            compat.kv_content(FACTS, load=load)
+    else:
+        compat.kv_content(FACTS, load=load)
+
+
 def test_a_worker_that_is_not_told_either_refuses() -> None:
     facts = compat.read_engine(None, [offloading_config()])
     outside = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)

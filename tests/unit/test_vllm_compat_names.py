@@ -149,6 +149,53 @@ def test_blocks_are_written_to_first_where_the_second_runner_clears_them(
     assert not compat.writes_to_blocks_first(engine, SimpleNamespace())
 
 
+def test_states_move_where_they_are_left_in_full_blocks() -> None:
+    kinds = [
+        SimpleNamespace(block_size=16),
+        SimpleNamespace(block_size=32, mamba_cache_mode="align"),
+        SimpleNamespace(block_size=64, mamba_cache_mode="none"),
+    ]
+    groups = [SimpleNamespace(kv_cache_spec=kind) for kind in kinds]
+    assert compat.moving_states(SimpleNamespace(kv_cache_groups=groups)) == {1: 32}
+
+
+@pytest.mark.parametrize(
+    ("states", "ahead", "guesses", "astray"),
+    [
+        (False, False, False, False),
+        (False, True, True, False),
+        (False, False, True, True),
+        (True, True, False, True),
+        (True, False, False, False),
+    ],
+)
+def test_parts_go_astray_where_more_is_computed_than_they_keep(
+    states: bool, ahead: bool, guesses: bool, astray: bool
+) -> None:
+    engine = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        speculative_config=object() if guesses else None,
+    )
+    cache = SimpleNamespace(has_mamba_layers=states)
+    assert compat.parts_go_astray(engine, cache) is astray
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("guesses", [0, 1, 2])
+def test_states_are_handed_over_too_late_where_a_step_may_pass_them_by_two(
+    mode: str, asynchronous: bool, guesses: int
+) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(mamba_cache_mode=mode),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+        num_speculative_tokens=guesses,
+    )
+    module = SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
+    late = compat.hands_over_lost_states_here(load=lambda _: module)
+    assert late is (mode == "align" and asynchronous and guesses > 1)
+
+
 def test_offers_can_be_bounded_where_a_half_keeps_a_limit() -> None:
     half = SimpleNamespace(_req_status={})
     limited = dataclasses.make_dataclass("RequestOffloadState", ["max_offload_tokens"])

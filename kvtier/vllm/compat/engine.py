@@ -292,19 +292,29 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
             layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
             what = [str(layout), str(load("vllm").__version__), *what]
         element = str(config.model_config.dtype)
-        scales_at_start = getattr(config.cache_config, "calculate_kv_scales", False)
+        _require_certain_kv(config)
         require_shareable_kv(config)
     except (AttributeError, ImportError, KeyError) as error:
         raise UnsupportedError(
             f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
         ) from error
-    if scales_at_start:
+    return " ".join([element, *what])
+
+
+def _require_certain_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse an engine of which nobody can say what a stored byte stands for."""
+    if getattr(config.cache_config, "calculate_kv_scales", False):
         raise UnsupportedError(
             "calculate_kv_scales is set: vLLM then computes the scales of the KV cache anew at "
             "every start, and stored bytes would mean something else after it; remove "
             "--calculate-kv-scales, and use a checkpoint that has scales"
         )
-    return " ".join([element, *what])
+    parallel = getattr(config, "parallel_config", None)
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise UnsupportedError(
+            "with --enable-fault-tolerance vLLM goes on after a step that failed, and takes "
+            "what the step did not compute for computed, so it would be stored; remove it"
+        )
 
 
 def offers_late_here(engine: EngineFacts, *, load: Load = importlib.import_module) -> bool:

@@ -17,12 +17,16 @@ from kvtier.vllm.compat.sharing import layer_kinds
 
 __all__ = [
     "blocks_can_be_struck_out",
+    "clears_for_nobody_here",
     "event_payloads",
     "half_is_known",
+    "hands_over_lost_states_here",
     "loads_before_the_pass",
+    "moving_states",
     "offers_can_be_bounded",
     "offers_can_be_repeated",
     "offers_late",
+    "parts_go_astray",
     "source_was_read",
     "writes_to_blocks_first",
     "writes_to_blocks_first_here",
@@ -218,13 +222,34 @@ def loads_before_the_pass(connector: type[Any], output: type[Any]) -> bool:
     )
 
 
+def parts_go_astray(
+    vllm_config: Any,  # noqa: ANN401 - vLLM's
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+) -> bool:
+    """Return whether vLLM may compute the later parts of a prompt from what is not theirs.
+
+    A request whose prompt comes in parts goes on without the last token that it generated. Its
+    state has that token in it where the next step was under way; and where that is not so, the
+    tokens that were accepted behind the last one count as computed.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: The engine's KV cache groups.
+    """
+    ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    guesses = vllm_config.speculative_config is not None
+    has_states = bool(getattr(kv_cache_config, "has_mamba_layers", False))
+    return has_states if ahead else guesses
+
+
 def writes_to_blocks_first(
     vllm_config: Any,  # noqa: ANN401 - vLLM's
     kv_cache_config: Any,  # noqa: ANN401 - vLLM's
 ) -> bool:
     """Return whether workers write to blocks before they end the stores that read them.
 
-    Model Runner V2 does so with blocks that are to be cleared.
+    Model Runner V2 does so with blocks that are to be cleared, and with those that states move
+    into (:func:`moving_states`); where there are states, blocks are cleared.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -232,6 +257,23 @@ def writes_to_blocks_first(
     """
     clears = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
     return clears and _is_second_runner(vllm_config)
+
+
+def moving_states(kv_cache_config: Any) -> dict[int, int]:  # noqa: ANN401 - vLLM's
+    """Return the groups whose states move from block to block, with the tokens of a block.
+
+    With ``mamba_cache_mode: align`` a request's state is left in a full block, and goes on in
+    a copy in the next one.
+
+    Args:
+        kv_cache_config: The engine's KV cache groups.
+    """
+    kinds = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return {
+        number: int(kind.block_size)
+        for number, kind in enumerate(kinds)
+        if getattr(kind, "mamba_cache_mode", None) == "align"
+    }
 
 
 def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool:
@@ -244,8 +286,26 @@ def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool
         load: Imports a module.
     """
     config = load("vllm.config").get_current_vllm_config_or_none()
-    if not _is_second_runner(config):
-        return False
+    return _is_second_runner(config) and _clears_blocks(config, load)
+
+
+def clears_for_nobody_here(*, load: Load = importlib.import_module) -> bool:
+    """Return whether a worker may clear blocks of which vLLM's half does not hear.
+
+    With priorities a request may lose its blocks in the step that gave it some, and they are
+    cleared all the same. To be asked where the worker registers its KV memory, after
+    :func:`kv_content`.
+
+    Args:
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    scheduler = getattr(config, "scheduler_config", None)
+    return getattr(scheduler, "policy", None) == "priority" and _clears_blocks(config, load)
+
+
+def _clears_blocks(config: Any, load: Load) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether new blocks of a worker's engine are cleared."""
     interface = load("vllm.v1.kv_cache_interface")
     kinds = layer_kinds(config)
     precisions = {
@@ -254,6 +314,25 @@ def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool
         if isinstance(kind, interface.AttentionSpec)
     }
     return len(precisions) > 1 or any(isinstance(kind, interface.MambaSpec) for kind in kinds)
+
+
+def hands_over_lost_states_here(*, load: Load = importlib.import_module) -> bool:
+    """Return whether the scheduler of a worker's engine hands over states that are gone.
+
+    It does so where the tokens of one step may pass the end of a block by two: it then frees
+    the block's state before it hands the state over. To be asked where the worker registers
+    its KV memory, after :func:`kv_content`.
+
+    Args:
+        load: Imports a module.
+    """
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    scheduler = getattr(config, "scheduler_config", None)
+    return (
+        getattr(config.cache_config, "mamba_cache_mode", None) == "align"
+        and bool(getattr(scheduler, "async_scheduling", False))
+        and getattr(config, "num_speculative_tokens", 0) > 1
+    )
 
 
 def _is_second_runner(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's

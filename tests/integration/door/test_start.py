@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,62 @@ def test_a_runner_that_clears_blocks_before_it_asks_for_their_stores_is_refused(
     spec = spec_of_two_groups(kind, settings(), window_block=16)
     if refused:
         with pytest.raises(UnsupportedError, match=r"use KVTierConnector.*MODEL_RUNNER=0"):
+            spec.get_worker(caches)
+    else:
+        spec.get_worker(caches).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "dtype", "refused"),
+    [
+        (KVTierOffloadingSpec, "priority", torch.float16, True),
+        (KVTierOffloadingSpec, "priority", torch.int8, False),
+        (KVTierOffloadingSpec, "fcfs", torch.float16, False),
+        (KVTierConnectorSpec, "priority", torch.float16, False),  # it is told
+    ],
+)
+def test_blocks_that_may_be_cleared_for_nobody_are_refused(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[KVTierOffloadingSpec],
+    policy: str,
+    dtype: torch.dtype,
+    refused: bool,
+) -> None:
+    config, caches = two_groups(0, window_block=16, window_dtype=dtype)
+    config.scheduler_config = SimpleNamespace(policy=policy)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    spec = spec_of_two_groups(kind, settings(), window_block=16)
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"policy priority.*use KVTierConnector"):
+            spec.get_worker(caches)
+    else:
+        spec.get_worker(caches).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "guesses", "refused"),
+    [
+        (KVTierOffloadingSpec, 2, True),
+        (KVTierOffloadingSpec, 1, False),
+        (KVTierConnectorSpec, 2, False),  # it leaves such states out
+    ],
+)
+def test_states_that_are_handed_over_too_late_are_refused(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[KVTierOffloadingSpec],
+    guesses: int,
+    refused: bool,
+) -> None:
+    config, caches = two_groups(0, window_block=16)
+    config.cache_config.mamba_cache_mode = "align"
+    config.scheduler_config = SimpleNamespace(async_scheduling=True)
+    config.num_speculative_tokens = guesses
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    spec = spec_of_two_groups(kind, settings(), window_block=16)
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"use KVTierConnector.*no-async-scheduling"):
             spec.get_worker(caches)
     else:
         spec.get_worker(caches).shutdown()

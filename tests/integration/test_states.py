@@ -1,0 +1,137 @@
+"""Models whose layers keep states, under vLLM's own scheduler, with both of its runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from tests.integration.layerwise_world import arrange
+from tests.integration.scheduler_setup import Setup
+from tests.integration.states_world import StatesWorld
+
+MakeWorld = Callable[..., StatesWorld]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorld]:
+    worlds: list[StatesWorld] = []
+    arrange(monkeypatch, "ahead")
+    # It wants Triton, which its scheduler does not use.
+    monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
+
+    def make(*, second_runner: bool, seed: int, **setup: Any) -> StatesWorld:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(second_runner)))
+        common: dict[str, Any] = {
+            "groups": ((16, None), (16, None)),
+            "states": (1,),
+            "slots": (96, 400),
+            "retention_tokens": 0,
+            "store_decode": True,
+        }
+        worlds.append(StatesWorld(Setup(**(common | setup)), tmp_path / "model", seed))
+        assert worlds[-1].scheduler.use_v2_model_runner is second_runner
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        assert world.cache.service.statistics().internal_errors == 0
+        world.cache.service.shutdown()
+
+
+def drive(world: StatesWorld, steps: int) -> None:
+    draw = world.draw
+    prompts: list[list[int]] = []
+    for _ in range(steps):
+        if len(world.alive()) < 6 and draw.random() < 0.5:
+            known = draw.choice(prompts) if prompts and draw.random() < 0.5 else []
+            prompt = known + [draw.randrange(500) for _ in range(draw.randint(1, 90))]
+            prompts.append(prompt[: draw.randint(1, 200)])
+            world.submit(prompt[-200:], draw.randint(1, 60))
+        if draw.random() < 0.02 and (alive := world.alive()):
+            world.abort(draw.choice(alive))
+        world.step()
+    world.settle()
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize(("asynchronous", "guesses"), [(False, 0), (False, 3), (True, 3)])
+@pytest.mark.parametrize("hash_tokens", [0, 4], ids=["whole", "parts"])
+def test_what_is_stored_of_states_is_what_its_keys_say(
+    make_world: MakeWorld,
+    *,
+    second_runner: bool,
+    asynchronous: bool,
+    guesses: int,
+    hash_tokens: int,
+) -> None:
+    world = make_world(
+        second_runner=second_runner,
+        asynchronous=asynchronous,
+        guesses=guesses,
+        hash_tokens=hash_tokens,
+        engine_blocks=40,
+        seed=0,
+    )
+    drive(world, 300)
+    assert world.seen["moves"] > 0
+    assert world.seen["stored of group 0"] > 0
+    assert world.seen["stored of group 1"] > 0
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
+def test_stores_end_before_blocks_are_cleared_that_nobody_has(
+    make_world: MakeWorld, *, second_runner: bool
+) -> None:
+    world = make_world(
+        second_runner=second_runner,
+        asynchronous=True,
+        guesses=4,
+        engine_blocks=40,
+        priorities=True,
+        seed=11,
+    )
+    drive(world, 300)
+    assert world.seen["cleared in vain"] > 0
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "guesses", "states", "astray"),
+    [
+        (False, 0, (1,), False),
+        (True, 0, (1,), True),
+        (True, 3, (1,), True),
+        (False, 3, (), True),
+        (True, 3, (), False),
+    ],
+)
+def test_nothing_is_stored_of_parts_that_go_astray(
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+    guesses: int,
+    states: tuple[int, ...],
+    astray: bool,
+) -> None:
+    world = make_world(
+        second_runner=False,
+        asynchronous=asynchronous,
+        guesses=guesses,
+        groups=((16, None), (16, None)) if states else ((16, None),),
+        states=states,
+        engine_blocks=64,
+        seed=0,
+    )
+    request = world.submit([world.draw.randrange(500) for _ in range(40)], 9, resumable=True)
+    world.settle()
+    first = world.seen["stored of group 0"]
+    assert first > 0
+    for part in (70, 20, 50):
+        world.go_on(request, [world.draw.randrange(500) for _ in range(part)], 9)
+        world.settle()
+    world.end(request)
+    world.settle()
+    assert (world.seen["stored of group 0"] == first) is astray
