@@ -62,6 +62,23 @@ def test_the_urgent_job_starts_first(make_engine: MakeEngine, route: Scripted) -
     assert route.began == [first.job_id, urgent.job_id, slow.job_id]
 
 
+def test_a_large_job_is_not_overtaken_by_small_ones_for_which_there_is_room(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    """There may always be some, until the large one's deadline has passed."""
+    engine = make_engine(running_bytes=2 * CHUNK_NBYTES)
+    running, large, small, beside = job(), job(chunks=2), job(), job(Why.DEMOTE)
+    gate = route.hold(running)
+    engine.submit(running)
+    assert route.entered[running.job_id].wait(10)
+    engine.submit(large, small, beside)
+    wait_for(engine, beside)  # by then the others were looked at
+    assert route.began == [running.job_id, beside.job_id]
+    gate.set()
+    wait_for(engine, large, small)
+    assert route.began[2:] == [large.job_id, small.job_id]
+
+
 def test_a_full_queue_refuses_and_never_blocks(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
