@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -412,6 +413,27 @@ def test_the_stores_of_a_job_are_copied_in_one_call(
         for place, block in enumerate(blocks):
             at, wanted = place * BLOCK_NBYTES, block_bytes(device.kv, group, block)
             assert bytes(device.region.slot(slot)[at : at + len(wanted)]) == wanted
+
+
+def test_the_copy_of_several_stores_comes_after_the_last_of_their_marks(
+    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the forward pass wrote before the first is not all that the others are to read."""
+    fences: list[Fence | None] = []
+    monkeypatch.setattr(BlockCopier, "store", lambda *_, after: fences.append(after))
+    device = make_device(blocks_per_chunk=1)
+    marks = [cast("Fence", name) for name in ("first", "second", "last")]
+    job = store_job(
+        *(
+            plan_copy([3 + slot], [1, 0], [0, 0], [slot], blocks_per_chunk=1)
+            for slot in range(len(marks))
+        )
+    )
+    stores = [
+        replace(store, after=mark) for store, mark in zip(job.payload, marks, strict=True)
+    ]
+    asyncio.run(device.store.run(job._replace(payload=stores)))
+    assert fences == marks[-1:]
 
 
 def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: MakeDevice) -> None:
