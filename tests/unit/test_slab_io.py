@@ -125,6 +125,18 @@ async def test_short_transfers_are_carried_on(
     assert await shelf.get(KEYS, range(8)) == [DONE] * 8
 
 
+@pytest.mark.parametrize("checksum", ["xxh3", "off"])
+async def test_what_was_in_a_slot_is_a_miss_once_it_is_overwritten_though_in_vain(
+    open_shelf: OpenShelf, io: FaultyIo, checksum: str
+) -> None:
+    shelf = await open_shelf(checksum=checksum)
+    await shelf.put(KEYS[:1], [0])
+    io.fail("pwritev", errno.EIO)
+    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    io.heal()
+    assert await shelf.get(KEYS[:2], [0, 0]) == [CORRUPT] * 2
+
+
 async def test_a_flipped_bit_is_a_miss_for_its_chunk_alone(
     open_shelf: OpenShelf, pool: IoPool, slots_path: Path
 ) -> None:
@@ -448,6 +460,23 @@ async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
     io.heal()
     shelf = await open_shelf()  # and the lock was released
     assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+
+
+async def test_a_slot_file_with_holes_is_given_its_room_before_anything_is_stored(
+    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+) -> None:
+    """As a copy has them that leaves out zeros: a full disk would show when a hole is filled."""
+
+    def make_holes() -> None:
+        os.truncate(slots_path, 0)
+        os.truncate(slots_path, CAPACITY * SLOT)
+
+    shelf = await open_shelf()
+    await shelf.tier.aclose()
+    await pool.run(make_holes, priority=0)
+    await shelf.open()
+    status = await pool.run(slots_path.stat, priority=0)
+    assert status.st_blocks * 512 >= status.st_size == CAPACITY * SLOT
 
 
 async def test_too_small_a_disk_is_not_filled_to_find_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -112,6 +113,21 @@ async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
     _, found = await start(keep_after_reset=True)
     assert found == [(KEYS[1], 1)]
     assert warnings_in(caplog) == []
+
+
+async def test_what_was_being_written_when_the_cache_was_reset_is_kept_by_nobody(
+    start: Start, io: FaultyIo, pool: IoPool
+) -> None:
+    shelf, _ = await start(keep_after_reset=True)
+    gate = io.stall("pwritev")
+    writing = asyncio.ensure_future(shelf.put(KEYS[:1], [0]))
+    assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
+    await shelf.tier.reset()
+    gate.set()
+    assert await writing == [FAILED]
+    assert await shelf.get(KEYS[:1], [0]) == [CORRUPT]
+    assert await shelf.reopen() == []
+    await shelf.tier.aclose()
 
 
 async def test_what_counts_is_what_was_said_when_the_cache_was_reset(start: Start) -> None:
