@@ -453,7 +453,7 @@ async def test_o_direct_that_opens_but_refuses_io_is_found_out(
 async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
     open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, slots_path: Path
 ) -> None:
-    io.fail("allocate", errno.ENOSPC)
+    io.strike("allocate", 0, Fault(errno.ENOSPC, late=True))  # it keeps what it got
     with pytest.raises(ConfigError, match=r"capacity of 128 KiB does not fit: .* free"):
         await open_shelf()
     assert (await pool.run(slots_path.stat, priority=0)).st_size == 0
@@ -465,7 +465,7 @@ async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
 async def test_a_slot_file_with_holes_is_given_its_room_before_anything_is_stored(
     open_shelf: OpenShelf, pool: IoPool, slots_path: Path
 ) -> None:
-    """As a copy has them that leaves out zeros: a full disk would show when a hole is filled."""
+    """As a copy that leaves out zeros has; a full disk would show when one is filled."""
 
     def make_holes() -> None:
         os.truncate(slots_path, 0)
