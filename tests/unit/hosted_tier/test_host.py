@@ -92,6 +92,20 @@ async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
     assert await shelf.reopen() == [(keys[1], 1)]
 
 
+async def test_it_is_told_so_before_anything_new_is_written_there(
+    shelf: Shelf[HostedTier],
+) -> None:
+    old, new = make_keys(range(2))
+    await shelf.put([old], [0])
+    kill(shelf.tier, signal.SIGKILL)
+    assert await shelf.get([old], [0]) == [FAILED]
+    shelf.tier.forget([0])
+    await asyncio.sleep(0)  # by then there is nobody to tell
+    assert await shelf.put([new], [0]) == [DONE]
+    assert await shelf.get([new], [0]) == [DONE]
+    assert await shelf.reopen() == [(new, 0)]
+
+
 async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_it(
     shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
