@@ -325,6 +325,16 @@ class TestLog:
         assert "the index's log has grown to" in said
 
 
+def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
+    database: IndexDatabase,
+) -> None:
+    database.apply(Change(rows=rows_of([0, 1])))
+    database.owe_clear()
+    database.apply(Change(rows=rows_of([1, 2])))
+    assert not database.owes_clear
+    assert sorted(database.load(SLOTS).slots.tolist()) == [1, 2]
+
+
 class Gated(Recorder):
     """Holds its first commit until ``gate`` is open, and may fail it then."""
 
