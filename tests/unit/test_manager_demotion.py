@@ -131,6 +131,7 @@ def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
     (job,) = bench.step()
     bench.finish(job, Outcome.EXPIRED, settled=False)
     assert (bench.ram.room, bench.tiers[1].room) == (3, 7)
+    assert not bench.manager._ladder.ledger.stuck, "its slot in RAM has a chunk that is a hit"
     assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
     bench.finish(job, Outcome.EXPIRED)
     assert (bench.ram.room, bench.tiers[1].room) == (4, 8)
