@@ -192,6 +192,21 @@ async def test_a_full_disk_keeps_no_engine_from_starting_without_what_is_doubted
     await shelf.tier.aclose()
 
 
+async def test_an_index_that_is_set_aside_takes_its_log_along(
+    start: Start, io: FaultyIo, pool: IoPool, tmp_path: Path
+) -> None:
+    """Or the next engine, should this one be killed, would find the old rows in the log."""
+    shelf, _ = await start()
+    await shelf.put(KEYS[:1], [0])
+    io.fill_index()
+    await shelf.tier.reset()
+    own = (tmp_path / "store" / INDEX).parent
+    found = await pool.run(lambda: {path.name for path in own.glob("index*")}, priority=0)
+    io.heal()
+    assert found == {f"index.sqlite.damaged{side}" for side in ("", "-wal", "-shm")}
+    await shelf.tier.aclose()
+
+
 async def test_a_reset_that_the_index_takes_only_later_is_noted_before_anything_is_stored(
     start: Start, io: FaultyIo
 ) -> None:

@@ -233,6 +233,32 @@ def test_a_job_that_was_given_up_says_nothing_of_the_tier(
     assert engine.statistics()["nvme", "ram"].out_of_service
 
 
+def test_a_probe_that_was_given_up_leaves_its_turn_to_the_next_job(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=1, breaker_backoff_s=0.0)
+    for answer in (Outcome.FAILED, Outcome.CANCELLED, Outcome.DONE):
+        work = job()
+        route.answers[work.job_id] = answer
+        engine.submit(work)
+        assert wait_for(engine, work) == {work.job_id: ([answer], True)}
+    assert not engine.statistics()["nvme", "ram"].out_of_service
+
+
+def test_a_job_that_works_after_its_deadline_does_not_make_up_for_being_late(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=1, breaker_backoff_s=1000.0)
+    late = job(timeout_s=0.01)
+    gate = route.hold(late)
+    engine.submit(late)
+    assert engine.wait_any(timeout_s=10)
+    assert outcomes(engine.poll()) == {late.job_id: ([Outcome.EXPIRED], False)}
+    gate.set()
+    assert wait_for(engine, late) == {late.job_id: ([Outcome.DONE], True)}
+    assert engine.statistics()["nvme", "ram"].out_of_service
+
+
 def test_jobs_that_expire_behind_one_that_hangs_count_against_the_tier(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
