@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from kvtier.keys import make_key, short
+from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short
 from kvtier.tiers.slab import group_commit, index, maintain
 from kvtier.tiers.slab.change import Change, Row
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -333,6 +333,22 @@ def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
     database.apply(Change(rows=rows_of([1, 2])))
     assert not database.owes_clear
     assert sorted(database.load(SLOTS).slots.tolist()) == [1, 2]
+
+
+def test_its_room_is_enough_for_keys_with_an_adapter_in_any_order(tmp_path: Path) -> None:
+    chance, slots = random.Random(7), 20_000
+    runs = [range(first, min(first + 64, slots)) for first in range(0, slots, 64)]
+    chance.shuffle(runs)
+    spec = IndexSpec(tmp_path / "index.sqlite", "process")
+    database = IndexDatabase.open(spec, BlockIo())
+    for late, run in enumerate(runs, start=10**9):
+        keys = {slot: chance.randbytes(32 + ADAPTER_NBYTES + GROUP_NBYTES) for slot in run}
+        rows = {
+            slot: (slot, key, chance.getrandbits(62), late, late) for slot, key in keys.items()
+        }
+        database.apply(Change(rows={**rows}))
+    database.close()
+    assert spec.path.stat().st_size <= slots * index._ROW_NBYTES
 
 
 class Gated(Recorder):
