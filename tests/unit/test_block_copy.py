@@ -353,6 +353,19 @@ def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
     assert control.quiet(slots) == [True] * 4
 
 
+def test_the_end_of_one_chunk_and_the_begin_of_the_next_are_not_taken_for_neighbours(
+    make_device: MakeDevice,
+) -> None:
+    """Though their slots are: a load that begins and ends amid chunks may have only these."""
+    device = make_device(blocks_per_chunk=2)
+    whole = plan_copy([3, 4, 5, 6], [4, 0], [0, 0], [5, 4], blocks_per_chunk=2)
+    device.copier.store(whole, after=None)
+    part = plan_copy([8, 9], [2, 0], [1, 0], [5, 4], blocks_per_chunk=2)
+    device.copier.load(part, after=None)
+    for loaded, stored in ((8, 4), (9, 5)):
+        assert block_bytes(device.kv, 0, loaded) == block_bytes(device.kv, 0, stored)
+
+
 def test_a_revoked_store_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
     device = make_device(blocks_per_chunk=1)
     control = device.control
