@@ -50,7 +50,7 @@ _HELLO_NBYTES = 4096
 _THANKS = b"+"
 _THANKS_TIMEOUT_S = 10.0
 _NAME_NBYTES = 90  # of the 108 that an address has, less what goes before it
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")  # a process, a user and a group
 
 
 @dataclass(frozen=True, slots=True)

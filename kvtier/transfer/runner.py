@@ -188,16 +188,21 @@ class Runner:
                 self._drop(cancelled, Outcome.CANCELLED, "nobody needs it any more")
 
     def _start(self) -> None:
-        """Start queued jobs, most urgent first, while their channels have room."""
+        """Start queued jobs, most urgent first, while their channels have room.
+
+        None is overtaken on its channel by one that needs less room: there may always be some.
+        """
+        full: set[Pair] = set()
         for pending in self._queue.in_order():
             channel = pending.channel
             if channel.is_out_of_service(time.monotonic()):
                 self._refuse(pending)
                 continue
-            if channel.pauses:
+            if channel.pauses or pending.pair in full:
                 continue
             room = self._limits.running_bytes - channel.running_bytes
             if channel.running_bytes and pending.nbytes > room:
+                full.add(pending.pair)
                 continue
             if not channel.breaker.allow(time.monotonic()):
                 self._refuse(pending)

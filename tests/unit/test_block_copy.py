@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -352,6 +353,19 @@ def test_a_chunk_some_of_whose_blocks_are_gone_is_never_whole(
     assert control.quiet(slots) == [True] * 4
 
 
+def test_the_end_of_one_chunk_and_the_begin_of_the_next_are_not_taken_for_neighbours(
+    make_device: MakeDevice,
+) -> None:
+    """Though their slots are: a load that begins and ends amid chunks may have only these."""
+    device = make_device(blocks_per_chunk=2)
+    whole = plan_copy([3, 4, 5, 6], [4, 0], [0, 0], [5, 4], blocks_per_chunk=2)
+    device.copier.store(whole, after=None)
+    part = plan_copy([8, 9], [2, 0], [1, 0], [5, 4], blocks_per_chunk=2)
+    device.copier.load(part, after=None)
+    for loaded, stored in ((8, 4), (9, 5)):
+        assert block_bytes(device.kv, 0, loaded) == block_bytes(device.kv, 0, stored)
+
+
 def test_a_revoked_store_is_acknowledged_but_never_whole(make_device: MakeDevice) -> None:
     device = make_device(blocks_per_chunk=1)
     control = device.control
@@ -412,6 +426,27 @@ def test_the_stores_of_a_job_are_copied_in_one_call(
         for place, block in enumerate(blocks):
             at, wanted = place * BLOCK_NBYTES, block_bytes(device.kv, group, block)
             assert bytes(device.region.slot(slot)[at : at + len(wanted)]) == wanted
+
+
+def test_the_copy_of_several_stores_comes_after_the_last_of_their_marks(
+    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the forward pass wrote before the first is not all that the others are to read."""
+    fences: list[Fence | None] = []
+    monkeypatch.setattr(BlockCopier, "store", lambda *_, after: fences.append(after))
+    device = make_device(blocks_per_chunk=1)
+    marks = [cast("Fence", name) for name in ("first", "second", "last")]
+    job = store_job(
+        *(
+            plan_copy([3 + slot], [1, 0], [0, 0], [slot], blocks_per_chunk=1)
+            for slot in range(len(marks))
+        )
+    )
+    stores = [
+        replace(store, after=mark) for store, mark in zip(job.payload, marks, strict=True)
+    ]
+    asyncio.run(device.store.run(job._replace(payload=stores)))
+    assert fences == marks[-1:]
 
 
 def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: MakeDevice) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvtier.manager import Lookup, ManagerLimits
 from kvtier.manager.plans import NO_SLOT
 from kvtier.testing.stepped import SteppedCache
 from kvtier.testing.workbench import prefix
-from kvtier.types import Job
+from kvtier.types import Job, Outcome, TransferResult
 
 
 @dataclass(frozen=True)
@@ -211,17 +211,57 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     def fail(*jobs: Job) -> None:
         raise ClosedError("its thread died")
 
+    def abandon(job: Job) -> None:
+        assert manager._ladder.ledger.find(job.job_id), "its slots are its own until then"
+        abandoned.append(job)
+
+    abandoned: list[Job] = []
     monkeypatch.setattr(service._engine, "submit", fail)
+    monkeypatch.setattr(service._engine, "abandon", abandon)
     service.begin_request(Context("a"))
     answers = []
     for _ in range(16):
         answers.append(service.lookup(prefix(1)[0], "a"))
         step(cache)
     assert (answers[0], answers[-1]) == (Lookup.PENDING, Lookup.MISS)
+    assert [job.keys for job in abandoned] == [prefix(1)]
     service.end_request(Context("a"))
     step(cache)
     assert not manager.has_work()
     assert not service._ways
+
+
+def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=1024)
+    cache = SteppedCache(8, 1, limits=limits)
+    service = cache.service
+    cache.bench.manager.recover(1, [(prefix(1)[0], 0)])
+    jobs: list[Job] = []
+    results: list[TransferResult] = []
+    done: list[tuple[str, list[int]]] = []
+
+    def submit(*given: Job) -> None:
+        jobs.extend(given)
+        done.extend((job.why.name, list(job.destination_slots)) for job in given)
+
+    def forget(slots: Sequence[int]) -> None:
+        done.append(("forget", list(slots)))
+
+    monkeypatch.setattr(service._engine, "submit", submit)
+    monkeypatch.setattr(service._engine, "poll", lambda: [results.pop()] if results else [])
+    monkeypatch.setattr(service._storage.tiers[0], "forget", forget)
+    service.begin_request(Context("reader"))
+    assert service.lookup(prefix(1)[0], "reader") is Lookup.PENDING
+    step(cache)
+    plan = service.prepare_store(prefix(1, of=1), "writer")
+    assert plan is not None
+    cache.finish(plan.slots, stored=plan.generation)
+    service.complete_store(plan.keys, "writer")
+    results.append(TransferResult(jobs[0].job_id, [Outcome.CORRUPT]))
+    step(cache)
+    assert done[1:] == [("forget", [0]), ("DEMOTE", [0])]
 
 
 def test_what_was_dropped_last_is_told_before_the_cache_closes(

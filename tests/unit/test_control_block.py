@@ -78,6 +78,25 @@ def test_no_acknowledgement_is_lost_when_two_threads_of_a_rank_make_them_at_once
     assert block.quiet(slots) == [True, True, True]
 
 
+def test_every_rank_is_told_what_will_not_come_and_what_is_about_to_change(
+    block: ControlBlock,
+) -> None:
+    block.publish([0, 1, 2], [5, 6, 7])
+    block.withdraw([0])
+    block.poison([1], [6])
+    for rank in range(RANKS):
+        whole, lost = block.arrivals(rank, [0, 1, 2], [5, 6, 7])
+        assert whole == [False, False, True]
+        assert lost == [False, True, False]
+
+
+def test_slots_in_any_order_are_those_that_were_named(block: ControlBlock) -> None:
+    """Also where the first and the last are as far apart as if they stood in order."""
+    slots, stamps = [0, 2, 1, 3], [5, 6, 7, 8]
+    block.publish(slots, stamps)
+    assert block.bears(0, [0, 1, 2, 3], [5, 7, 6, 8])
+
+
 def test_nothing_asked_is_nothing_answered(block: ControlBlock) -> None:
     block.publish([], [])
     block.issue([])

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -15,11 +16,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from kvtier.errors import CapacityError, UnsupportedError
-from kvtier.memory import HostRegion, RegionGeometry, backing
+from kvtier.memory import HostRegion, RegionGeometry, backing, host_region
 
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
 
@@ -139,6 +141,36 @@ def test_what_a_server_that_listens_no_more_handed_over_is_given_back(name: str)
         server.join(10)
     os.close(memory)
     # That no descriptor of it is left is checked after every test.
+
+
+def test_another_user_is_given_nothing_and_keeps_nobody_else_from_it(
+    name: str, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(10)
+            stranger.connect(f"\0kvtier-region-{name}")
+            assert socket.recv_fds(stranger, 4096, 1)[:2] == (b"", [])
+        with pytest.raises(UnsupportedError, match="served by another user"):
+            HostRegion.attach(name, SMALL, timeout_s=10)
+    HostRegion.attach(name, SMALL, timeout_s=10).close()
+
+
+class Peer:
+    """The other end of a socket, of which the kernel says who it is."""
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+
+    def getsockopt(self, level: int, name: int, nbytes: int) -> bytes:
+        assert (level, name) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return struct.pack("=iII", 1, self._uid, 0)[:nbytes]
+
+
+@pytest.mark.parametrize("uid", [0, 1000, 2**31, 2**32 - 2])
+def test_a_user_may_have_any_number(uid: int) -> None:
+    assert host_region._uid_of(cast("socket.socket", Peer(uid))) == uid
 
 
 def test_processes_that_disagree_about_the_shape_are_told_so(

@@ -23,6 +23,17 @@ def test_beyond_the_backlog_the_newest_chunks_stay_in_ram_only() -> None:
     assert bench.manager.snapshot().tiers[0].counters.lost == 2
 
 
+def test_what_is_on_its_way_is_part_of_the_backlog() -> None:
+    bench = slow_disk(backlog=4)
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    bench.store(prefix(4, of=1))
+    assert bench.manager.dropped == [0, 2]
+    bench.finish(job)
+    bench.settle()
+    assert bench.resident(1) == {*prefix(2), *prefix(2, of=1)}
+
+
 def test_what_was_dropped_is_an_ordinary_victim() -> None:
     bench = slow_disk(backlog=4)
     bench.store(prefix(6))

@@ -97,12 +97,41 @@ def test_a_demotion_that_failed_is_counted_as_lost_and_the_chunk_stays_a_hit(
     assert bench.tiers[1].slots.free == 7
 
 
+def test_a_late_demotion_makes_room_in_the_queue_once() -> None:
+    bench = Workbench(8, 16, limits=limits(queue=2))
+    bench.store(prefix(6))
+    (stuck,) = bench.step()
+    assert bench.step() == []
+    bench.finish(stuck, Outcome.EXPIRED, settled=False)
+    (beside,) = bench.step()
+    bench.finish(stuck)
+    assert bench.step() == [], "it has had its place back already"
+    bench.finish(beside)
+    (last,) = bench.step()
+    assert [len(job.keys) for job in (stuck, beside, last)] == [2, 2, 2]
+
+
+def test_a_chunk_that_left_ram_while_it_waited_is_not_sent_down() -> None:
+    bench = Workbench(4, 8, limits=limits(queue=1))
+    bench.store(prefix(2))
+    (job,) = bench.step()
+    plan = bench.manager.prepare_load(prefix(2), "reader")
+    bench.truth.not_loaded = {plan.slots[1]}
+    bench.manager.complete_load("reader")
+    bench.finish(job)
+    assert bench.step() == []
+    assert bench.resident() == bench.resident(1) == {*prefix(1)}
+    assert bench.ram.room == 4
+    assert not bench.manager.has_work()
+
+
 def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(1))
     (job,) = bench.step()
     bench.finish(job, Outcome.EXPIRED, settled=False)
     assert (bench.ram.room, bench.tiers[1].room) == (3, 7)
+    assert not bench.manager._ladder.ledger.stuck, "its slot in RAM has a chunk that is a hit"
     assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
     bench.finish(job, Outcome.EXPIRED)
     assert (bench.ram.room, bench.tiers[1].room) == (4, 8)

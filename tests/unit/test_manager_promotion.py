@@ -139,6 +139,7 @@ def test_a_deadline_answers_at_once_while_the_slot_stays_out_of_use() -> None:
     bench.finish(job, Outcome.EXPIRED)
     assert bench.ram.slots.free == 2
     assert bench.manager.snapshot().jobs == 0
+    assert bench.tiers[1].counters.expired == 2, "counted when its deadline passed"
 
 
 def test_a_late_chunk_that_arrives_after_all_is_a_hit_for_the_next_request() -> None:

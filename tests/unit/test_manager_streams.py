@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvtier.manager import LoadPlan, LoadWorth, Lookup, ManagerLimits
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
+from kvtier.memory import ControlBlock
 from kvtier.policies import CopyState
+from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
 
@@ -54,6 +56,27 @@ def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> Non
     assert bench.resident() == {*prefix(3)}
     assert bench.ram.room == 4
     assert bench.look(prefix(3), "other") == [HIT] * 3
+
+
+def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
+    """Or it might be loaded while it changes, or be taken for one that will not be filled."""
+    control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(2, 1))), slots=2, ranks=1)
+    bench = streaming(2, below=2, truth=cast("RecordingTruth", control))
+    bench.manager.recover(1, zip(prefix(2, of=1), (8, 9), strict=True))
+    unstamped = [False, False]
+    plan = LoadPlan((), (), ())
+    for of in range(2):
+        keys = prefix(2, of=of)
+        assert bench.look(keys) == [HIT] * 2
+        plan = bench.manager.prepare_load(keys, "reader")
+        assert control.arrivals(0, plan.slots, plan.generations) == (unstamped, unstamped)
+        (job,) = bench.manager.take_jobs()
+        bench.finish(job)
+        bench.manager.complete_load("reader")
+    store = bench.manager.prepare_store(prefix(2, of=2), "writer")
+    assert store is not None
+    assert set(store.slots) == set(plan.slots)
+    assert control.arrivals(0, plan.slots, plan.generations) == (unstamped, unstamped)
 
 
 def test_what_was_only_asked_for_changes_nothing() -> None:

@@ -36,9 +36,22 @@ class Memory:
 
 
 class Watched(MemoryTier):
-    """Calls ``at_write`` before each write."""
+    """Counts reads, and calls ``at_write`` before each write."""
 
     at_write: Callable[[], None] = staticmethod(lambda: None)
+    reads = 0
+
+    @override
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        why: Why,
+    ) -> SlotOutcomes:
+        self.reads += 1
+        return await super().read(keys, slots, into, why=why)
 
     @override
     async def write(
@@ -135,12 +148,13 @@ def test_what_the_lower_tier_does_not_take_has_failed() -> None:
     assert arrived[2] is None
 
 
-def test_after_it_is_abandoned_nothing_more_is_written() -> None:
+def test_after_it_is_abandoned_nothing_more_is_read_or_written() -> None:
     def give_up_at_the_first_write(way: Way) -> None:
         way.lower.at_write = lambda: way.route.abandon(JOB)
 
-    _, moved, arrived = run(give_up_at_the_first_write)
+    way, moved, arrived = run(give_up_at_the_first_write)
     # Two lanes: the second part may have been read, and is not written.
+    assert way.upper.reads <= 2
     assert moved.outcomes == [DONE, *[Outcome.CANCELLED] * (CHUNKS - 1)]
     assert arrived == [whole(0), *[None] * (CHUNKS - 1)]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
@@ -47,9 +48,8 @@ class Store:
         self._runner = runner
 
     def shelf(self, model: str = "m", **options: Any) -> Shelf[SlabTier]:
-        config = NvmeTierConfig(
-            path=self.root, capacity_bytes=CAPACITY * SLOT, direct_io="off", **options
-        )
+        sized = {"capacity_bytes": CAPACITY * SLOT, **options}
+        config = NvmeTierConfig(path=self.root, direct_io="off", **sized)
         context = TierContext(SLOT, LayoutFingerprint({"model": model}), self._pool)
         return Shelf(lambda: SlabTier.open(config, context, io=self.io), self._pool)
 
@@ -122,7 +122,7 @@ def flip_bits_of_the_index(store: Store, *, flips: int, seed: int) -> None:
             kept += len(store.served())
         except TierUnavailableError as error:
             # SQLite takes a flipped header for a file of another kind that it may not write.
-            assert "remove index.sqlite to start with an empty cache" in str(error)  # noqa: PT017
+            assert "without index.sqlite the cache starts empty" in str(error)  # noqa: PT017
             assert bit < 8 * 100, bit
         except BaseException as error:
             error.add_note(f"bit {bit} of the index, seed {seed}")
@@ -376,6 +376,39 @@ def test_a_full_disk_keeps_no_store_from_opening_and_its_chunks_are_served(
     assert (read, full, stored) == ([DONE] * CAPACITY, [Outcome.FAILED], [DONE])
     unproven = (checksum, durability) == ("off", "process")
     assert boots == ["", this_boot() if unproven else ""], "the note precedes the first payload"
+
+
+class FullUntilCut(FaultyIo):
+    """A disk without room to delete rows in until a file is cut to ``nbytes``, or ever."""
+
+    def __init__(self, nbytes: int | None) -> None:
+        super().__init__()
+        self._nbytes = nbytes
+        self.strike("sql DELETE", 0, Fault(sqlite3.SQLITE_FULL, lasting=True))
+
+    @override
+    def truncate(self, fd: int, nbytes: int) -> None:
+        super().truncate(fd, nbytes)
+        if nbytes == self._nbytes:
+            self.heal()
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "off"])
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_lower_capacity_makes_room_on_a_full_disk_and_what_it_cut_off_stays_away(
+    store: Store, checksum: str, enough: bool
+) -> None:
+    store.fill(checksum=checksum)
+    half, kept = CAPACITY // 2 * SLOT, {*range(CAPACITY // 2)}
+    store.io = FullUntilCut(half if enough else None)
+    if enough:
+        assert store.served(checksum=checksum, capacity_bytes=half) == kept
+    else:
+        with pytest.raises(TierUnavailableError, match="index cannot be opened"):
+            store.served(checksum=checksum, capacity_bytes=half)
+    assert (store.own / "slots.bin").stat().st_size == half
+    store.io.heal()
+    assert store.served(checksum=checksum) == kept
 
 
 def test_what_a_full_disk_keeps_from_being_deleted_is_doubted_again(store: Store) -> None:

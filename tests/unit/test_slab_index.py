@@ -6,13 +6,15 @@ import asyncio
 import errno
 import random
 import sqlite3
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
-from kvtier.keys import make_key, short
+from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short
 from kvtier.tiers.slab import group_commit, index, maintain
 from kvtier.tiers.slab.change import Change, Row
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -321,6 +323,96 @@ class TestLog:
         await stopped(group)
         (said,) = [record.getMessage() for record in caplog.records]
         assert "the index's log has grown to" in said
+
+
+def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
+    database: IndexDatabase,
+) -> None:
+    database.apply(Change(rows=rows_of([0, 1])))
+    database.owe_clear()
+    database.apply(Change(rows=rows_of([1, 2])))
+    assert not database.owes_clear
+    assert sorted(database.load(SLOTS).slots.tolist()) == [1, 2]
+
+
+def test_its_room_is_enough_for_keys_with_an_adapter_in_any_order(tmp_path: Path) -> None:
+    chance, slots = random.Random(7), 20_000
+    runs = [range(first, min(first + 64, slots)) for first in range(0, slots, 64)]
+    chance.shuffle(runs)
+    spec = IndexSpec(tmp_path / "index.sqlite", "process")
+    database = IndexDatabase.open(spec, BlockIo())
+    for late, run in enumerate(runs, start=10**9):
+        keys = {slot: chance.randbytes(32 + ADAPTER_NBYTES + GROUP_NBYTES) for slot in run}
+        rows = {
+            slot: (slot, key, chance.getrandbits(62), late, late) for slot, key in keys.items()
+        }
+        database.apply(Change(rows={**rows}))
+    database.close()
+    assert spec.path.stat().st_size <= slots * index._ROW_NBYTES
+
+
+class Gated(Recorder):
+    """Holds its first commit until ``gate`` is open, and may fail it then."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.began, self.gate = threading.Event(), threading.Event()
+        self._fails = fails
+
+    @override
+    def apply(self, change: Change) -> None:
+        super().apply(change)
+        if len(self.changes) > 1:
+            return
+        self.began.set()
+        assert self.gate.wait(10)
+        if self._fails:
+            raise sqlite3.OperationalError("database or disk is full")
+
+
+class TestWhatWaitsForACommit:
+    """What comes while another commit is under way, and may undo some of it."""
+
+    async def after_the_first(
+        self, first: Sequence[int], *asked: str, fails: bool = False
+    ) -> Change:
+        """Delete the rows of slots ``first``, then do what is ``asked``; return what follows.
+
+        Args:
+            first: Slots.
+            *asked: "reset", or the slot of a new row.
+            fails: Whether the deletion fails when all of that waits.
+        """
+        database = Gated(fails=fails)
+        group = GroupCommit(database, name="test", clock=1)
+        group.delete_nowait(first)
+        await asyncio.get_running_loop().run_in_executor(None, database.began.wait, 10)
+        async with asyncio.TaskGroup() as tasks:
+            for what in asked:
+                if what == "reset":
+                    tasks.create_task(group.clear(doubt=True))
+                else:
+                    tasks.create_task(group.put([int(what)], [KEYS[int(what)]], [7]))
+                await asyncio.sleep(0)  # until it waits
+            database.gate.set()
+        await stopped(group)
+        return database.changes[1]
+
+    async def test_a_reset_takes_along_the_rows_that_came_before_it(self) -> None:
+        change = await self.after_the_first([9], "0", "reset", "1")
+        assert (change.clear, change.doubt, list(change.rows)) == (True, True, [1])
+
+    async def test_what_could_not_be_deleted_is_tried_again_unless_it_was_replaced(
+        self,
+    ) -> None:
+        change = await self.after_the_first([0, 5], "0", fails=True)
+        assert change.rows.keys() == {0, 5}
+        assert change.rows[0] is not None
+        assert change.rows[5] is None
+
+    async def test_a_reset_that_waits_is_not_undone_by_a_commit_that_fails(self) -> None:
+        change = await self.after_the_first([5], "reset", "1", fails=True)
+        assert (change.clear, change.doubt, list(change.rows)) == (True, True, [1])
 
 
 class TestGroupCommit:

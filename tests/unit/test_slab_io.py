@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import store as slab
+from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
 SLOT = 8192
@@ -123,6 +124,18 @@ async def test_short_transfers_are_carried_on(
     io.longest_transfer_nbytes = longest_nbytes
     assert await shelf.put(KEYS, range(8)) == [DONE] * 8
     assert await shelf.get(KEYS, range(8)) == [DONE] * 8
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "off"])
+async def test_what_was_in_a_slot_is_a_miss_once_it_is_overwritten_though_in_vain(
+    open_shelf: OpenShelf, io: FaultyIo, checksum: str
+) -> None:
+    shelf = await open_shelf(checksum=checksum)
+    await shelf.put(KEYS[:1], [0])
+    io.fail("pwritev", errno.EIO)
+    assert await shelf.put(KEYS[1:2], [0]) == [FAILED]
+    io.heal()
+    assert await shelf.get(KEYS[:2], [0, 0]) == [CORRUPT] * 2
 
 
 async def test_a_flipped_bit_is_a_miss_for_its_chunk_alone(
@@ -441,13 +454,64 @@ async def test_o_direct_that_opens_but_refuses_io_is_found_out(
 async def test_a_disk_that_fills_up_while_allocating_is_a_configuration_error(
     open_shelf: OpenShelf, io: FaultyIo, pool: IoPool, slots_path: Path
 ) -> None:
-    io.fail("allocate", errno.ENOSPC)
+    io.strike("allocate", 0, Fault(errno.ENOSPC, late=True))  # it keeps what it got
     with pytest.raises(ConfigError, match=r"capacity of 128 KiB does not fit: .* free"):
         await open_shelf()
     assert (await pool.run(slots_path.stat, priority=0)).st_size == 0
     io.heal()
     shelf = await open_shelf()  # and the lock was released
     assert await shelf.put(KEYS, range(8)) == [DONE] * 8
+
+
+class Short(BlockIo):
+    """A device whose first transfer falls short."""
+
+    def __init__(self, first_nbytes: int) -> None:
+        self._first_nbytes = first_nbytes
+        self.offsets: list[int] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.offsets.append(offset)
+        return self._first_nbytes if len(self.offsets) == 1 else sum(map(len, buffers))
+
+    pwritev = preadv
+
+
+@pytest.mark.parametrize(
+    ("first_nbytes", "next_at"),
+    [
+        pytest.param(PAGE_NBYTES, PAGE_NBYTES, id="a page"),
+        # O_DIRECT takes no other places, and what was moved of the second page is moved again.
+        pytest.param(PAGE_NBYTES + 512, PAGE_NBYTES, id="more than a page"),
+        pytest.param(100, 100, id="less, as only the page cache does it"),
+    ],
+)
+def test_a_transfer_that_fell_short_goes_on_where_o_direct_may(
+    first_nbytes: int, next_at: int
+) -> None:
+    slots = [memoryview(bytearray(SLOT)) for _ in range(2)]
+    reading, writing = Short(first_nbytes), Short(first_nbytes)
+    assert read_fully(reading, 0, slots, SLOT) == 2 * SLOT
+    write_fully(writing, 0, slots, SLOT)
+    for io in (reading, writing):
+        assert io.offsets[:2] == [SLOT, SLOT + next_at]
+
+
+async def test_a_slot_file_with_holes_is_given_its_room_before_anything_is_stored(
+    open_shelf: OpenShelf, pool: IoPool, slots_path: Path
+) -> None:
+    """As a copy that leaves out zeros has; a full disk would show when one is filled."""
+
+    def make_holes() -> None:
+        os.truncate(slots_path, 0)
+        os.truncate(slots_path, CAPACITY * SLOT)
+
+    shelf = await open_shelf()
+    await shelf.tier.aclose()
+    await pool.run(make_holes, priority=0)
+    await shelf.open()
+    status = await pool.run(slots_path.stat, priority=0)
+    assert status.st_blocks * 512 >= status.st_size == CAPACITY * SLOT
 
 
 async def test_too_small_a_disk_is_not_filled_to_find_out(

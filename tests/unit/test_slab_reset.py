@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -114,6 +115,21 @@ async def test_who_resets_for_other_reasons_may_keep_what_is_stored_after_it(
     assert warnings_in(caplog) == []
 
 
+async def test_what_was_being_written_when_the_cache_was_reset_is_kept_by_nobody(
+    start: Start, io: FaultyIo, pool: IoPool
+) -> None:
+    shelf, _ = await start(keep_after_reset=True)
+    gate = io.stall("pwritev")
+    writing = asyncio.ensure_future(shelf.put(KEYS[:1], [0]))
+    assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
+    await shelf.tier.reset()
+    gate.set()
+    assert await writing == [FAILED]
+    assert await shelf.get(KEYS[:1], [0]) == [CORRUPT]
+    assert await shelf.reopen() == []
+    await shelf.tier.aclose()
+
+
 async def test_what_counts_is_what_was_said_when_the_cache_was_reset(start: Start) -> None:
     await stopped_after_a_reset(start)
     _, found = await start(keep_after_reset=True)
@@ -173,6 +189,21 @@ async def test_a_full_disk_keeps_no_engine_from_starting_without_what_is_doubted
     assert await shelf.put(KEYS[3:4], [3]) == [DONE]
     assert (KEYS[1], 1) not in await shelf.reopen()
     assert await shelf.get(KEYS[3:4], [3]) == [DONE], "what came later was never doubted"
+    await shelf.tier.aclose()
+
+
+async def test_an_index_that_is_set_aside_takes_its_log_along(
+    start: Start, io: FaultyIo, pool: IoPool, tmp_path: Path
+) -> None:
+    """Or the next engine, should this one be killed, would find the old rows in the log."""
+    shelf, _ = await start()
+    await shelf.put(KEYS[:1], [0])
+    io.fill_index()
+    await shelf.tier.reset()
+    own = (tmp_path / "store" / INDEX).parent
+    found = await pool.run(lambda: {path.name for path in own.glob("index*")}, priority=0)
+    io.heal()
+    assert found == {f"index.sqlite.damaged{side}" for side in ("", "-wal", "-shm")}
     await shelf.tier.aclose()
 
 

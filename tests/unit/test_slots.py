@@ -168,3 +168,11 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = pytest.mark.untraced(SlotMachine.TestCase)
+
+
+def test_a_full_tier_hands_what_it_was_given_back_out_in_order() -> None:
+    """Whatever order victims left in: neighbours move in one call."""
+    slots = SlotAllocator(4)
+    slots.allocate(4)
+    assert slots.exchange([3, 1, 2], 3) == [1, 2, 3]
+    assert slots.free == 0

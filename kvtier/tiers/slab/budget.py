@@ -5,7 +5,7 @@ model, and what changed is a command line: to remove them would lose for a typin
 store is for.
 
 The capacity is that of the slot files, where the bytes are. The index beside each takes some
-100 bytes a slot and 20 MiB, which must be free when a slot file is made or grows.
+120 bytes a slot and 20 MiB, which must be free when a slot file is made or grows.
 """
 
 from __future__ import annotations

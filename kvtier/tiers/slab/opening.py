@@ -95,6 +95,9 @@ def open_store(
             file_spec = _file_spec(options, context, namespace, capacity_slots)
             file = SlotFile.open_as_found(file_spec, io)
             stack.callback(file.close)
+            # On a full disk the index takes the room that a lower capacity leaves. The file's
+            # size still tells which slots there are, whenever this is interrupted.
+            file.give_back(file_spec)
             database, rows = _open_index(options, context, namespace, file, io)
             stack.callback(database.close)
             # Rows without slots are gone, durably, before the file's size stops telling which

@@ -83,6 +83,7 @@ class SlotFile:
         """
         file = cls.open_as_found(spec, io)
         try:
+            file.give_back(spec)
             file.reserve(spec)
         except BaseException:
             file.close()
@@ -91,7 +92,9 @@ class SlotFile:
 
     @classmethod
     def open_as_found(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
-        """Open or create the file and leave its size alone; :meth:`reserve` comes before use.
+        """Open or create the file and leave its size alone.
+
+        Before it is used come :meth:`give_back` and :meth:`reserve`.
 
         Raises:
             OSError: The file system failed.
@@ -103,6 +106,15 @@ class SlotFile:
             io.close(fd)
             raise
         return cls(spec, io, fd, found_nbytes=found_nbytes)
+
+    def give_back(self, spec: SlotFileSpec) -> None:
+        """Cut off what the file is longer than it should be.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        if self.found_nbytes > spec.nbytes:
+            self._io.truncate(self._fd, spec.nbytes)
 
     def reserve(self, spec: SlotFileSpec) -> None:
         """Reserve room for all of the file, and settle on O_DIRECT or not.
@@ -245,9 +257,7 @@ def no_room(spec: SlotFileSpec, free_nbytes: int | None, index_nbytes: int = 0) 
 
 def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
     status = os.fstat(fd)
-    if status.st_size > spec.nbytes:
-        io.truncate(fd, spec.nbytes)
-    elif status.st_size < spec.nbytes or status.st_blocks * 512 < spec.nbytes:
+    if status.st_size < spec.nbytes or status.st_blocks * 512 < spec.nbytes:
         try:
             io.allocate(fd, spec.nbytes)
         except OSError as error:

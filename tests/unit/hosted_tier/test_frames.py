@@ -13,7 +13,7 @@ from kvtier.errors import (
     TierError,
     TierUnavailableError,
 )
-from kvtier.tiers.hosted.frames import decode_error, encode_error
+from kvtier.tiers.hosted.frames import Frame, FrameParser, decode_error, encode_error
 
 
 class LinkDownError(TierUnavailableError):
@@ -45,6 +45,20 @@ class LateError(ClosedError):
 
 
 LateError.__name__ = "TierError"
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 12, 13, 64, 100_000])
+def test_frames_arrive_whole_however_their_bytes_are_cut(nbytes: int) -> None:
+    sent = [
+        Frame({"op": "reset", "call": 1}),
+        Frame({"op": "read", "call": 2}, bytes(100)),
+        Frame({}, bytes(range(256)) * 9),
+        Frame({"op": "touch"}, b"x"),
+    ]
+    stream = b"".join(frame.encode() for frame in sent)
+    parser = FrameParser()
+    cuts = [stream[at : at + nbytes] for at in range(0, len(stream), nbytes)]
+    assert [frame for cut in cuts for frame in parser.feed(cut)] == sent
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import CapacityError
@@ -90,6 +91,20 @@ async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
     await asyncio.sleep(0)
     assert await shelf.get(keys[1:], [1]) == [DONE]
     assert await shelf.reopen() == [(keys[1], 1)]
+
+
+async def test_it_is_told_so_before_anything_new_is_written_there(
+    shelf: Shelf[HostedTier],
+) -> None:
+    old, new = make_keys(range(2))
+    await shelf.put([old], [0])
+    kill(shelf.tier, signal.SIGKILL)
+    assert await shelf.get([old], [0]) == [FAILED]
+    shelf.tier.forget([0])
+    await asyncio.sleep(0)  # by then there is nobody to tell
+    assert await shelf.put([new], [0]) == [DONE]
+    assert await shelf.get([new], [0]) == [DONE]
+    assert await shelf.reopen() == [(new, 0)]
 
 
 async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_it(
@@ -220,3 +235,35 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
     await server.drain()
     (answer,) = sent
     assert "not one outcome per chunk" in answer.header["error"]["text"]
+
+
+class Held(Brief):
+    """One that answers when it is let."""
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        super().__init__(outcomes)
+        self.gate = asyncio.Event()
+
+    @override
+    async def read(self, *_: object, why: Why) -> SlotOutcomes:
+        await self.gate.wait()
+        return await super().read(why=why)
+
+
+async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_closes() -> None:
+    """Its threads use files that are closed then, and a store that is the next engine's."""
+    sent: list[Frame] = []
+    tier = Held([DONE])
+    server = host._Server(cast("StorageTier", tier), memoryview(bytearray(SLOT)), sent.append)
+
+    async def frames() -> AsyncIterator[Frame]:
+        batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
+        yield batch.frame({"op": "read", "call": 7, "why": int(Why.LOAD)})
+
+    ending = asyncio.create_task(host._until_closed(frames(), server))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not ending.done()
+    tier.gate.set()
+    assert await ending is None
+    assert [frame.header["outcomes"] for frame in sent] == ["done"]

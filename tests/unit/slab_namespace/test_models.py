@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
-from kvtier.testing.faulty_io import FaultyIo
+from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.tiers.slab import opening
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
+from kvtier.tiers.slab.namespace import FILES, INDEX, SLOTS
 from tests.unit.slab_locks import Clock, held
 from tests.unit.slab_namespace.opening import (
     SLOT,
@@ -292,6 +293,22 @@ def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
         fingerprint("old").namespace()
     ]
     assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("done", range(len(FILES)))
+def test_wherever_a_removal_is_cut_short_the_next_start_ends_it(
+    open_tier: Opener, root: Path, done: int
+) -> None:
+    tier = open_tier(model="old")
+    fill(tier)
+    close(tier)
+    io = FaultyIo()
+    io.strike("unlink", done, Fault(errno.EIO, lasting=True))
+    with pytest.raises(TierUnavailableError, match="check the disk"):
+        open_tier(model="new", io=io)
+    open_tier(model="new")
+    kept = [path.parent.name for path in root.rglob("*") if path.name in {SLOTS, INDEX}]
+    assert {*kept} == {fingerprint("new").namespace()}, "the rest would count for nobody"
 
 
 def test_a_start_that_cannot_sync_its_directories_is_refused_before_anything_is_dropped(

@@ -46,6 +46,32 @@ def test_an_exclusive_action_waits_for_what_runs_cancels_what_waits_and_delays_t
     assert route.began == [running.job_id, later.job_id]
 
 
+def test_an_exclusive_action_waits_for_all_that_run_and_not_for_the_first(
+    route: Scripted,
+) -> None:
+    engine = engine_of(route, UP, ("tape", "ram"), limits={"running_bytes": 1 << 20})
+    first, last, beside = job(), job(), job()._replace(source="tape")
+    gates = [route.hold(each) for each in (first, last)]
+    engine.submit(first, last)
+    assert all(route.entered[each.job_id].wait(10) for each in (first, last))
+    ended: list[bool] = []
+    acted = threading.Event()
+
+    async def act() -> None:
+        ended.append(gates[1].is_set())
+        acted.set()
+
+    assert not engine.exclusively_each({"nvme": act}, timeout_s=0.01)
+    gates[0].set()
+    wait_for(engine, first)
+    engine.submit(beside)
+    wait_for(engine, beside)  # so the engine's thread had its turns since
+    gates[1].set()
+    assert acted.wait(10)
+    assert ended == [True]
+    assert engine.close(timeout_s=10)
+
+
 def test_what_is_done_exclusively_to_a_tier_that_hangs_keeps_no_other_tier_waiting(
     route: Scripted,
 ) -> None:

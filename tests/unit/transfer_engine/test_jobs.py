@@ -62,6 +62,23 @@ def test_the_urgent_job_starts_first(make_engine: MakeEngine, route: Scripted) -
     assert route.began == [first.job_id, urgent.job_id, slow.job_id]
 
 
+def test_a_large_job_is_not_overtaken_by_small_ones_for_which_there_is_room(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    """There may always be some, until the large one's deadline has passed."""
+    engine = make_engine(running_bytes=2 * CHUNK_NBYTES)
+    running, large, small, beside = job(), job(chunks=2), job(), job(Why.DEMOTE)
+    gate = route.hold(running)
+    engine.submit(running)
+    assert route.entered[running.job_id].wait(10)
+    engine.submit(large, small, beside)
+    wait_for(engine, beside)  # by then the others were looked at
+    assert route.began == [running.job_id, beside.job_id]
+    gate.set()
+    wait_for(engine, large, small)
+    assert route.began[2:] == [large.job_id, small.job_id]
+
+
 def test_a_full_queue_refuses_and_never_blocks(
     make_engine: MakeEngine, route: Scripted
 ) -> None:
@@ -213,6 +230,32 @@ def test_a_job_that_was_given_up_says_nothing_of_the_tier(
         route.answers[work.job_id] = answer
         engine.submit(work)
         assert wait_for(engine, work) == {work.job_id: ([answer] * 2, True)}
+    assert engine.statistics()["nvme", "ram"].out_of_service
+
+
+def test_a_probe_that_was_given_up_leaves_its_turn_to_the_next_job(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=1, breaker_backoff_s=0.0)
+    for answer in (Outcome.FAILED, Outcome.CANCELLED, Outcome.DONE):
+        work = job()
+        route.answers[work.job_id] = answer
+        engine.submit(work)
+        assert wait_for(engine, work) == {work.job_id: ([answer], True)}
+    assert not engine.statistics()["nvme", "ram"].out_of_service
+
+
+def test_a_job_that_works_after_its_deadline_does_not_make_up_for_being_late(
+    make_engine: MakeEngine, route: Scripted
+) -> None:
+    engine = make_engine(breaker_failures=1, breaker_backoff_s=1000.0)
+    late = job(timeout_s=0.01)
+    gate = route.hold(late)
+    engine.submit(late)
+    assert engine.wait_any(timeout_s=10)
+    assert outcomes(engine.poll()) == {late.job_id: ([Outcome.EXPIRED], False)}
+    gate.set()
+    assert wait_for(engine, late) == {late.job_id: ([Outcome.DONE], True)}
     assert engine.statistics()["nvme", "ram"].out_of_service
 
 
