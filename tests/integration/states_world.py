@@ -11,7 +11,7 @@ and moves states, before it asks for the stores that read these blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 from pathlib import Path
@@ -82,6 +82,10 @@ class SlowNotes(Notes):
         for job_id in sorted(self._stores.keys() & job_ids):
             super().submit_store(job_id, *self._stores.pop(job_id))
 
+    def outlive_reset(self) -> None:
+        """Leave the stores under way unchecked: nobody is to read what they bring."""
+        self.give_up(self._stores.keys())
+
     @override
     def get_finished(self) -> list[TransferResult]:
         self.wait(set(self._stores))
@@ -98,6 +102,7 @@ class StatesWorld(LayerwiseWorld):
     """
 
     def __init__(self, setup: Setup, model: Path, seed: int) -> None:
+        self.notes: SlowNotes
         super().__init__(setup, model, seed, notes=SlowNotes)
         self._held: dict[int, Held | bytes] = cast("dict[int, Held | bytes]", self.contents)
         self._tables: dict[str, list[list[int]]] = {}
@@ -117,6 +122,11 @@ class StatesWorld(LayerwiseWorld):
         assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
         self._before[request.request_id] = request.num_tokens
         super().go_on(request, prompt, answer)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self.notes.outlive_reset()
 
     # -- what an engine does -------------------------------------------------------------------
 
@@ -304,16 +314,25 @@ class StatesWorld(LayerwiseWorld):
     def _is(self, block: int, key: bytes) -> bool:
         """Return whether a block holds what is kept under ``key``."""
         held = self._held.get(block)
-        if not isinstance(held, Held):
-            return held == key
         group, unit = group_of(key), self.setup.tokens_per_hash
+        size = 1 if group in self.setup.states else self.setup.groups[group][0]
+        if not isinstance(held, Held):
+            return held is not None and key in self._begins_of(held, size)
         if held.group != group:
             return False
-        size = 1 if group in self.setup.states else self.setup.groups[group][0]
         first = (held.tokens - 1) // size * size
         hashes = self.requests[held.req_id].block_hashes
         ends = range(first // unit + 1, held.tokens // unit + 1)
         return any(hashes[at - 1 : at] == [key[:-4]] for at in ends)
+
+    def _begins_of(self, key: bytes, size: int) -> Iterator[bytes]:
+        """Yield ``key``, and the keys of what else a block of ``size`` tokens holds with it."""
+        begin: bytes | None = key[:-4]
+        for _ in range(0, size, self.setup.tokens_per_hash):
+            if begin is None:
+                return
+            yield make_key(begin, group_of(key))
+            begin = self._parents.get(begin)
 
     @override
     def check_store(self, blocks: GPULoadStoreSpec, slots: SlotLoadStoreSpec) -> None:

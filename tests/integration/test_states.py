@@ -42,7 +42,7 @@ def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
         world.cache.service.shutdown()
 
 
-def drive(world: StatesWorld, steps: int) -> None:
+def drive(world: StatesWorld, steps: int, *, resets: float = 0.0) -> None:
     draw = world.draw
     prompts: list[list[int]] = []
     for _ in range(steps):
@@ -53,6 +53,8 @@ def drive(world: StatesWorld, steps: int) -> None:
             world.submit(prompt[-200:], draw.randint(1, 60))
         if draw.random() < 0.02 and (alive := world.alive()):
             world.abort(draw.choice(alive))
+        if resets and draw.random() < resets:
+            world.reset()
         world.step()
     world.settle()
 
@@ -80,6 +82,25 @@ def test_what_is_stored_of_states_is_what_its_keys_say(
     assert world.seen["moves"] > 0
     assert world.seen["stored of group 0"] > 0
     assert world.seen["stored of group 1"] > 0
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_what_is_stored_between_resets_is_what_its_keys_say(
+    make_world: MakeWorld, *, second_runner: bool, asynchronous: bool
+) -> None:
+    world = make_world(
+        second_runner=second_runner,
+        asynchronous=asynchronous,
+        guesses=4 if asynchronous else 0,
+        groups=((16, None), (16, 40), (16, None)),
+        states=(2,),
+        engine_blocks=80,
+        seed=0,
+    )
+    drive(world, 300, resets=0.02)
+    assert world.seen["stored of group 1"] > 0
+    assert world.seen["stored of group 2"] > 0
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
