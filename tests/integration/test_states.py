@@ -78,7 +78,7 @@ def test_what_is_stored_of_states_is_what_its_keys_say(
         engine_blocks=40,
         seed=0,
     )
-    drive(world, 300)
+    drive(world, 150)
     assert world.seen["moves"] > 0
     assert world.seen["stored of group 0"] > 0
     assert world.seen["stored of group 1"] > 0
