@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,13 @@ from kvtier.cli._progress import show_progress
 from kvtier.cli._render import make_console, make_table, show_line, show_table
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, read
-from kvtier.config import KvtierConfig, NvmeTierConfig, load_config, own_paths
+from kvtier.config import (
+    KvtierConfig,
+    NvmeTierConfig,
+    load_config,
+    own_paths,
+    why_not_writable,
+)
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
 from kvtier.units import UnitError, approximate_rate, approximate_size, parse_size
@@ -103,17 +108,12 @@ def _check_beside(config: KvtierConfig) -> None:
     """Make sure that there can be stores beside those of ``config``."""
     for number, tier in enumerate(config.tiers):
         path: Path | None = getattr(tier, "path", None)
-        if path is None:
+        if path is None or not (cause := why_not_writable(path.parent)):
             continue
-        try:
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except OSError as error:
-            problem = f"there can be no store beside it, in {path.parent}: {error.strerror}"
-            remedy = "name a directory whose parent you may write to"
-            raise ConfigError(
-                config.origin.complain(f"tiers[{number}].path", problem, remedy, value=path)
-            ) from error
+        problem = f"there can be no store beside it, in {path.parent}: {cause}"
+        remedy = "name a directory whose parent you may write to"
+        key = f"tiers[{number}].path"
+        raise ConfigError(config.origin.complain(key, problem, remedy, value=path))
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:

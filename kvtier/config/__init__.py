@@ -5,7 +5,12 @@ Nobody else in kvtier sees a dict of options or an environment variable.
 
 from __future__ import annotations
 
-from kvtier.config._checks import check_chunk_fits, check_environment, slot_nbytes
+from kvtier.config._checks import (
+    check_chunk_fits,
+    check_environment,
+    slot_nbytes,
+    why_not_writable,
+)
 from kvtier.config._engine_args import Door, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._fields import RANK_PLACEHOLDER
@@ -56,4 +61,5 @@ __all__ = [
     "schema",
     "slot_nbytes",
     "vllm_transfer_config",
+    "why_not_writable",
 ]

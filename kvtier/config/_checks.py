@@ -15,7 +15,13 @@ from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
 from kvtier.units import approximate_size, format_size
 
-__all__ = ["SLOT_ALIGNMENT_NBYTES", "check_chunk_fits", "check_environment", "slot_nbytes"]
+__all__ = [
+    "SLOT_ALIGNMENT_NBYTES",
+    "check_chunk_fits",
+    "check_environment",
+    "slot_nbytes",
+    "why_not_writable",
+]
 
 SLOT_ALIGNMENT_NBYTES = 4096
 """A slot is a multiple of this: direct I/O moves whole pages only."""
@@ -150,13 +156,21 @@ def _obstacle(path: Path) -> tuple[str, str] | None:
     if not place.is_dir():
         problem = f"its parent {place} does not exist"
         return problem, f"mount the disk or run: mkdir -p {place}"
+    cause = why_not_writable(place)
+    if not cause:
+        return None
+    make = "" if place == path else "make the directory as root and "
+    remedy = f"{make}give it to the user that runs the engine, or use another path"
+    return f"{place} is not writable: {cause}", remedy
+
+
+def why_not_writable(directory: Path) -> str:
+    """Return why this process can make no file in ``directory``; empty if it can."""
     try:
-        with tempfile.TemporaryFile(dir=place):
-            return None
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
     except OSError as error:
-        problem = f"{place} is not writable: {error.strerror}"
-        make = "" if place == path else "make the directory as root and "
-        return problem, f"{make}give it to the user that runs the engine, or use another path"
+        return error.strerror or str(error)
 
 
 def _existing(path: Path) -> Path:

@@ -103,27 +103,30 @@ def test_what_is_put_back_is_told_of_once_and_then_watched_again(
     assert len(look()) == 1
 
 
-def test_the_paths_are_looked_at_once_a_second(
-    store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def moved(store: Path, clock: Seconds) -> Whereabouts:
+    """What was looked at once, and has moved since."""
     whereabouts = Whereabouts("nvme", [store / "slots.bin"], is_there, clock)
     whereabouts.look()
     store.rename(store.with_name("moved"))
+    return whereabouts
+
+
+def test_the_paths_are_looked_at_once_a_second(
+    moved: Whereabouts, clock: Seconds, caplog: pytest.LogCaptureFixture
+) -> None:
     clock.now_s = 0.9
-    whereabouts.look()
+    moved.look()
     assert caplog.records == []
     clock.now_s = 1.0
-    whereabouts.look()
+    moved.look()
     assert len(caplog.records) == 1
 
 
 def test_the_last_look_is_not_put_off(
-    store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
+    moved: Whereabouts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whereabouts = Whereabouts("nvme", [store / "slots.bin"], is_there, clock)
-    whereabouts.look()
-    store.rename(store.with_name("moved"))
-    whereabouts.look_once_more()
+    moved.look_once_more()
     assert len(caplog.records) == 1
 
 

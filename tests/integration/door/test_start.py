@@ -229,6 +229,17 @@ def spec_of_two_groups(
     return kind(offloading_config(path, groups=groups, cache=OffloadingCacheConfig(16, 1)))
 
 
+def start_worker(
+    spec: KVTierOffloadingSpec, caches: CanonicalKVCaches, *, refusal: str | None
+) -> None:
+    """Start a worker and end it; or, where there is a ``refusal``, see that it is refused."""
+    if refusal is None:
+        spec.get_worker(caches).shutdown()
+        return
+    with pytest.raises(UnsupportedError, match=refusal):
+        spec.get_worker(caches)
+
+
 @pytest.mark.parametrize(
     ("kind", "interval", "window_block", "refused"),
     [
@@ -249,11 +260,7 @@ def test_windows_of_which_chunks_would_be_stored_late_are_refused_at_start(
     config, caches = two_groups(interval, window_block=window_block)
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
     spec = spec_of_two_groups(kind, settings(), window_block=window_block)
-    if refused:
-        with pytest.raises(UnsupportedError, match=r"interval 0.*use KVTierConnector"):
-            spec.get_worker(caches)
-    else:
-        spec.get_worker(caches).shutdown()
+    start_worker(spec, caches, refusal=r"interval 0.*use KVTierConnector" if refused else None)
 
 
 @pytest.mark.parametrize(
@@ -277,11 +284,9 @@ def test_a_runner_that_clears_blocks_before_it_asks_for_their_stores_is_refused(
     config.use_v2_model_runner = is_second
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
     spec = spec_of_two_groups(kind, settings(), window_block=16)
-    if refused:
-        with pytest.raises(UnsupportedError, match=r"use KVTierConnector.*MODEL_RUNNER=0"):
-            spec.get_worker(caches)
-    else:
-        spec.get_worker(caches).shutdown()
+    start_worker(
+        spec, caches, refusal=r"use KVTierConnector.*MODEL_RUNNER=0" if refused else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,11 +310,9 @@ def test_blocks_that_may_be_cleared_for_nobody_are_refused(
     config.scheduler_config = SimpleNamespace(policy=policy)
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
     spec = spec_of_two_groups(kind, settings(), window_block=16)
-    if refused:
-        with pytest.raises(UnsupportedError, match=r"policy priority.*use KVTierConnector"):
-            spec.get_worker(caches)
-    else:
-        spec.get_worker(caches).shutdown()
+    start_worker(
+        spec, caches, refusal=r"policy priority.*use KVTierConnector" if refused else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,11 +336,9 @@ def test_states_that_are_handed_over_too_late_are_refused(
     config.num_speculative_tokens = guesses
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
     spec = spec_of_two_groups(kind, settings(), window_block=16)
-    if refused:
-        with pytest.raises(UnsupportedError, match=r"use KVTierConnector.*no-async-scheduling"):
-            spec.get_worker(caches)
-    else:
-        spec.get_worker(caches).shutdown()
+    start_worker(
+        spec, caches, refusal=r"use KVTierConnector.*no-async-scheduling" if refused else None
+    )
 
 
 def test_a_broken_file_is_refused_with_its_place(settings: Settings) -> None:
