@@ -177,11 +177,7 @@ def evict(
         chosen = _choose(spaces, selection)
         if ask and any(entries for _, entries in chosen):
             typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
-        with show_bars() as progress:
-            for space, entries in chosen:
-                if entries:
-                    with _explained(space), pulse(progress, f"removing {space.name}") as sign:
-                        maintain.drop_chunks(space, entries, sign)
+        _remove(chosen)
     if as_json:
         show_json(render.removal_document(chosen, removed=True))
     else:
@@ -285,6 +281,14 @@ def _choose(
     for text in missing:
         raise ConfigError(f"{text} is not there; nothing was removed")
     return chosen
+
+
+def _remove(chosen: Sequence[tuple[StoredNamespace, Sequence[Entry]]]) -> None:
+    with show_bars() as progress:
+        for space, entries in chosen:
+            if entries:
+                with _explained(space), pulse(progress, f"removing {space.name}") as sign:
+                    maintain.drop_chunks(space, entries, sign)
 
 
 @contextlib.contextmanager
