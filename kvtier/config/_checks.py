@@ -19,6 +19,7 @@ __all__ = [
     "SLOT_ALIGNMENT_NBYTES",
     "check_chunk_fits",
     "check_environment",
+    "held_bytes",
     "slot_nbytes",
     "why_not_writable",
 ]
@@ -125,8 +126,7 @@ def _store_problems(config: KvtierConfig, number: int, stores: list[Path]) -> It
         disks.setdefault(_existing(path).stat().st_dev, []).append(path)
     capacity_bytes = config.tiers[number].capacity_bytes
     for paths in disks.values():
-        files = (file for path in paths for file in path.rglob("*"))
-        reserved_bytes = sum(map(_allocated_bytes, files))
+        reserved_bytes = sum(map(held_bytes, paths))
         free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
         if capacity_bytes * len(paths) > free_bytes:
             all_ranks = _all_ranks(capacity_bytes, len(paths))
@@ -176,6 +176,11 @@ def why_not_writable(directory: Path) -> str:
 def _existing(path: Path) -> Path:
     """Return ``path``, or its parent as long as kvtier has not created it yet."""
     return path if path.exists() else path.parent
+
+
+def held_bytes(directory: Path) -> int:
+    """Return what the files below ``directory`` take of their disk."""
+    return sum(map(_allocated_bytes, directory.rglob("*")))
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -26,8 +26,8 @@ from tests.unit.slab_namespace.opening import (
     fill,
     fingerprint,
     slots_of,
-    warnings_in,
 )
+from tests.unit.warned import warnings_in
 
 
 def test_two_models_have_the_store_open_side_by_side(open_tier: Opener) -> None:
