@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from kvtier.policies.registry import (
 )
 from kvtier.testing.fakes import RecordingTruth
 
+ROOT = Path(__file__).parents[2]
 PLUGIN = """
 from kvtier.policies import Admission, LadderPlacement, Placement
 from kvtier.policies.eviction import Lru
@@ -131,9 +134,15 @@ def placed_by(*lines: str) -> Placement:
         (ADMISSIONS, ADMISSION, {"all"}),
     ],
 )
-def test_what_is_built_in_is_what_a_file_may_name(
+def test_what_is_built_in_is_what_the_package_provides_and_a_file_may_name(
     role: Any, names: PolicyNames, unnamed: set[str]
 ) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        provided = tomllib.load(file)["project"]["entry-points"][role.group]
+    loaded = {
+        name: EntryPoint(name, value, role.group).load() for name, value in provided.items()
+    }
+    assert loaded == role.built_in
     assert names.group == role.group
     assert set(names.installed()) == (role.built_in.keys() - names.offline) | unnamed
 
