@@ -384,17 +384,22 @@ class BytesWorld:
             disk.calm_down()
         self._ending = True
         self._lag = 0
+        self._come_to_rest(turns)
+        self.stage.now_s += PATIENCE_S  # longer than anything is retained
+        self._come_to_rest(turns)
+        self._check_rest()
+        for worker in self._workers:
+            worker.shutdown()
+        self._service.shutdown()
+        self._check_disks()
+
+    def _come_to_rest(self, turns: Iterator[None]) -> None:
         began = self._steps
         while self._is_busy or self._steps < began + 3:  # in which the last ends are told
             assert self._steps < began + REST_STEPS, "it does not come to rest"
             for _ in range(5):
                 self.stage.act()
             next(turns)
-        self._check_rest()
-        for worker in self._workers:
-            worker.shutdown()
-        self._service.shutdown()
-        self._check_disks()
 
     @property
     def _is_busy(self) -> bool:
@@ -445,9 +450,6 @@ class BytesWorld:
 
     def _check_rest(self) -> None:
         """Check that nobody holds anything any more."""
-        self.stage.now_s += PATIENCE_S  # longer than anything is retained
-        self._service.end_step(started=(), preempted=())
-        check_manager(self._manager)
         snapshot = self._manager.snapshot()
         assert (snapshot.requests, snapshot.granted, snapshot.retained) == (0, 0, 0)
         for tier in self._manager._ladder.tiers:
