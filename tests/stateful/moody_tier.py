@@ -88,7 +88,7 @@ class MoodyTier(StorageTier):
         self.capacity_slots = slots
         self.slot_nbytes = slot_nbytes
         self.held: dict[int, tuple[ChunkKey, bytes, int]] = {}
-        self.moody = True
+        self.moody = not stage.calm
         self._stage = stage
         self._batches: list[Batch] = []
         self._resets: list[Kept[None]] = []

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     import pytest
 
 MOMENTS_S = (0.0005, 0.0005, 0.0005, 0.002, 0.02, 0.3)
-"""What may pass before the next one gets on."""
+"""What may pass before the next one gets on, ..."""
+CALM_S = (0.00005,)
+"""... and where everything is quick."""
 JUMPS, JUMP_S = 0.0005, 120.0
 """How often a machine stands still for as long as nobody waits."""
 DEEPEST = 3
@@ -42,6 +44,7 @@ class Stage:
 
     Args:
         seed: Of all that is left to chance.
+        calm: Whether everybody is quick and nothing goes wrong.
 
     Attributes:
         draw: Where chance comes from.
@@ -50,8 +53,9 @@ class Stage:
         complaints: What was wrong, for somebody whose errors are taken for something else.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, calm: bool) -> None:
         self.draw = random.Random(seed)
+        self.calm = calm
         self.now_s = 1000.0
         self.actors: list[Callable[[], None]] = [self._pass_time]
         self.complaints: list[str] = []
@@ -89,7 +93,10 @@ class Stage:
         self.complaints.append(what)
 
     def _pass_time(self) -> None:
-        self.now_s += JUMP_S if self.chance(JUMPS) else self.draw.choice(MOMENTS_S)
+        if self.calm:
+            self.now_s += self.draw.choice(CALM_S)
+        else:
+            self.now_s += JUMP_S if self.chance(JUMPS) else self.draw.choice(MOMENTS_S)
 
     def take_over(self, patch: pytest.MonkeyPatch) -> None:
         """Be the clock and the threads of what is built from now on."""

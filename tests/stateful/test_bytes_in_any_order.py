@@ -1,4 +1,4 @@
-"""Whatever gets on first, no byte is loaded or kept that its key does not name."""
+"""Whoever gets on first, no byte is loaded or kept that its key does not name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import pytest
 from tests.stateful.bytes_world import BytesWorld
 
 STEPS = 120
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("seed", range(8))
+def test_where_nothing_goes_wrong_no_load_fails(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BytesWorld(seed, monkeypatch, calm=True) as world:
+        world.run(STEPS)
+        assert world.checked_blocks, "nothing was loaded"
 
 
 @pytest.mark.untraced
