@@ -202,14 +202,16 @@ class ConnectorScheduler:
         """Note that a request ended and its blocks are about to be freed.
 
         Its last chunks are offered in the next step. Nothing has to be kept until then: a store
-        whose blocks are given away ends before they are written.
+        whose blocks are given away ends before they are written. But a load that is under way
+        goes on: blocks that it fills are to be freed when the workers said that it is over.
 
         Args:
             request: The request.
             block_ids: Its blocks, of an engine with one KV cache group.
 
         Returns:
-            False: the blocks may be freed; and None: there is nothing to tell its sender.
+            False: no store keeps the blocks from being freed; and None: there is nothing to
+            tell its sender.
         """
         return self.request_finished_all_groups(request, (block_ids,))
 

@@ -50,6 +50,7 @@ class _Load:
         origins: Index of the tier each copy's bytes come from.
         lead: Keys before the first that has no copy.
         streamed: Slots it made others give up.
+        awaited: Copies whose bytes were on their way when it was planned.
     """
 
     keys: Sequence[ChunkKey]
@@ -59,6 +60,7 @@ class _Load:
     origins: Sequence[int]
     lead: int
     streamed: int = 0
+    awaited: Collection[ChunkCopy] = ()
 
 
 class Loader:
@@ -111,7 +113,7 @@ class Loader:
         if not all(loaded):
             failed = [not ok for ok in loaded]
             self._count_failures(compress(copies, failed), compress(load.origins, failed))
-            self._condemn(compress(copies, failed))
+            self._condemn(load, compress(copies, failed))
             if request is not None:
                 self._promoter.give_up(request)
         if any(load.origins):
@@ -185,6 +187,7 @@ class Loader:
         streamed = self._bring_up(keys, None if request is None else request.terms.load_tiers)
         chosen = list(map(self._await, map(self._ram.copies.get, keys)))
         load = _load_of(keys, [copy for copy in chosen if copy is not None], streamed=streamed)
+        load.awaited = {copy for copy in load.copies if copy.state != _RESIDENT}
         plan = LoadPlan(load.slots, load.generations, load.origins)
         if None in chosen:
             load.lead = chosen.index(None)
@@ -221,16 +224,24 @@ class Loader:
             for copy, origin in zip(copies, origins, strict=True)
         )
 
-    def _condemn(self, copies: Iterable[ChunkCopy]) -> None:
+    def _condemn(self, load: _Load, failed: Iterable[ChunkCopy]) -> None:
         """Drop copies that a worker could not load: who asks next must not get them.
 
-        One that was still on its way is let arrive: the tier proves its bytes when it does.
+        One that ``load`` waited for is let arrive, and stays if it has: the tier proves its
+        bytes when it does, and was late. Nor is the next load of it, which bears the same
+        stamp, taken for one that failed.
         """
-        for copy in copies:
-            if copy.state == _RESIDENT:
+        late: list[ChunkCopy] = []
+        for copy in failed:
+            if copy in load.awaited:
+                late.append(copy)
+            elif copy.state == _RESIDENT:
                 self._grants.take_from_all(copy)
                 self._ladder.retention.forget(copy)
                 self._ladder.drop(self._ram, copy)
+        if late:
+            others = set(self.in_flight())  # each of which says for itself how it ended
+            self._ladder.truth.forgive([copy.slot for copy in late if copy not in others])
 
 
 def _load_of(

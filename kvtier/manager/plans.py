@@ -163,5 +163,8 @@ class SlotTruth(Protocol):
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether no rank failed to load the bytes of that generation."""
 
+    def forgive(self, slots: Sequence[int]) -> None:
+        """Forget who could not load from ``slots``, where no load is: the bytes were late."""
+
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""

@@ -9,7 +9,8 @@ evicted, and promises, streams in flight and the slots of reads that are stuck a
 ``pin_budget``; so its load finds room, a tier that does not answer leaves RAM to others, and
 one that would not waits its turn with the :class:`~kvtier.manager.promoter.Promoter`. An engine
 that looks up many requests before it loads for the first, or stores what it was told is a hit,
-can still break that. Then a chunk has no slot, which the plan says, and its load fails by
+can still break that; so can a policy that evicts leaves only, where what nothing holds comes
+before what something does. Then a chunk has no slot, which the plan says, and its load fails by
 itself.
 """
 

@@ -13,7 +13,8 @@ acknowledges:
     what it issued; while the two differ a worker may still touch the slot.
 ``refused[rank, slot]``
     Stamp of the last write whose bytes the rank was to load and could not. A word of its own,
-    and not an erased ``generation``: the slot may be stamped by others at the same moment.
+    and not an erased ``generation``: the slot may be stamped by others at the same moment. If
+    they were only late, the scheduler takes the word away when the load is over.
 
 Each number is an aligned machine word. A worker writes while it has a job on the slot, the
 scheduler while nobody has, so no lock is needed: the engine's own message, which follows the
@@ -152,6 +153,15 @@ class ControlBlock:
         if not slots:
             return []
         return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
+
+    def forgive(self, slots: Sequence[int]) -> None:
+        """Forget which stamps ranks could not load from ``slots``, where none has a load.
+
+        They waited for bytes that were not there yet. When these have come, under the same
+        stamp, whoever loads them is not to be taken for one who could not.
+        """
+        if slots:
+            self._refused[:, _index(slots)] = 0
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         """Return for each slot whether every rank acknowledged every job issued on it."""

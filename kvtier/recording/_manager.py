@@ -44,6 +44,7 @@ class _Witness:
         self._doubt = False
         self.issue = truth.issue
         self.withdraw = truth.withdraw
+        self.forgive = truth.forgive
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
         return self._remember(self._truth.stored(slots, generations))

@@ -54,6 +54,10 @@ class HonestTruth:
             return [True] * len(slots)
         return [place not in self._lost for place in zip(slots, generations, strict=True)]
 
+    def forgive(self, slots: Sequence[int]) -> None:
+        """Forget what of ``slots`` had not come up."""
+        self._lost = {place for place in self._lost if place[0] not in slots}
+
     def quiet(self, slots: Sequence[int]) -> list[bool]:
         """Return that no worker is busy."""
         return [True] * len(slots)

@@ -107,6 +107,11 @@ class RecordingTruth:
             for slot, generation in zip(slots, generations, strict=True)
         ]
 
+    def forgive(self, slots: Sequence[int]) -> None:
+        """Forget which stamps could not be loaded from ``slots``."""
+        for slot in slots:
+            self._refused.pop(slot, None)
+
     # -- the storage engine's side ----------------------------------------------------------
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:

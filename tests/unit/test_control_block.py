@@ -90,6 +90,15 @@ def test_every_rank_is_told_what_will_not_come_and_what_is_about_to_change(
         assert lost == [False, True, False]
 
 
+def test_what_was_late_for_a_load_of_any_rank_was_not_lost(block: ControlBlock) -> None:
+    block.refuse(0, [1, 2], [5, 6])
+    block.refuse(1, [2, 3], [6, 7])
+    block.forgive([2])
+    assert block.loaded([1, 2, 3], [5, 6, 7]) == [False, True, False]
+    block.forgive([])
+    assert block.loaded([1, 3], [5, 7]) == [False, False]
+
+
 def test_slots_in_any_order_are_those_that_were_named(block: ControlBlock) -> None:
     """Also where the first and the last are as far apart as if they stood in order."""
     slots, stamps = [0, 2, 1, 3], [5, 6, 7, 8]

@@ -233,6 +233,47 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     assert bench.look(prefix(2)) == [MISS]
 
 
+@pytest.mark.parametrize("arrives_first", [True, False])
+def test_a_chunk_that_came_too_late_for_one_load_is_loaded_by_the_next_and_stays(
+    *, arrives_first: bool
+) -> None:
+    bench = streaming(4, below=2)
+    bench.look(prefix(2))
+    plan, (job,) = begin(bench, 2)
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    bench.truth.refuse(plan.slots, plan.generations)
+    if arrives_first:
+        bench.finish(job)
+    bench.manager.complete_load("reader")
+    if not arrives_first:
+        bench.finish(job)
+    assert bench.look(prefix(2), "other") == [HIT, HIT]
+    again = bench.load(prefix(2), "other")
+    assert list(again.generations) == list(plan.generations), "they are the same bytes"
+    assert bench.resident() == {*prefix(2)}
+    assert bench.tiers[0].counters.hits + bench.tiers[1].counters.hits == 2
+    assert bench.look(prefix(2), "other") == [HIT, HIT], "its load worked"
+    assert bench.look(prefix(2)) == [MISS], "its own did not"
+
+
+def test_what_one_load_could_not_wait_for_is_not_forgotten_before_another_is_over() -> None:
+    bench = streaming(4, below=1)
+    assert bench.look(prefix(1), "a") == bench.look(prefix(1), "b") == [HIT]
+    plan, (job,) = begin(bench, 1, "a")
+    assert begin(bench, 1, "b")[0].slots == plan.slots
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    bench.truth.refuse(plan.slots, plan.generations)
+    bench.manager.complete_load("a")
+    bench.manager.complete_load("b")
+    assert bench.look(prefix(1), "b") == [MISS]
+    bench.finish(job)
+    assert bench.look(prefix(1), "b") == [MISS]
+    assert bench.look(prefix(1), "c") == [HIT]
+    bench.load(prefix(1), "c")
+    assert bench.resident() == {*prefix(1)}
+    assert bench.look(prefix(1), "c") == [HIT]
+
+
 def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
     bench = streaming(4, below=2)
     assert bench.look(prefix(2)) == [HIT, HIT]
