@@ -455,7 +455,7 @@ def test_a_removal_that_cannot_give_room_back_is_ended_by_the_next_start(
     fill(tier)
     close(tier)
     io = FaultyIo()
-    io.fail("truncate", errno.EIO)
+    io.strike("truncate", 1, Fault(errno.EIO))  # the first is of the lock
     with pytest.raises(TierUnavailableError, match="check the disk"):
         open_tier(model="new", io=io)
     open_tier(model="new")
