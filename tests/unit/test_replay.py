@@ -391,6 +391,7 @@ class TestReplay:
 
         def serve(*_: object) -> None:
             seen.extend(places.glob(".kvtier-replay-*/store/*/slots.bin"))
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGTERM)
             pytest.fail("it went on")
 
