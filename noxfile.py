@@ -139,7 +139,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that needs neither vLLM nor a GPU, with the coverage bar."""
+    """All that needs neither vLLM nor a GPU, with the coverage bar; real traces go compiled."""
     install(session, "test")
     suites = existing(
         "tests/unit", "tests/contract", "tests/stateful", "tests/crash", "tests/docs", "kvtier"
@@ -149,7 +149,8 @@ def tests(session: nox.Session) -> None:
         return
     # Half the time of these tests is spent waiting for processes, so a worker per core pays.
     workers = ("-n", "auto", "--dist", "worksteal")
-    session.run("pytest", *workers, "--cov", "--hypothesis-profile=ci", *suites)
+    chosen = ("-m", "not slow and not integration and not real_trace")
+    session.run("pytest", *workers, *chosen, "--cov", "--hypothesis-profile=ci", *suites)
 
 
 @nox.session

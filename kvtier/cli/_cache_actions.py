@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.cli._cache_progress import pulse, show_bars
-from kvtier.cli._render import make_console
+from kvtier.cli._quantity import quantity
+from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab import maintain
@@ -33,7 +33,7 @@ from kvtier.tiers.slab.inspect import (
 from kvtier.tiers.slab.namespace import SLOTS
 from kvtier.tiers.slab.schema import IndexDamagedError, IndexMissingError, is_full
 from kvtier.tiers.slab.verify import verify as verify_namespace
-from kvtier.units import UnitError, parse_duration
+from kvtier.units import parse_duration
 
 __all__ = [
     "Selection",
@@ -92,7 +92,9 @@ class Selection:
         if self.everything:
             return reader.entries("stored", -1)
         if self.older_than is not None:
-            return reader.entries_unused_since(_now() - _age_s(self.older_than))
+            days = functools.partial(parse_duration, likely_unit="d")
+            age_s = quantity("--older-than", self.older_than, days)
+            return reader.entries_unused_since(_now() - int(age_s))
         found: dict[Entry, None] = {}
         for text in self.keys:
             match = _one_entry(KeyPattern.parse(text), reader)
@@ -105,7 +107,7 @@ def stat(directory: Path, namespace: str | None, *, as_json: bool) -> None:
     """See ``kvtier cache stat``."""
     reports = [_report(space) for space in find_namespaces(directory, namespace)]
     if as_json:
-        _echo_json({"path": str(directory), "namespaces": [r.as_dict() for r in reports]})
+        show_json({"path": str(directory), "namespaces": [r.as_dict() for r in reports]})
     else:
         render.show_reports(make_console(), reports)
 
@@ -121,7 +123,7 @@ def ls(
             chunks, reset_at = reader.totals().chunks, reader.reset_at()
             listings.append(render.Listing(space, entries, chunks, reset_at))
     if as_json:
-        _echo_json([listing.as_dict() for listing in listings])
+        show_json([listing.as_dict() for listing in listings])
     else:
         render.show_listings(make_console(), listings)
 
@@ -138,7 +140,7 @@ def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool)
                 found = verify_namespace(space, reader, on_progress=advance)
                 checks.append(render.Check(space, found, reader.reset_at()))
     if as_json:
-        _echo_json([render.verification_document(check, limit) for check in checks])
+        show_json([render.verification_document(check, limit) for check in checks])
     else:
         render.show_verifications(make_console(), checks, limit)
     return not any(check.found.bad for check in checks)
@@ -151,7 +153,7 @@ def explain(key: str, directory: Path, namespace: str | None, *, as_json: bool) 
     found = [answer for answer in answers if answer.entry]
     telling = found or [answer for answer in answers if answer.reason] or answers
     if as_json:
-        _echo_json({"key": key, "answers": [answer.as_dict() for answer in telling]})
+        show_json({"key": key, "answers": [answer.as_dict() for answer in telling]})
     else:
         render.show_explanations(make_console(), key, telling)
     return bool(found)
@@ -163,7 +165,7 @@ def show_selected(
     """See ``kvtier cache evict --dry-run``."""
     chosen = _choose(find_namespaces(directory, namespace), selection)
     if as_json:
-        _echo_json(render.removal_document(chosen, removed=False))
+        show_json(render.removal_document(chosen, removed=False))
     else:
         render.show_removal(make_console(), chosen, removed=False)
 
@@ -182,13 +184,9 @@ def evict(
         chosen = _choose(spaces, selection)
         if ask and any(entries for _, entries in chosen):
             typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
-        with show_bars() as progress:
-            for space, entries in chosen:
-                if entries:
-                    with _explained(space), pulse(progress, f"removing {space.name}") as sign:
-                        maintain.drop_chunks(space, entries, sign)
+        _remove(chosen)
     if as_json:
-        _echo_json(render.removal_document(chosen, removed=True))
+        show_json(render.removal_document(chosen, removed=True))
     else:
         render.show_removal(make_console(), chosen, removed=True)
 
@@ -203,7 +201,7 @@ def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> N
                 _require_index(space)
                 done.append((space, maintain.compact_index(space, sign)))
     if as_json:
-        _echo_json([render.compaction_document(*one) for one in done])
+        show_json([render.compaction_document(*one) for one in done])
     else:
         render.show_compactions(make_console(), done)
 
@@ -292,6 +290,14 @@ def _choose(
     return chosen
 
 
+def _remove(chosen: Sequence[tuple[StoredNamespace, Sequence[Entry]]]) -> None:
+    with show_bars() as progress:
+        for space, entries in chosen:
+            if entries:
+                with _explained(space), pulse(progress, f"removing {space.name}") as sign:
+                    maintain.drop_chunks(space, entries, sign)
+
+
 @contextlib.contextmanager
 def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -345,16 +351,5 @@ def _disk_nbytes(directory: Path) -> int:
     return nbytes
 
 
-def _age_s(text: str) -> int:
-    try:
-        return int(parse_duration(text, likely_unit="d"))
-    except UnitError as error:
-        raise ConfigError(f"--older-than {text}: {error}") from error
-
-
 def _now() -> int:
     return int(datetime.now(UTC).timestamp())
-
-
-def _echo_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))

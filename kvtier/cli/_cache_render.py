@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli._render import show_prose, show_table
+from kvtier.cli._render import make_table, show_prose, show_table
 from kvtier.keys import group_of, short
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
 from kvtier.tiers.slab.maintain import CompactedIndex
@@ -171,7 +171,8 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
         if number:
             console.print()
         _heading(console, listing.space)
-        table = _columns("key", numbers=("slot", "hits", "stored (UTC)", "last use (UTC)"))
+        numbers = ("slot", "hits", "stored (UTC)", "last use (UTC)")
+        table = make_table("key", numbers=numbers, narrow=True)
         for entry in listing.entries:
             table.add_row(
                 short(entry.key),
@@ -194,7 +195,7 @@ def show_verifications(console: Console, checks: Sequence[Check], limit: int) ->
         _heading(console, check.space)
         _pairs(console, _verification_lines(found) | _doubt_lines(check.reset_at))
         if found.bad:
-            table = _columns("bad chunk", "problem", numbers=("slot",))
+            table = make_table("bad chunk", "problem", numbers=("slot",), narrow=True)
             for bad in found.bad[: limit or None]:
                 problem = "unreadable" if bad.unreadable else "not the bytes stored"
                 table.add_row(short(bad.entry.key), problem, f"{bad.entry.slot:,}")
@@ -280,7 +281,7 @@ def show_compactions(
     console: Console, done: Sequence[tuple[StoredNamespace, CompactedIndex]]
 ) -> None:
     """Print the sizes of indexes before and after."""
-    table = _columns("namespace", "model", numbers=("before", "after"))
+    table = make_table("namespace", "model", numbers=("before", "after"), narrow=True)
     for space, sizes in done:
         before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
         table.add_row(space.name, _model(space), before, after)
@@ -446,12 +447,3 @@ def _pairs(console: Console, lines: Mapping[str, str]) -> None:
     for name, value in lines.items():
         table.add_row(name, Text(value))
     show_prose(console, table)
-
-
-def _columns(*words: str, numbers: tuple[str, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for word in words:
-        table.add_column(word, overflow="fold")
-    for number in numbers:
-        table.add_column(number, justify="right", no_wrap=True)
-    return table

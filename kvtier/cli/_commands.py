@@ -15,7 +15,8 @@ from kvtier.cli._choice import choice, finite
 from kvtier.cli._example import example
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._plan import PlanRequest, make_plan
-from kvtier.cli._render import make_console, show_line, show_plan, show_tiers
+from kvtier.cli._quantity import quantity
+from kvtier.cli._render import make_console, show_json, show_line, show_plan, show_tiers
 from kvtier.cli._replay import replay
 from kvtier.cli._sim import sim_app
 from kvtier.cli._trace import trace_app
@@ -29,7 +30,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.model_geometry import KvDtype, read_model_geometry
-from kvtier.units import UnitError, parse_rate
+from kvtier.units import parse_rate
 
 __all__ = ["app"]
 
@@ -104,9 +105,7 @@ def check(
     notes = notes_on_ranks(config, ranks=data_parallel_size)
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)
-        _echo_json(
-            {"file": str(file), "warnings": warnings, "notes": notes, "config": document}
-        )
+        show_json({"file": str(file), "warnings": warnings, "notes": notes, "config": document})
         return
     console = make_console()
     show_tiers(console, config)
@@ -148,7 +147,7 @@ def doctor(
     config = load_config(file)
     examination = examine(config, seconds=seconds if measure else None)
     if as_json:
-        _echo_json(examination_document(file, examination))
+        show_json(examination_document(file, examination))
     else:
         show_examination(make_console(), examination)
     if examination.verdict is Verdict.PROBLEM:
@@ -181,10 +180,11 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     """
     dtype = KvDtype(choice("--kv-dtype", kv_dtype, KvDtype))
     config = load_config(file)
-    request = PlanRequest(tp, dtype, block_tokens, _rate(fill_rate))
+    rate = quantity("--fill-rate", fill_rate, parse_rate)
+    request = PlanRequest(tp, dtype, block_tokens, rate)
     result = make_plan(config, read_model_geometry(model), request)
     if as_json:
-        _echo_json(result.as_dict())
+        show_json(result.as_dict())
         return
     show_plan(make_console(), result)
 
@@ -215,18 +215,7 @@ def print_schema() -> None:
 
     Editors that know YAML check and complete a file with it.
     """
-    _echo_json(schema())
+    show_json(schema())
 
 
 app.command()(replay)
-
-
-def _rate(text: str) -> int:
-    try:
-        return parse_rate(text)
-    except UnitError as error:
-        raise ConfigError(f"--fill-rate {text}: {error}") from error
-
-
-def _echo_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))

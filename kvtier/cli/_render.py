@@ -1,11 +1,13 @@
-"""Values to tables that a person reads."""
+"""Values to tables that a person reads, and to JSON that a program does."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 from collections.abc import Sequence
 
+import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -18,6 +20,7 @@ from kvtier.units import approximate_duration, approximate_size
 __all__ = [
     "make_console",
     "make_table",
+    "show_json",
     "show_line",
     "show_plan",
     "show_prose",
@@ -32,6 +35,11 @@ _UNKNOWN = (
     "parallelism), how much of a prompt repeats, and how fast the disk is. "
     "The engine's log states the chunk size it uses."
 )
+
+
+def show_json(value: object) -> None:
+    """Print ``value``, which is made of plain values."""
+    typer.echo(json.dumps(value, indent=2))
 
 
 def show_tiers(console: Console, config: KvtierConfig) -> None:

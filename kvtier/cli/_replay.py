@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,8 @@ import typer
 from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson
 from kvtier.cli._progress import show_progress
-from kvtier.cli._render import make_console, make_table, show_line, show_table
+from kvtier.cli._quantity import quantity
+from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.cli._signals import ended_in_order
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, read
@@ -26,7 +26,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
-from kvtier.units import UnitError, approximate_rate, approximate_size, parse_size
+from kvtier.units import approximate_rate, approximate_size, parse_size
 
 if TYPE_CHECKING:
     from kvtier.replay import ReplayResult
@@ -86,7 +86,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     _check_beside(ladder)
     options = ReplayOptions(
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
-        gpu_bytes=_gpu_bytes(gpu_memory),
+        gpu_bytes=quantity("--gpu-memory", gpu_memory, parse_size),
         speedup=speedup,
         requests=requests,
         tokens_per_s=prefill_rate,
@@ -96,16 +96,9 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     with ended_in_order(), show_progress("replaying") as progress:
         result = replay_trace(loaded, ladder, options, progress=progress)
     if as_json:
-        typer.echo(json.dumps(asdict(result) | {"apart": result.apart()}, indent=2))
+        show_json(asdict(result) | {"apart": result.apart()})
         return
     _show(result)
-
-
-def _gpu_bytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except UnitError as error:
-        raise ConfigError(f"--gpu-memory {text}: {error}") from error
 
 
 def _check_beside(config: KvtierConfig) -> None:

@@ -14,6 +14,7 @@ from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
+from kvtier.cli._quantity import quantity
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
 from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import KvtierConfig, load_config
@@ -29,7 +30,7 @@ from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep, write_csv
 from kvtier.sim.timing import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
-from kvtier.units import UnitError, parse_size
+from kvtier.units import parse_size
 
 __all__ = ["ChunkBytes", "PrefillRate", "Speeds", "chunk_bytes_of", "sim_app"]
 
@@ -231,8 +232,8 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
     """
     loaded = read(trace, format_name)
     request = RecommendRequest(
-        ram_bytes=_size("--ram", ram),
-        nvme_bytes=_size("--nvme", nvme),
+        ram_bytes=quantity("--ram", ram, parse_size),
+        nvme_bytes=quantity("--nvme", nvme, parse_size),
         path=path,
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         prefill_tokens_per_s=prefill_rate,
@@ -283,13 +284,6 @@ def _names(option: str, text: str) -> list[str]:
     if not all(names):
         raise ConfigError(f"{option} {text}: an empty name; write them as a,b,c")
     return list(dict.fromkeys(names))
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except UnitError as error:
-        raise ConfigError(f"{option} {text}: {error}") from error
 
 
 def _time_model(

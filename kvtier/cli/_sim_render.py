@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-
-import typer
 
 from kvtier.cli._render import (
     make_console,
     make_table,
+    show_json,
     show_line,
     show_table,
     show_tiers_apart,
@@ -27,7 +25,7 @@ __all__ = ["show_ladder", "show_replay", "show_single", "show_sweep"]
 def show_single(result: SingleResult, *, as_json: bool) -> None:
     """Print what one policy did."""
     if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
+        show_json(result.as_dict())
         return
     table = make_table("", numbers=("",))
     for name, value in result.as_dict().items():
@@ -54,7 +52,7 @@ def show_sweep(results: Sequence[SweepResult]) -> None:
 def show_ladder(result: LadderResult, *, as_json: bool) -> None:
     """Print what a ladder did."""
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        show_json(asdict(result))
         return
     console = make_console()
     columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
@@ -81,7 +79,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
 def show_replay(result: ReplayResult, *, as_json: bool) -> None:
     """Print what a recorded engine did."""
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        show_json(asdict(result))
         return
     console = make_console()
     numbers = ("chunks", "hits", "written", "promoted", "evicted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -12,7 +11,7 @@ import typer
 from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
-from kvtier.cli._render import make_console, make_table, show_table
+from kvtier.cli._render import make_console, make_table, show_json, show_table
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
     FORMATS,
@@ -65,7 +64,7 @@ def info(
     """Say what TRACE holds, and what an infinite cache would hit."""
     facts = describe(read(trace, format_name))
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        show_json(facts)
         return
     _show(facts)
 

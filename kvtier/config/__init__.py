@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvtier.config._checks import (
     check_chunk_fits,
     check_environment,
+    held_bytes,
     slot_nbytes,
     why_not_writable,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "child_environment",
     "environment",
     "has_paths_of_ranks",
+    "held_bytes",
     "load_config",
     "options_of",
     "own_paths",

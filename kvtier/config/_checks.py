@@ -19,6 +19,7 @@ __all__ = [
     "SLOT_ALIGNMENT_NBYTES",
     "check_chunk_fits",
     "check_environment",
+    "held_bytes",
     "slot_nbytes",
     "why_not_writable",
 ]
@@ -132,7 +133,7 @@ def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iter
 def _room_problems(config: KvtierConfig, on_disk: dict[int, list[Path]]) -> Iterator[str]:
     """Say which tiers of those on one disk it has no room for, each beside the ones before."""
     paths = [path for paths in on_disk.values() for path in paths]
-    reserved_bytes = sum(_allocated_bytes(file) for path in paths for file in path.rglob("*"))
+    reserved_bytes = sum(map(held_bytes, paths))
     free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
     before = list[str]()
     for number, stores in on_disk.items():
@@ -201,6 +202,11 @@ def why_not_writable(directory: Path) -> str:
 def _existing(path: Path) -> Path:
     """Return ``path``, or its parent as long as kvtier has not created it yet."""
     return path if path.exists() else path.parent
+
+
+def held_bytes(directory: Path) -> int:
+    """Return what the files below ``directory`` take of their disk."""
+    return sum(map(_allocated_bytes, directory.rglob("*")))
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvtier.config import held_bytes
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces, holder_of
@@ -47,9 +48,8 @@ class Room:
 def find_room(path: Path, place: Path) -> Room:
     """Return the room for the store at ``path``, on the file system of ``place``."""
     status = os.statvfs(place)
-    held = sum(_allocated_nbytes(file) for file in path.rglob("*"))
     inodes = status.f_favail if status.f_files else None
-    return Room(status.f_bavail * status.f_frsize, held, inodes)
+    return Room(status.f_bavail * status.f_frsize, held_bytes(path), inodes)
 
 
 def check_room(tier: str, room: Room, capacity_bytes: int, key: str) -> Iterator[Finding]:
@@ -162,10 +162,3 @@ def _namespaces(path: Path) -> list[StoredNamespace]:
         if error.__cause__ is not None:
             raise
         return []  # no engine has made a store of the directory yet
-
-
-def _allocated_nbytes(path: Path) -> int:
-    try:
-        return path.lstat().st_blocks * 512
-    except OSError:  # it went away, or is not ours to look at
-        return 0

@@ -42,9 +42,6 @@ class Retention:
     def __len__(self) -> int:
         return len(self._until)
 
-    def __contains__(self, copy: ChunkCopy) -> bool:
-        return copy in self._until
-
     def keep(self, copies: Iterable[ChunkCopy], until: float) -> int:
         """Keep resident ``copies`` until then; a deadline is put off, never brought forward.
 

@@ -8,13 +8,14 @@ configuration they give the same decisions, chunk by chunk.
 
 from __future__ import annotations
 
-from kvtier.recording._calls import CALLS_MARK, CallEncoder, ManagerSetup
+from kvtier.recording._calls import CALLS_MARK, LETTERS, CallEncoder, ManagerSetup
 from kvtier.recording._manager import RecordingManager
 from kvtier.recording._recorder import Recorder, RecorderStatistics
 from kvtier.recording._requests import RequestLog, RequestRecord
 
 __all__ = [
     "CALLS_MARK",
+    "LETTERS",
     "CallEncoder",
     "ManagerSetup",
     "Recorder",

@@ -16,13 +16,21 @@ from typing import Any, Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
-from kvtier.manager import RequestTerms
+from kvtier.manager import Lookup, RequestTerms
 from kvtier.types import Job, TransferResult
 
-__all__ = ["CALLS_MARK", "CallEncoder", "ManagerSetup", "decisive"]
+__all__ = ["CALLS_MARK", "LETTERS", "CallEncoder", "ManagerSetup", "decisive"]
 
 CALLS_MARK: Final = "kvtier_calls"
 """The key of the first line that says what the file is; its value is the format's version."""
+
+LETTERS: Final = {
+    Lookup.HIT: "h",
+    Lookup.MISS: "m",
+    Lookup.PENDING: "p",
+    Lookup.RETRY: "r",
+}
+"""What stands for the answer of a lookup."""
 
 _VERSION: Final = 3
 _PART: Final = 4096

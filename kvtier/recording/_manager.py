@@ -8,7 +8,7 @@ What the workers said is an input like the calls: it is noted with the call that
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from typing_extensions import override
 
@@ -26,19 +26,13 @@ from kvtier.manager import (
     TierState,
 )
 from kvtier.policies import Placement
+from kvtier.recording._calls import LETTERS
 from kvtier.types import Job, TransferResult
 
 __all__ = ["Note", "RecordingManager"]
 
 Note: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 """Told a call's name, and its arguments and answers by name."""
-
-_LETTERS: Final = {
-    Lookup.HIT: "h",
-    Lookup.MISS: "m",
-    Lookup.PENDING: "p",
-    Lookup.RETRY: "r",
-}
 
 
 class _Witness:
@@ -264,7 +258,7 @@ class RecordingManager(TieredOffloadingManager):
     def _tell_lookups(self) -> None:
         if not self._looked:
             return
-        answers = "".join(map(_LETTERS.__getitem__, self._found))
+        answers = "".join(map(LETTERS.__getitem__, self._found))
         values = {"request": self._looking, "keys": self._looked, "answers": answers}
         self._looking, self._looked, self._found = "", [], []
         self._note("lookup", values)

@@ -252,17 +252,8 @@ class _Bench:
             requests=options.concurrency,
         )
         memory = PagedMemory(layers=_LAYERS, blocks=limits.blocks, block_nbytes=block_nbytes)
-        slot_bytes = slot_nbytes(options.chunk_bytes)
-        geometry = RegionGeometry(
-            slots=config.ram.capacity_bytes // slot_bytes,
-            slot_nbytes=slot_bytes,
-            stripe_nbytes=options.chunk_bytes,
-            stripes=1,
-            ranks=1,
-            relay_slots=relay_slots(config, slot_bytes),
-        )
+        geometry = _geometry(config, options.chunk_bytes)
         name = f"replay-{os.getpid()}-{next(_NUMBERS)}"
-        timeout_s = config.transfer.close_timeout_s
         with contextlib.ExitStack() as stack:
             region = HostRegion.create(
                 name,
@@ -281,25 +272,12 @@ class _Bench:
                     blocks=limits.blocks,
                     blocks_per_chunk=per_chunk,
                     groups=groups,
-                    close_timeout_s=timeout_s,
+                    close_timeout_s=config.transfer.close_timeout_s,
                 ),
             )
             stack.callback(worker.shutdown)
             worker.register_kv_caches(memory.tensors)
-            storage = open_storage(
-                config,
-                region,
-                LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": slot_bytes}),
-                tokens_per_chunk=trace.chunk_tokens,
-                record_events=False,
-            )
-            stack.callback(storage.close, timeout_s=timeout_s)
-            self._service = CacheService(
-                storage,
-                tokens_per_chunk=trace.chunk_tokens,
-                retain_s=config.placement.retain_s or 0.0,
-                close_timeout_s=timeout_s,
-            )
+            self._service = _open_service(config, region, trace.chunk_tokens, stack)
             self._scheduler = ConnectorScheduler(
                 self._service,
                 SchedulerOptions(
@@ -369,6 +347,41 @@ class _Bench:
     def figures(self) -> list[TierFigures]:
         """Return the tiers' figures."""
         return list(self._service.statistics().tiers)
+
+
+def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
+    """Return the shape of the RAM tier and of the relay, for an engine of one rank."""
+    slot_bytes = slot_nbytes(chunk_bytes)
+    return RegionGeometry(
+        slots=config.ram.capacity_bytes // slot_bytes,
+        slot_nbytes=slot_bytes,
+        stripe_nbytes=chunk_bytes,
+        stripes=1,
+        ranks=1,
+        relay_slots=relay_slots(config, slot_bytes),
+    )
+
+
+def _open_service(
+    config: KvtierConfig, region: HostRegion, chunk_tokens: int, stack: contextlib.ExitStack
+) -> CacheService:
+    """Open the tiers and return the cache over them; ``stack`` closes the tiers."""
+    timeout_s = config.transfer.close_timeout_s
+    slot_bytes = region.geometry.slot_nbytes
+    storage = open_storage(
+        config,
+        region,
+        LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": slot_bytes}),
+        tokens_per_chunk=chunk_tokens,
+        record_events=False,
+    )
+    stack.callback(storage.close, timeout_s=timeout_s)
+    return CacheService(
+        storage,
+        tokens_per_chunk=chunk_tokens,
+        retain_s=config.placement.retain_s or 0.0,
+        close_timeout_s=timeout_s,
+    )
 
 
 def _prepare(trace: Trace, options: ReplayOptions) -> Trace:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ __all__ = [
     "StepModel",
     "TierResult",
     "default_time_model",
+    "replayed_tiers",
     "simulate_ladder",
     "wait_quantiles",
 ]
@@ -293,6 +294,27 @@ def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
     return waits
 
 
+def replayed_tiers(
+    config: KvtierConfig, tiers: Sequence[TierState], *, refs: int
+) -> list[ReplayedTier]:
+    """Return what each tier of a manager did with ``refs`` chunk references."""
+    promoted = sum(tier.counters.promoted for tier in tiers)
+    return [
+        ReplayedTier(
+            name=tier.name,
+            kind=options.kind,
+            eviction=options.eviction,
+            capacity_chunks=tier.slots.capacity,
+            hits=tier.counters.hits,
+            hit_ratio=tier.counters.hits / refs,
+            chunks_written=tier.counters.stored - (0 if tier.index else promoted),
+            chunks_promoted=tier.counters.promoted,
+            evictions=tier.counters.evicted,
+        )
+        for options, tier in zip(config.tiers, tiers, strict=True)
+    ]
+
+
 def _tier_results(
     config: KvtierConfig,
     tiers: Sequence[TierState],
@@ -300,28 +322,13 @@ def _tier_results(
     slot_bytes: int,
 ) -> list[TierResult]:
     results = []
-    promoted = sum(tier.counters.promoted for tier in tiers)
-    for options, tier in zip(config.tiers, tiers, strict=True):
-        counters = tier.counters
-        written = counters.stored - (0 if tier.index else promoted)
+    replayed = replayed_tiers(config, tiers, refs=trace.refs)
+    for index, (options, tier) in enumerate(zip(config.tiers, replayed, strict=True)):
         per_day = None
-        if tier.index and trace.duration_s:
-            per_day = written * slot_bytes / trace.duration_s * _DAY_S
-        results.append(
-            TierResult(
-                name=tier.name,
-                kind=options.kind,
-                eviction=options.eviction,
-                capacity_chunks=tier.slots.capacity,
-                hits=counters.hits,
-                hit_ratio=counters.hits / trace.refs,
-                chunks_written=written,
-                chunks_promoted=counters.promoted,
-                evictions=counters.evicted,
-                bytes_written_per_day=per_day,
-                dwpd=None if per_day is None else per_day / options.capacity_bytes,
-            )
-        )
+        if index and trace.duration_s:
+            per_day = tier.chunks_written * slot_bytes / trace.duration_s * _DAY_S
+        dwpd = None if per_day is None else per_day / options.capacity_bytes
+        results.append(TierResult(**asdict(tier), bytes_written_per_day=per_day, dwpd=dwpd))
     return results
 
 

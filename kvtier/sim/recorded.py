@@ -17,12 +17,12 @@ from typing import Final
 
 from kvtier.config import KvtierConfig
 from kvtier.keys import ChunkKey
-from kvtier.manager import NO_TERMS, Lookup, RequestTerms
+from kvtier.manager import NO_TERMS, RequestTerms
 from kvtier.manager.building import build_manager, build_tiers
-from kvtier.recording import ManagerSetup
+from kvtier.recording import LETTERS, ManagerSetup
 from kvtier.sim._recording import Line, recorded_lines, recorded_setup
 from kvtier.sim._truth import HonestTruth
-from kvtier.sim.ladder import ReplayedTier
+from kvtier.sim.ladder import ReplayedTier, replayed_tiers
 from kvtier.sim.single import Progress
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.types import Outcome, TransferResult
@@ -30,12 +30,6 @@ from kvtier.types import Outcome, TransferResult
 __all__ = ["ReplayResult", "replay_calls"]
 
 _TOLD_EVERY: Final = 1024
-_LETTERS: Final = {
-    Lookup.HIT: "h",
-    Lookup.MISS: "m",
-    Lookup.PENDING: "p",
-    Lookup.RETRY: "r",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,21 +180,7 @@ class _Replay:
     def result(self, calls: int, seconds: float) -> ReplayResult:
         """Return what happened."""
         refs = max(self._refs + sum(map(len, self._asked.values())), 1)
-        promoted = [tier.counters.promoted for tier in self._tiers]
-        tiers = [
-            ReplayedTier(
-                name=tier.name,
-                kind=options.kind,
-                eviction=options.eviction,
-                capacity_chunks=tier.slots.capacity,
-                hits=tier.counters.hits,
-                hit_ratio=tier.counters.hits / refs,
-                chunks_written=tier.counters.stored - (0 if tier.index else sum(promoted)),
-                chunks_promoted=promoted[tier.index],
-                evictions=tier.counters.evicted,
-            )
-            for options, tier in zip(self._setup.config.tiers, self._tiers, strict=True)
-        ]
+        tiers = replayed_tiers(self._setup.config, self._tiers, refs=refs)
         return ReplayResult(
             trace=self._source.name,
             trace_sha256=self._source.sha256,
@@ -212,7 +192,7 @@ class _Replay:
             tiers=tiers,
             total_hit_ratio=sum(tier.hits for tier in tiers) / refs,
             writes_per_ref=sum(tier.chunks_written for tier in tiers[1:]) / refs,
-            promotions_per_ref=sum(promoted) / refs,
+            promotions_per_ref=sum(tier.chunks_promoted for tier in tiers) / refs,
             seconds=seconds,
         )
 
@@ -247,7 +227,7 @@ class _Replay:
 
     def _lookup(self, line: Line) -> None:
         keys, req_id = self._chain(line)
-        found = "".join(_LETTERS[self._manager.lookup(key, req_id)] for key in keys)
+        found = "".join(LETTERS[self._manager.lookup(key, req_id)] for key in keys)
         self._compare("hits", found, line["answers"], count=len(keys))
 
     def _prepare_load(self, line: Line) -> None:

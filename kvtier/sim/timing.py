@@ -106,21 +106,17 @@ class Device:
 
     Attributes:
         free_at_s: When its queue is empty.
-        busy_s: For how long it has been moving bytes.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self.free_at_s = 0.0
-        self.busy_s = 0.0
 
     def occupy(self, nbytes: int, *, since_s: float) -> float:
         """Queue a job of ``nbytes`` that is ready at ``since_s``; return when it is done."""
-        seconds = nbytes / self._bytes_per_s
-        self.busy_s += seconds
         begins_s = max(self.free_at_s, since_s)
-        self.free_at_s = over_s = begins_s + seconds
+        self.free_at_s = over_s = begins_s + nbytes / self._bytes_per_s
         return over_s + self._latency_s
 
 

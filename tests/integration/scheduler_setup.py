@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,3 +218,8 @@ def scheduler_with(
         hash_block_size=setup.tokens_per_hash,
         log_stats=False,
     )
+
+
+def random_tokens(draw: Random, low: int, high: int) -> list[int]:
+    """Return so many tokens, by chance, of a small vocabulary."""
+    return [draw.randrange(500) for _ in range(draw.randint(low, high))]

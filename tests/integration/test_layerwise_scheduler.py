@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,7 +23,7 @@ from vllm.v1.request import RequestStatus
 from kvtier.keys import make_key
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
 from tests.integration.odd_models import write_adapter
-from tests.integration.scheduler_setup import Setup
+from tests.integration.scheduler_setup import Setup, random_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -47,10 +46,6 @@ SETUPS = {
     ),
     "no room": Setup(engine_blocks=36, slots=(12, 48), failing=0.2, store_decode=True),
 }
-
-
-def random_tokens(draw: Random, low: int, high: int) -> list[int]:
-    return [draw.randrange(500) for _ in range(draw.randint(low, high))]
 
 
 def traffic(world: LayerwiseWorld, *, steps: int, resets: bool) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.scheduler_pair import Reason
-from tests.integration.scheduler_setup import Setup
+from tests.integration.scheduler_setup import Setup, random_tokens
 from tests.integration.scheduler_world import World
 
 if TYPE_CHECKING:
@@ -73,10 +73,6 @@ SETUPS = {
         retention_tokens=128,
     ),
 }
-
-
-def random_tokens(draw: Random, low: int, high: int) -> list[int]:
-    return [draw.randrange(500) for _ in range(draw.randint(low, high))]
 
 
 def wishes(draw: Random) -> dict[str, Any] | None:

@@ -39,9 +39,9 @@ from kvtier.vllm.connector import KVTierConnector
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.shortcuts import BusyRequests
 from tests.integration.scheduler_pair import PairSpec, TeeConnector
-from tests.integration.scheduler_setup import Setup
+from tests.integration.scheduler_setup import Setup, random_tokens
 from tests.integration.scheduler_world import World
-from tests.integration.test_scheduler_differential import SETUPS, random_tokens, run
+from tests.integration.test_scheduler_differential import SETUPS, run
 
 if TYPE_CHECKING:
     from kvtier.connector.service import CacheService

@@ -1,49 +1,18 @@
-"""``kvtier cache`` as a shell runs it."""
+"""What a test asks ``kvtier cache``."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-import pytest
-
-from kvtier.cli import main
+from tests.unit.shell import Ran, Shell
 from tests.unit.stores import KEYS
+
+__all__ = ["CHANGING", "READING", "ROOT", "Ran", "Shell", "flat"]
 
 ROOT: Final = Path(__file__).parents[2]
 READING: Final = [["stat"], ["ls"], ["verify"], ["explain", KEYS[0].hex()]]
 CHANGING: Final = [["evict", "--all", "--yes"], ["compact-index"]]
-
-
-class Ran(NamedTuple):
-    """What a command left behind."""
-
-    code: int | str | None
-    out: str
-    err: str
-
-
-class Shell:
-    """Runs ``kvtier cache`` in this process."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Ran:
-        self._monkeypatch.setattr(sys, "argv", ["kvtier", "cache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        return Ran(caught.value.code, *self._capsys.readouterr())
-
-    def json(self, *arguments: object, code: int = 0) -> Any:
-        ran = self(*arguments, "--json")
-        assert (ran.code, ran.err) == (code, "")
-        return json.loads(ran.out)
 
 
 def flat(text: str) -> str:

@@ -31,7 +31,7 @@ store.stop()
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    return Shell(monkeypatch, capsys)
+    return Shell(monkeypatch, capsys, "cache")
 
 
 @pytest.fixture

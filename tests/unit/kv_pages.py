@@ -112,3 +112,10 @@ def kv_of(layers: list[torch.Tensor], heads: slice) -> KVBlocks:
     pages = [layer[:, heads].contiguous().view(torch.int8).flatten(1) for layer in layers]
     groups = [[(number, page.shape[1]) for number, page in enumerate(pages)]]
     return KVBlocks(pages, groups)
+
+
+def block_bytes(kv: KVBlocks, group: int, block: int) -> bytes:
+    """Return what ``block`` holds of ``group``, layer after layer."""
+    return b"".join(
+        kv.tensors[tensor][block, :page].numpy().tobytes() for tensor, page in kv.groups[group]
+    )

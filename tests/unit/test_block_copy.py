@@ -22,6 +22,7 @@ from kvtier.memory.slot_layout import shard_of
 from kvtier.memory.streams import Fence, open_stream
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
 from kvtier.types import Job, Outcome, Why
+from tests.unit.kv_pages import block_bytes
 from tests.unit.regions import open_regions
 
 PAGES = ((0, 96), (1, 160))
@@ -59,12 +60,6 @@ def make_region() -> Iterator[MakeRegion]:
             return open_region(geometry)
 
         yield make
-
-
-def block_bytes(kv: KVBlocks, group: int, block: int) -> bytes:
-    return b"".join(
-        kv.tensors[tensor][block, :page].numpy().tobytes() for tensor, page in kv.groups[group]
-    )
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])

@@ -14,6 +14,7 @@ from kvtier.manager.plans import NO_SLOT
 from kvtier.testing.stepped import SteppedCache
 from kvtier.testing.workbench import prefix
 from kvtier.types import Job, Outcome, TransferResult
+from tests.unit.warned import warnings_in
 
 
 @dataclass(frozen=True)
@@ -275,10 +276,6 @@ def test_what_was_dropped_last_is_told_before_the_cache_closes(
     assert "keep up" not in caplog.text
     cache.service.shutdown()
     assert "does not keep up: 3 new chunks" in caplog.text
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 def figures(cache: SteppedCache, name: str) -> list[int]:

@@ -8,42 +8,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import kvtier
-from kvtier.cli import main
 from kvtier.cli._example import EXAMPLES
 from kvtier.config import schema
 from kvtier.doctor import _examine
 from kvtier.memory.limits import HugePagePool
 from tests.unit.model_shapes import LLAMA_8B
+from tests.unit.shell import Ran, Shell
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = str(CONFIGS / "demo.yaml")
-
-
-class Ran(NamedTuple):
-    """What a command left behind."""
-
-    code: int | str | None
-    out: str
-    err: str
-
-
-class Shell:
-    """Runs ``kvtier`` in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Ran:
-        self._monkeypatch.setattr(sys, "argv", ["kvtier", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        return Ran(caught.value.code, *self._capsys.readouterr())
 
 
 @pytest.fixture

@@ -274,9 +274,3 @@ def test_the_command_fails_on_a_problem_and_prints_the_remedy(tmp_path: Path) ->
     remedy = "remedy: lower the capacity or free space: all of it is reserved at start"
     assert remedy in [line.strip() for line in ran.stdout.splitlines()]
     assert "\x1b" not in ran.stdout
-
-
-def test_a_file_that_cannot_be_read_has_the_exit_code_of_wrong_usage(tmp_path: Path) -> None:
-    ran = run_doctor(write_config(tmp_path, "4P"))
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("error: ")

@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.copy import KVBlocks
 from kvtier.memory.kv_layout import blocks_of_layers, blocks_of_one_tensor
+from tests.unit.kv_pages import block_bytes
 
 BLOCKS, TOKENS, HEADS, SIZE = 6, 4, 2, 8
 
 
 def filled(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def block_bytes(kv: KVBlocks, group: int, block: int) -> bytes:
-    return b"".join(
-        kv.tensors[tensor][block, :page].numpy().tobytes() for tensor, page in kv.groups[group]
-    )
 
 
 def test_blocks_first_are_one_page_of_each_layer_in_the_groups_order() -> None:

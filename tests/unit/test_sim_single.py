@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
@@ -76,6 +76,7 @@ def test_lru_hits_what_the_definition_says(
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("policy", BUILT_IN_EVICTIONS)
+@settings(max_examples=settings().max_examples // 3)
 @given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(
     policy: str, chains: list[list[int]], capacity: int

@@ -27,6 +27,7 @@ from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import store as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.types import LayoutFingerprint, Outcome, Why
+from tests.unit.warned import warnings_in
 
 SLOT = 8192
 CAPACITY = 16
@@ -71,14 +72,6 @@ async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterato
 
 async def close(shelf: Shelf[SlabTier]) -> None:
     await shelf.tier.aclose()  # whichever tier is open by then
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelname == "WARNING" and record.name.startswith("kvtier")
-    ]
 
 
 async def overwrite(pool: IoPool, path: Path, offset: int, content: bytes) -> None:

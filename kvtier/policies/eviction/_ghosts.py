@@ -22,9 +22,6 @@ class Ghosts:
         self._limit = limit
         self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def add(self, key: ChunkKey) -> None:
         """Hold ``key`` as the newest, and let the oldest go when there are too many."""
         keys = self._keys

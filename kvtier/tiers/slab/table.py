@@ -31,9 +31,6 @@ class SlotTable:
         self._key_marks = np.zeros(capacity_slots, dtype=np.uint64)
         self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
 
-    def __len__(self) -> int:
-        return int(np.count_nonzero(self._known))
-
     def put(
         self,
         slots: npt.NDArray[np.int64],

@@ -16,6 +16,19 @@ from kvtier.tiers.hosted import HostedTier
 from kvtier.types import LayoutFingerprint
 from tests.unit.hosted_tier.hosting import CAPACITY, SLOT
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests run on uvloop by night, for a process takes most of a second to start.
+
+    By day the tier's contract does; and kvtier's own threads run what asyncio gives them, which
+    is uvloop only where an application has installed it.
+    """
+    for item in items:
+        if item.path.parent == HERE and "uvloop" in item.name:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:

@@ -27,11 +27,6 @@ from kvtier.types import Outcome, Why
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
 
 
-async def test_the_work_is_done_in_another_process(shelf: Shelf[HostedTier]) -> None:
-    assert shelf.tier.host_pid not in {None, os.getpid()}
-    assert await shelf.put(make_keys([1]), [0]) == [DONE]
-
-
 async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
     shelf: Shelf[HostedTier], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,14 +7,11 @@ import json
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Why
-
-if TYPE_CHECKING:
-    import pytest
 
 SLOT = 4096
 KEYS = make_keys(range(8))
@@ -37,14 +34,6 @@ def fill(tier: SlabTier, count: int = 8) -> None:
 
 def slots_of(tier: SlabTier) -> list[int]:
     return [slot for _, slot in tier.recovered()]
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelname == "WARNING" and record.name.startswith("kvtier")
-    ]
 
 
 def edit_layout(own: Path, **changes: Any) -> None:

@@ -28,8 +28,8 @@ from tests.unit.slab_namespace.opening import (
     fill,
     fingerprint,
     slots_of,
-    warnings_in,
 )
+from tests.unit.warned import warnings_in
 
 T = TypeVar("T")
 

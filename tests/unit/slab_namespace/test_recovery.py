@@ -25,8 +25,8 @@ from tests.unit.slab_namespace.opening import (
     fill,
     fingerprint,
     slots_of,
-    warnings_in,
 )
+from tests.unit.warned import warnings_in
 
 
 def test_what_a_removal_cut_short_left_is_used_again(open_tier: Opener, own: Path) -> None:

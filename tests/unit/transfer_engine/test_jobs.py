@@ -17,6 +17,7 @@ from tests.unit.transfer_engine.scripted import (
     outcomes,
     wait_for,
 )
+from tests.unit.warned import warnings_in
 
 
 def test_a_job_ends_in_one_settled_result_with_an_outcome_per_chunk(
@@ -44,7 +45,7 @@ def test_a_chunk_that_is_lost_is_named_as_an_operator_may_ask_for_it(
     route.answers[work.job_id] = [Outcome.DONE, outcome, outcome]
     engine.submit(work)
     wait_for(engine, work)
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warned = warnings_in(caplog)
     named = "chunk 0101010101010101/1, of 2 lost"
     assert warned == [f"job {work.job_id}, nvme -> ram: {named}: scripted"]
 
@@ -184,7 +185,7 @@ def test_what_fails_while_a_tier_is_out_of_service_fills_no_log(
         route.answers[work.job_id] = Outcome.DONE if work is last else Outcome.FAILED
         engine.submit(work)
         wait_for(engine, work)
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warned = warnings_in(caplog)
     lost = "chunk 00/0, of 1 lost: scripted"
     assert warned == [
         f"job {first.job_id}, nvme -> ram: {lost}",
