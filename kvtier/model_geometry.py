@@ -122,7 +122,7 @@ def read_model_geometry(path: Path) -> ModelGeometry:
     Raises:
         ConfigError: There is no such file, or it does not describe a transformer.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if _is_directory(path) else path
     fields = _Fields(_read_json(file), str(file))
     for name in _NESTED:
         nested = fields.values.get(name)
@@ -161,6 +161,13 @@ class _Fields:
         return None
 
 
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # reading it says why
+        return False
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -169,7 +176,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: no such file; {remedy}") from error
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}; download the file again") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: not a JSON object; give a model's config.json")

@@ -31,7 +31,7 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
 )
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.schema import IndexDamagedError, IndexMissingError
+from kvtier.tiers.slab.schema import IndexDamagedError, IndexMissingError, is_full
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import parse_duration
 
@@ -46,10 +46,17 @@ __all__ = [
     "verify",
 ]
 
+_MOST_ROWS = (1 << 63) - 1  # what SQLite can count
 _STOP_FIRST = "stop that engine first"
 _STOP_OR_RESET = (
     f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
     "a server with VLLM_SERVER_DEV_MODE=1 by POST /reset_prefix_cache?reset_external=true"
+)
+
+
+_MAKE_ROOM = (
+    "make room on that disk, and where SQLite puts temporary files: the directory that "
+    "SQLITE_TMPDIR or TMPDIR names, or /var/tmp"
 )
 
 
@@ -112,7 +119,7 @@ def ls(
     listings = []
     for space in find_namespaces(directory, namespace):
         with _explained(space), IndexReader(space) as reader:
-            entries = reader.entries(sort, limit or -1)
+            entries = reader.entries(sort, min(limit, _MOST_ROWS) or -1)
             chunks, reset_at = reader.totals().chunks, reader.reset_at()
             listings.append(render.Listing(space, entries, chunks, reset_at))
     if as_json:
@@ -313,9 +320,8 @@ def _explained(space: StoredNamespace) -> Iterator[None]:
             "start with an empty cache"
         ) from error
     except sqlite3.Error as error:
-        raise ConfigError(
-            f"{space.index_path}: {error}; check the disk, and try again"
-        ) from error
+        remedy = _MAKE_ROOM if is_full(error) else "check the disk, and try again"
+        raise ConfigError(f"{space.index_path}: {error}; {remedy}") from error
     except FileNotFoundError as error:
         raise ConfigError(_missing(error.filename or space.directory)) from error
     except OSError as error:

@@ -1,12 +1,15 @@
-"""Options of which there are a few to choose from."""
+"""Values of options that the command line's types let through and no command can use."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+
+import typer
 
 from kvtier.errors import ConfigError
 
-__all__ = ["choice"]
+__all__ = ["choice", "finite"]
 
 
 def choice(option: str, value: str, known: Iterable[str]) -> str:
@@ -18,4 +21,15 @@ def choice(option: str, value: str, known: Iterable[str]) -> str:
     names = list(known)
     if value not in names:
         raise ConfigError(f"{option} {value}: not a choice; write one of {', '.join(names)}")
+    return value
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value``, a number that can be computed with, or None.
+
+    Raises:
+        typer.BadParameter: It is infinite.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("not a finite number")
     return value

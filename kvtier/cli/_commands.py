@@ -11,7 +11,7 @@ import typer
 
 import kvtier
 from kvtier.cli._cache import cache
-from kvtier.cli._choice import choice
+from kvtier.cli._choice import choice, finite
 from kvtier.cli._example import example
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._plan import PlanRequest, make_plan
@@ -28,6 +28,7 @@ from kvtier.config import (
     schema,
     vllm_transfer_config,
 )
+from kvtier.errors import ConfigError
 from kvtier.model_geometry import KvDtype, read_model_geometry
 from kvtier.units import parse_rate
 
@@ -47,6 +48,7 @@ app.add_typer(cache)
 app.add_typer(sim_app, name="sim")
 app.add_typer(trace_app, name="trace")
 
+_MOST_RANKS = 4096
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
 
 # Not asked of typer, in any command: whoever reads a file says what to do if it cannot be read.
@@ -93,6 +95,11 @@ def check(
     # The manager and the policies are loaded for those who ask for them only.
     from kvtier.cli._check import check_start, notes_on_ranks  # noqa: PLC0415
 
+    if data_parallel_size > _MOST_RANKS:
+        problem = "more ranks than any machine runs"
+        raise ConfigError(
+            f"--data-parallel-size {data_parallel_size}: {problem}; write {_MOST_RANKS} or less"
+        )
     config = load_config(file)
     warnings = check_start(config, ranks=data_parallel_size)
     notes = notes_on_ranks(config, ranks=data_parallel_size)
@@ -115,7 +122,12 @@ def doctor(
     *,
     seconds: Annotated[
         float,
-        typer.Option(min=0.1, metavar="S", help="How long to read, and to write, each disk."),
+        typer.Option(
+            min=0.1,
+            callback=finite,
+            metavar="S",
+            help="How long to read, and to write, each disk.",
+        ),
     ] = 2.0,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the disks.")

@@ -47,22 +47,33 @@ def write_output(option: str, path: Path, write: Callable[[Path], None]) -> None
 
 
 def _check_writable(option: str, path: Path) -> None:
-    problem = ""
-    if path.is_dir():
-        problem = "is a directory"
-    elif not path.parent.is_dir():
-        problem = f"there is no directory {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "permission denied"
+    try:
+        problem = _obstacle(path)
+    except OSError as error:  # a directory above may not be entered, or the name is too long
+        raise _refusal(option, path, error.strerror or str(error)) from error
     if problem:
         raise _refusal(option, path, problem)
 
 
+def _obstacle(path: Path) -> str:
+    """Return why ``path`` cannot be written; empty if it can."""
+    if path.is_dir():
+        return "is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "permission denied"
+    return ""
+
+
 def _is_one_file(path: Path, other: Path) -> bool:
     """Return whether both name one file, through links or not; devices keep nothing."""
-    if path.exists() and other.exists():
-        return path.is_file() and path.samefile(other)
-    return path.resolve() == other.resolve()
+    try:
+        if path.exists() and other.exists():
+            return path.is_file() and path.samefile(other)
+        return path.resolve() == other.resolve()
+    except OSError:  # the trace may not be looked at, which reading it says
+        return False
 
 
 def _refusal(option: str, path: Path, problem: str) -> ConfigError:

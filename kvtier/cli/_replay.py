@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli._choice import choice
+from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson
 from kvtier.cli._progress import show_progress
 from kvtier.cli._quantity import quantity
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
+from kvtier.cli._signals import ended_in_order
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TraceFile, read
 from kvtier.config import (
@@ -45,7 +46,10 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         Path, typer.Option(metavar="FILE", help="Configuration of the ladder.", readable=False)
     ],
     speedup: Annotated[
-        float, typer.Option(min=0.001, metavar="N", help="Compress the trace's times by N.")
+        float,
+        typer.Option(
+            min=0.001, callback=finite, metavar="N", help="Compress the trace's times by N."
+        ),
     ] = 1.0,
     requests: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")
@@ -89,7 +93,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         output_tokens=output_tokens,
         speeds=_measured(ladder, given) | given,
     )
-    with show_progress("replaying") as progress:
+    with ended_in_order(), show_progress("replaying") as progress:
         result = replay_trace(loaded, ladder, options, progress=progress)
     if as_json:
         show_json(asdict(result) | {"apart": result.apart()})

@@ -10,7 +10,7 @@ from typing import Annotated, cast
 
 import typer
 
-from kvtier.cli._choice import choice
+from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
@@ -58,6 +58,7 @@ PrefillRate = Annotated[
     typer.Option(
         "--prefill-rate",
         min=1.0,
+        callback=finite,
         metavar="N",
         help="Prompt tokens computed per second; if left out, what keeps the engine busy 70 % "
         "of the time without a cache.",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from kvtier.cli._choice import choice
+from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._render import make_console, make_table, show_json, show_table
@@ -98,7 +98,10 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
         int, typer.Option(min=1, metavar="N", help="Sessions that begin.")
     ] = 1000,
     per_s: Annotated[
-        float, typer.Option(min=1e-6, metavar="N", help="Sessions that begin per second.")
+        float,
+        typer.Option(
+            min=1e-6, callback=finite, metavar="N", help="Sessions that begin per second."
+        ),
     ] = 1.0,
     chunk_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of one chunk.")

@@ -93,10 +93,12 @@ def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
     numbers = range(ranks) if ranks > 1 else (None,)
     engines = [own_paths(config, rank=rank) for rank in numbers]
     problems = [*_memory_problems(config, ranks)]
-    for number, tier in enumerate(config.tiers):
-        if isinstance(tier, NvmeTierConfig):
-            stores = [cast("NvmeTierConfig", each.tiers[number]).path for each in engines]
-            problems += _store_problems(config, number, stores)
+    stores = {
+        number: [cast("NvmeTierConfig", each.tiers[number]).path for each in engines]
+        for number, tier in enumerate(config.tiers)
+        if isinstance(tier, NvmeTierConfig)
+    }
+    problems += _store_problems(config, stores)
     recordings = [each.trace.record for each in engines if each.trace.record is not None]
     problems += _obstacles(config, "trace.record", recordings)
     if problems:
@@ -115,26 +117,39 @@ def _memory_problems(config: KvtierConfig, ranks: int) -> Iterator[str]:
         yield config.origin.complain("tiers[0].capacity", problem, remedy, value=value)
 
 
-def _store_problems(config: KvtierConfig, number: int, stores: list[Path]) -> Iterator[str]:
-    """Look at one tier's directories, one for each rank."""
-    obstacles = _obstacles(config, f"tiers[{number}].path", stores)
-    if obstacles:
+def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iterator[str]:
+    """Look at the directories of every tier, one for each rank."""
+    on_disks = dict[int, dict[int, list[Path]]]()
+    for number, paths in stores.items():
+        obstacles = _obstacles(config, f"tiers[{number}].path", paths)
         yield from obstacles
-        return
-    disks = dict[int, list[Path]]()
-    for path in stores:
-        disks.setdefault(_existing(path).stat().st_dev, []).append(path)
-    capacity_bytes = config.tiers[number].capacity_bytes
-    for paths in disks.values():
-        reserved_bytes = sum(map(held_bytes, paths))
-        free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
-        if capacity_bytes * len(paths) > free_bytes:
-            all_ranks = _all_ranks(capacity_bytes, len(paths))
-            problem = f"{all_ranks}the disk has room for {approximate_size(free_bytes)}"
+        for path in paths if not obstacles else ():
+            on_disk = on_disks.setdefault(_existing(path).stat().st_dev, {})
+            on_disk.setdefault(number, []).append(path)
+    for on_disk in on_disks.values():
+        yield from _room_problems(config, on_disk)
+
+
+def _room_problems(config: KvtierConfig, on_disk: dict[int, list[Path]]) -> Iterator[str]:
+    """Say which tiers of those on one disk it has no room for, each beside the ones before."""
+    paths = [path for paths in on_disk.values() for path in paths]
+    reserved_bytes = sum(map(held_bytes, paths))
+    free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
+    before = list[str]()
+    for number, stores in on_disk.items():
+        tier = config.tiers[number]
+        wanted_bytes = tier.capacity_bytes * len(stores)
+        if wanted_bytes > free_bytes:
+            beside = f"beside {' and '.join(before)}, " if before else ""
+            all_ranks = _all_ranks(tier.capacity_bytes, len(stores))
+            room = approximate_size(max(free_bytes, 0))
+            problem = f"{all_ranks}{beside}the disk has room for {room}"
             remedy = "lower it or free space: all of it is reserved at start"
-            value = format_size(capacity_bytes)
+            value = format_size(tier.capacity_bytes)
             key = f"tiers[{number}].capacity"
             yield config.origin.complain(key, problem, remedy, value=value)
+        free_bytes -= wanted_bytes
+        before.append(tier.name)
 
 
 def _all_ranks(nbytes: int, ranks: int) -> str:
@@ -150,8 +165,19 @@ def _obstacles(config: KvtierConfig, key: str, paths: list[Path]) -> list[str]:
 
 def _obstacle(path: Path) -> tuple[str, str] | None:
     """Return why there can be no store at ``path``, and what to do; None if there can."""
+    try:
+        return _obstacle_at(path)
+    except OSError as error:  # a directory above may not be entered, or the name is too long
+        remedy = "run this as the user that runs the engine, or use another path"
+        return f"cannot be looked at: {error.strerror}", remedy
+
+
+def _obstacle_at(path: Path) -> tuple[str, str] | None:
     if path.exists() and not path.is_dir():
         return "not a directory", "name a directory that kvtier may fill"
+    if path.is_symlink() and not path.exists():
+        problem = f"leads to {path.readlink()}, which does not exist"
+        return problem, "create it, or mount the disk there"
     place = _existing(path)
     if not place.is_dir():
         problem = f"its parent {place} does not exist"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import yaml
+from yaml.reader import ReaderError
 
 from kvtier.config._origin import Origin
 from kvtier.errors import ConfigError
@@ -156,6 +157,10 @@ def _compose(text: str, source: str) -> yaml.Node | None:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax(error, text, source)) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"{chr(error.character)!r} may not be in YAML"
+        raise ConfigError(f"{source}:{line}: {problem}; remove it") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         problem = f"not YAML: {str(error).splitlines()[0]}"
         raise ConfigError(f"{source}: {problem}; write the file as plain UTF-8 text") from error

@@ -142,14 +142,23 @@ def _examine_store(
     machine: Machine,
     examination: Examination,
 ) -> None:
-    place = tier.path if tier.path.exists() else tier.path.parent
-    if not place.is_dir():
+    place = _place_of(tier.path)
+    if place is None:
         return  # kvtier check says so, and there is nothing to look at
     for check, look in _store_checks(config, number, tier, place, machine):
         _collect(f"{tier.name}: {check}", look, examination)
     if seconds is not None:
         look = partial(_measure, config, tier, place, seconds, examination)
         _collect(f"{tier.name}: rates", look, examination)
+
+
+def _place_of(path: Path) -> Path | None:
+    """Return the directory in which a store at ``path`` has its room; None if there is none."""
+    try:
+        place = path if path.exists() or path.is_symlink() else path.parent
+        return place if place.is_dir() else None
+    except OSError:  # a directory above may not be entered
+        return None
 
 
 Look = Callable[[], Iterable[Finding]]

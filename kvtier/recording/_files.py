@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 from pathlib import Path
@@ -14,6 +16,8 @@ class NumberedFiles:
     """Files ``stem-000001.jsonl``, ``stem-000002.jsonl``, ... in a directory.
 
     A process that starts goes on with the next number, so that no recording is overwritten.
+    Several may write into one directory, each files of its own, and none removes what another
+    still writes.
 
     Args:
         directory: Where they go; exists.
@@ -35,13 +39,10 @@ class NumberedFiles:
             OSError: It cannot be made.
         """
         self.close()
-        number = max(self._numbers(), default=0) + 1
-        # Readable by its owner only, as the store is: a hash says whether a guess is right.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._file = os.fdopen(os.open(self._path(number), flags, 0o600), "wb")
+        self._file = self._make()
         self.size_bytes = 0
         for old in self._numbers()[: -self._keep]:
-            self._path(old).unlink(missing_ok=True)
+            self._remove_if_idle(self._path(old))
 
     def write(self, line: bytes) -> None:
         """Append ``line`` to the file at hand, starting the first one if there is none.
@@ -74,6 +75,25 @@ class NumberedFiles:
         if file is not None:
             file.close()
 
+    def _make(self) -> BinaryIO:
+        """Make the next file, and lock it for as long as it is open."""
+        # Readable by its owner only, as the store is: a hash says whether a guess is right.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        while True:
+            number = max(self._numbers(), default=0) + 1
+            with contextlib.suppress(FileExistsError):  # another process was as fast
+                file = os.fdopen(os.open(self._path(number), flags, 0o600), "wb")
+                break
+        _try_lock(file.fileno())
+        return file
+
+    @staticmethod
+    def _remove_if_idle(path: Path) -> None:
+        """Remove a file that nobody writes; one that went meanwhile is fine."""
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            if _try_lock(file.fileno()):
+                path.unlink()
+
     def _path(self, number: int) -> Path:
         return self._directory / f"{self._stem}-{number:06}.jsonl"
 
@@ -82,3 +102,17 @@ class NumberedFiles:
         pattern = re.compile(rf"{self._stem}-(\d+)\.jsonl")
         found = (pattern.fullmatch(path.name) for path in self._directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file; return False where another process has it locked.
+
+    Where the file system has no locks, nobody has.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

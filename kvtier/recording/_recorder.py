@@ -60,6 +60,7 @@ class Recorder:
 
     def __init__(self, directory: Path, *, options: TraceConfig, setup: ManagerSetup) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory
         self._file_bytes = options.file_size_bytes
         self._requests = NumberedFiles(directory, "requests", keep=options.files)
         self._calls = NumberedFiles(directory, "calls", keep=options.files)
@@ -179,4 +180,12 @@ class Recorder:
 
     def _fail(self, error: Exception) -> None:
         self._broken = True
-        logger.error("trace: cannot write the recording, which ends here", exc_info=error)
+        if isinstance(error, OSError):
+            logger.error(
+                "trace: cannot write the recording to %s, and it ends here: %s; make room or "
+                "see to the disk before the next start",
+                self._directory,
+                error.strerror or error,
+            )
+        else:
+            logger.error("trace: cannot write the recording, which ends here", exc_info=error)

@@ -14,7 +14,13 @@ from typing import Self
 
 import numpy as np
 
-from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
+from kvtier.config import (
+    KvtierConfig,
+    TraceConfig,
+    check_chunk_fits,
+    resolve_load_path,
+    slot_nbytes,
+)
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.report.statistics import TierFigures
 from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
@@ -395,7 +401,11 @@ def _prepare(trace: Trace, options: ReplayOptions) -> Trace:
 
 @contextlib.contextmanager
 def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
-    """Yield ``config`` with every directory replaced by an empty one beside it."""
+    """Yield ``config`` with every tier's directory replaced by an empty one beside it.
+
+    Nothing is recorded, for the recording is a live engine's, and no shadows run: they see the
+    requests of an engine that says what these are made of.
+    """
     with contextlib.ExitStack() as stack:
         tiers = []
         for tier in config.tiers:
@@ -406,7 +416,8 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
                 )
                 tier = tier.model_copy(update={"path": Path(scratch) / "store"})  # noqa: PLW2901
             tiers.append(tier)
-        yield config.model_copy(update={"tiers": tuple(tiers)})
+        own = {"tiers": tuple(tiers), "trace": TraceConfig(), "shadow": ()}
+        yield config.model_copy(update=own)
 
 
 def _measure_copies(

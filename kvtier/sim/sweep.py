@@ -8,12 +8,15 @@ policies' random numbers, every parameter and the version.
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Final
 
@@ -192,7 +195,18 @@ _benches: list[_Bench] = []
 
 
 def _prepare(bench: _Bench) -> None:
+    # An interrupt reaches all processes of a terminal: these end at once and without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _benches[:] = [bench]
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that wants its results was killed: nobody else would."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(cell: Cell) -> tuple[Cell, SweepResult]:

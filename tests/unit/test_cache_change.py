@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 
 import pytest
 
 from kvtier.keys import short
+from kvtier.testing.faulty_io import FaultyIo
+from kvtier.tiers.slab import maintain
+from kvtier.tiers.slab.inspect import find_namespaces
 from tests.unit.cache_shell import ROOT, Shell, flat
 from tests.unit.stores import KEYS, SLOTS, Store
 
@@ -111,6 +115,27 @@ class TestCompactIndex:
         text = flat(shell("compact-index", store.root).out)
         assert f"{store.directory.name} some/model" in text
         assert store.start() == KEYS[:SLOTS]
+
+    def test_where_room_is_short_the_places_that_need_it_are_named(
+        self, shell: Shell, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        io = FaultyIo()
+        monkeypatch.setattr(maintain, "BlockIo", lambda: io)
+        io.fail("sql VACUUM", sqlite3.SQLITE_FULL)
+        ran = shell("compact-index", store.filled().root)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"error: {store.index}: injected SQLite error 13; make room")
+        assert "SQLITE_TMPDIR" in ran.err
+        assert store.start() == KEYS[:SLOTS]
+
+    def test_another_of_these_commands_is_not_called_an_engine(
+        self, shell: Shell, store: Store
+    ) -> None:
+        (space,) = find_namespaces(store.filled().root)
+        with maintain.hold(space, "stop it"):
+            ran = shell("compact-index", store.root)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.endswith(", for kvtier cache; let it finish, or end it\n")
 
     def test_a_damaged_index_is_left_as_it_is(self, shell: Shell, store: Store) -> None:
         store.filled().index.write_bytes(b"no database" * 1000)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -191,6 +194,30 @@ class TestDisturbingNobody:
             assert list(copies.iterdir()) == [], "a kill now would leave it for ever"
             assert len(reader.entries("last-use", -1)) == SLOTS
 
+    @pytest.mark.parametrize("obstacle", ["no directory", "no room"])
+    def test_a_copy_that_cannot_be_made_is_not_said_to_be_a_store_that_is_missing(
+        self,
+        shell: Shell,
+        store: Store,
+        other_engine: subprocess.Popen[bytes],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        obstacle: str,
+    ) -> None:
+        other_engine.kill()
+        other_engine.wait()
+        place = tmp_path / "temporary"
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        with contextlib.ExitStack() as stack:
+            if obstacle == "no room":
+                place.mkdir()
+                stack.enter_context(longest_file(4096))
+            ran = shell("verify", store.root)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"error: {store.index}: a killed engine left a log, ")
+        assert ran.err.endswith("; name one with room in TMPDIR\n")
+        assert len(ran.err.splitlines()) == 1
+
     @pytest.mark.parametrize("seconds", [-1, 253402300800, 2**62])
     @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
     def test_a_time_that_no_calendar_has_is_unknown(
@@ -292,6 +319,7 @@ class TestLs:
         assert order("--sort", "hits") == [1, 3, 0, 2]
         assert order("--limit", 2) == [3, 0]
         assert order("--limit", 0) == [3, 0, 1, 2]
+        assert order("--limit", 1 << 63) == [3, 0, 1, 2]
 
     def test_the_table_fits_a_terminal_and_its_keys_can_be_asked_for(
         self, shell: Shell, store: Store
@@ -304,7 +332,26 @@ class TestLs:
         assert shell("explain", short(KEYS[15]), store.root).code == 0
 
 
+@contextlib.contextmanager
+def longest_file(nbytes: int) -> Iterator[None]:
+    """Let this process write no longer files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 class TestWrongDirectory:
+    def test_a_name_that_no_file_system_has_is_named(
+        self, shell: Shell, tmp_path: Path
+    ) -> None:
+        place = tmp_path / ("x" * 300)
+        remedy = "give the path of an nvme tier"
+        expected = f"error: {place}: File name too long; {remedy}\n"
+        assert shell("stat", place) == Ran(2, "", expected)
+
     @pytest.mark.parametrize("command", [*READING, *CHANGING], ids=lambda command: command[0])
     def test_it_is_named_with_a_remedy(
         self, shell: Shell, tmp_path: Path, command: list[str]

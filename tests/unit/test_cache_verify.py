@@ -92,6 +92,12 @@ class TestVerify:
         assert [bad["slot"] for bad in found["bad_chunks"]] == [3]
 
 
+def start_another(store: Store) -> None:
+    """Start an engine with another model, once."""
+    if store.directory.exists():
+        store.start(model="another")
+
+
 class TestVerifyBesideAnEngine:
     def test_a_chunk_replaced_after_its_row_was_read_is_not_bad(self, store: Store) -> None:
         store.start()
@@ -131,6 +137,15 @@ class TestVerifyBesideAnEngine:
         with IndexReader(space) as reader:
             found = verify(space, reader, pause=lambda _: None)
         assert [bad.entry.slot for bad in found.bad] == [4]
+
+    def test_a_store_that_leaves_for_another_model_meanwhile_is_not_called_bad(
+        self, store: Store
+    ) -> None:
+        store.filled()
+        (space,) = find_namespaces(store.root)
+        with IndexReader(space) as reader, pytest.raises(FileNotFoundError) as caught:
+            verify(space, reader, on_progress=lambda _: start_another(store))
+        assert caught.value.filename == str(store.directory / "slots.bin")
 
     def test_an_engine_that_starts_meanwhile_is_noticed(self, store: Store) -> None:
         store.filled()

@@ -164,6 +164,28 @@ def test_wrong_usage_has_the_same_exit_code(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ("doctor", DEMO, "--seconds"),
+        ("sim", "run", "trace", "--config", DEMO, "--prefill-rate"),
+        ("trace", "generate", "chat", "-o", "file", "--per-s"),
+        ("replay", "trace", "--config", DEMO, "--speedup"),
+    ],
+)
+def test_an_infinite_number_is_refused(shell: Shell, arguments: tuple[str, ...]) -> None:
+    ran = shell(*arguments, "inf")
+    problem = f"error: invalid value for '{arguments[-1]}': not a finite number; see kvtier "
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(problem)
+
+
+def test_more_ranks_than_there_are_anywhere_are_refused_at_once(shell: Shell) -> None:
+    ran = shell("check", DEMO, "--data-parallel-size", 10**12)
+    problem = "error: --data-parallel-size 1000000000000: more ranks than any machine runs"
+    assert ran == Ran(2, "", f"{problem}; write 4096 or less\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "names"),
     [
         (("vllm-args", DEMO, "--door", "foo"), "--door foo: not a choice; write one of "),

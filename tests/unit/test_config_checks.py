@@ -70,6 +70,37 @@ def test_a_path_without_room_for_a_store_is_refused(path: str, problem: str) -> 
     assert str(caught.value).startswith(f"a.yaml:5: tiers[1].path = {path}: {problem}")
 
 
+def test_a_link_to_a_disk_that_is_not_mounted_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "store"
+    link.symlink_to(tmp_path / "mounted" / "kvtier")
+    with pytest.raises(ConfigError) as caught:
+        check_environment(ladder(link))
+    problem = f": leads to {tmp_path}/mounted/kvtier, which does not exist; create it, or mount"
+    assert problem in str(caught.value)
+
+
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be looked at: File name too long; run this"):
+        check_environment(ladder(tmp_path / ("x" * 300)))
+
+
+def test_tiers_on_one_disk_need_room_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = types.SimpleNamespace(total=1 << 40, used=1 << 39, free=5 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    second = "- {{kind: nvme, name: large, path: {}/large, capacity: {}}}"
+    fitting = ladder(tmp_path / "fast", more="\n  " + second.format(tmp_path, "3MiB"))
+    assert check_environment(fitting) == []
+    both = ladder(tmp_path / "fast", more="\n  " + second.format(tmp_path, "4MiB"))
+    with pytest.raises(ConfigError) as caught:
+        check_environment(both)
+    (problem,) = str(caught.value).splitlines()
+    assert problem.startswith(
+        "a.yaml:8: tiers[2].capacity = 4MiB: beside nvme, the disk has room for 3.00 MiB; lower"
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [

@@ -89,7 +89,8 @@ def test_off_is_a_word_and_not_false() -> None:
         (f"{RAM}x: !!int '4'\n", "a.yaml:4: \"x: !!int '4'\": a tag; write the plain value"),
         (f"{RAM}? [a]\n: b\n", "a.yaml:4: no word where a key belongs"),
         ("[" * 99, "nested too deep"),
-        ("a: \x00\n", "a.yaml: not YAML: unacceptable character #x0000"),
+        ("a: \x00\n", r"a.yaml:1: '\x00' may not be in YAML; remove it"),
+        ("a: 1\n\nb:\x0c\n", r"a.yaml:3: '\x0c' may not be in YAML; remove it"),
     ],
 )
 def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) -> None:

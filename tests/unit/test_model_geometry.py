@@ -169,3 +169,8 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         read_model_geometry(tmp_path)
     with pytest.raises(ConfigError, match="Not a directory"):
         read_model_geometry(tmp_path / "config.json" / "below")
+    with pytest.raises(ConfigError, match="File name too long; check the path"):
+        read_model_geometry(tmp_path / ("x" * 300))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not JSON"):
+        read_model_geometry(tmp_path)

@@ -34,6 +34,7 @@ from kvtier.recording import (
     RequestRecord,
 )
 from kvtier.recording import _recorder as recorder_module
+from kvtier.recording._files import NumberedFiles
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim._truth import HonestTruth
@@ -350,7 +351,46 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(
         writer.request(RequestRecord(0.0, keys(1), 0, 16))
     writer.close(timeout_s=10)
     assert writer.statistics() == recorder_module.RecorderStatistics(0, 3)
-    assert caplog.text.count("cannot write the recording") == 1
+    (told,) = [each for each in caplog.records if "cannot write the rec" in each.getMessage()]
+    assert told.exc_info is None, "a disk that fails is no bug"
+    assert f"recording to {directory}, and it ends here: No such file" in told.getMessage()
+
+
+def test_a_file_that_another_engine_writes_is_not_removed(tmp_path: Path) -> None:
+    mine, other = (NumberedFiles(tmp_path, "requests", keep=1) for _ in range(2))
+    other.write(b"other\n")
+    for _ in range(3):
+        mine.begin()
+        mine.write(b"mine\n")
+    other.flush()
+    mine.flush()
+    assert lengths(tmp_path, "requests") == [
+        ("requests-000001.jsonl", 1),
+        ("requests-000004.jsonl", 1),
+    ]
+    other.close()
+    mine.begin()
+    assert [path.name for path in tmp_path.iterdir()] == ["requests-000005.jsonl"]
+    mine.close()
+
+
+def test_two_engines_that_begin_a_file_at_once_get_one_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = (NumberedFiles(tmp_path, "requests", keep=2) for _ in range(2))
+    numbers = NumberedFiles._numbers
+
+    def look_while_the_other_begins(files: NumberedFiles) -> list[int]:
+        found = numbers(files)
+        monkeypatch.undo()
+        other.begin()
+        return found
+
+    monkeypatch.setattr(NumberedFiles, "_numbers", look_while_the_other_begins)
+    mine.begin()
+    assert len(lengths(tmp_path, "requests")) == 2
+    mine.close()
+    other.close()
 
 
 def test_closing_waits_for_a_disk_that_hangs_no_longer_than_it_may_and_says_so(

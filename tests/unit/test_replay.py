@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -372,6 +374,43 @@ class TestReplay:
         with pytest.raises(ConfigError, match=r"the shortest takes .*: raise --gpu-memory"):
             run(trace, ladder(tmp_path, ram=8, nvme=16))
         assert not list(tmp_path.iterdir())
+
+    def test_a_replay_records_nothing_and_runs_no_shadows(self, tmp_path: Path) -> None:
+        record = tmp_path / "recording"
+        extra = f"trace: {{record: {record}, calls: true}}\nshadow: [lru]\n"
+        result = run(make_trace([[0, 1]]), ladder(tmp_path, ram=8, nvme=16, extra=extra))
+        assert result.requests == 1
+        assert not list(tmp_path.iterdir()), "a recording is a live engine's"
+
+    def test_a_replay_that_is_asked_to_end_takes_its_stores_along(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        places = tmp_path / "places"
+        places.mkdir()
+        seen: list[Path] = []
+
+        def serve(*_: object) -> None:
+            seen.extend(places.glob(".kvtier-replay-*/store/*/slots.bin"))
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("it went on")
+
+        monkeypatch.setattr(replay_module._Bench, "serve", serve)
+        trace = tmp_path / "made.jsonl"
+        trace.write_text('{"timestamp": 0, "input_length": 256, "hash_ids": [0]}\n')
+        file = tmp_path / "kvtier.yaml"
+        file.write_text(
+            "tiers:\n- {kind: ram, capacity: 1MiB}\n"
+            f"- {{kind: nvme, path: {places / 'store'}, capacity: 4MiB}}\n"
+        )
+        arguments = [
+            *("replay", str(trace), "--config", str(file), "--chunk-bytes", "64KiB"),
+            *("--tier-speed", "nvme=1GB/s,1GB/s,1ms", "--gpu-memory", "2MiB"),
+        ]
+        ended = CliRunner().invoke(app, arguments)
+        assert (ended.exit_code, len(seen)) == (128 + signal.SIGTERM, 1)
+        assert list(places.iterdir()) == []
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def test_chunks_that_cannot_be_cut_into_blocks_are_an_error(self, tmp_path: Path) -> None:
         config = ladder(tmp_path, ram=8, nvme=16, extra="engine:\n  blocks_per_chunk: 3\n")

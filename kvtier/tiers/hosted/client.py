@@ -77,6 +77,7 @@ class HostedTier(StorageTier):
         self._closed = False
         self._reset_owed = False
         self._was_reset = False
+        self._start_failed = False
         self._notes: list[Frame] = []
         self._notes_lock = threading.Lock()
         self._notes_due = False
@@ -340,14 +341,21 @@ class HostedTier(StorageTier):
         return self._closed and not self._reset_owed
 
     async def _start_again(self) -> HostProcess:
-        """Start a host in place of one that died; what it recovers is known already."""
-        logger.warning("tier %s: starting its I/O process again", self.name)
+        """Start a host in place of one that died; what it recovers is known already.
+
+        Said once, however often it fails: whoever wanted it is told why.
+        """
+        if not self._start_failed:
+            logger.warning("tier %s: starting its I/O process again", self.name)
         try:
-            return await self._context.pool.run(self._host_again, priority=int(Why.LOAD))
+            host = await self._context.pool.run(self._host_again, priority=int(Why.LOAD))
         except KvtierError as error:
+            self._start_failed = True
             raise TierUnavailableError(
                 self.name, f"its I/O process could not be started again: {error}"
             ) from error
+        self._start_failed = False
+        return host
 
     def _host_again(self) -> HostProcess:
         # Kept from here on: who waits for it may be cancelled.

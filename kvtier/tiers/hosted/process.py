@@ -145,8 +145,10 @@ class HostProcess:
             with there:
                 descriptors = (there.fileno(), memory.descriptor)
                 arguments = [*map(str, descriptors), str(os.getpid())]
+                # Without -P a module in the working directory would go before ours, such as
+                # the kvtier of a checkout in which an installed one is started.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "kvtier.tiers.hosted.host", *arguments],
+                    [sys.executable, "-P", "-m", "kvtier.tiers.hosted.host", *arguments],
                     stdin=subprocess.DEVNULL,
                     pass_fds=descriptors,
                     env=child_environment(),

@@ -25,8 +25,10 @@ from kvtier.tiers.slab.namespace import (
     Namespace,
     Occupied,
     is_named_as_one,
-    is_of_another_version,
+    is_of_later_version,
+    nbytes_of,
     read_layout,
+    why_unreadable,
 )
 from kvtier.tiers.slab.slots import SlotFileSpec, no_room
 from kvtier.units import approximate_size
@@ -46,9 +48,10 @@ def make_room(
     """Remove idle namespaces until they and this slot file fit ``capacity_bytes``.
 
     The least recently opened goes first. One that an engine has open counts against that
-    engine's own capacity and is left alone; so is everything that is not ours. What another
-    version of kvtier made and nobody has open counts and stays. What a removal cut short left
-    goes in any case. Nothing is removed if the disk could not hold the file anyway.
+    engine's own capacity and is left alone; so is everything that is not ours. What a later
+    version of kvtier made and nobody has open counts and stays, so there may be no room for
+    this one. What a removal cut short left goes in any case. Nothing is removed if the disk
+    could not hold the file anyway.
 
     Args:
         own: The namespace that is being opened.
@@ -65,16 +68,18 @@ def make_room(
 
     Raises:
         ConfigError: The disk has too little room, even without the idle namespaces; or one that
-            would have to leave is of the same model at another number of ranks.
+            would have to leave is of the same model at another number of ranks, or was made by
+            a later version.
         OSError: The file system failed.
     """
     with contextlib.ExitStack() as stack:
         others, foreign = _look_around(own, io, stack, patient=patient)
+        _require_capacity(spec, foreign, capacity_bytes)
         leaving = _choose(others, spec.nbytes + sum(foreign.values()) - capacity_bytes)
         occupied = [other for other in leaving if isinstance(other, Occupied)]
         if occupied:
             return occupied[0]
-        _warn_of_foreign(spec.tier, foreign)
+        _warn_of_unreadable(spec.tier, own, io)
         for other in filter(_has_slots, leaving):
             _require_other_model(spec.tier, own, other, io)
         _require_room(own, spec, sum(other.slots_nbytes for other in leaving), io)
@@ -87,7 +92,7 @@ def make_room(
 def _look_around(
     own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
 ) -> tuple[list[Namespace | Occupied], dict[Path, int]]:
-    """Return namespaces of no engine, and the bytes of those of another version.
+    """Return namespaces of no engine, and the bytes of those of a later version.
 
     The former are locked until ``stack`` ends, but for those that somebody else has.
     """
@@ -102,8 +107,8 @@ def _look_around(
             others.append(other)
         elif other is not None and (patient or other.by_tool):
             others.append(other)
-        elif is_of_another_version(directory, io) and _is_idle(directory, io):
-            foreign[directory] = sum(path.lstat().st_size for path in directory.glob(SLOTS))
+        elif is_of_later_version(directory, io) and _is_idle(directory, io):
+            foreign[directory] = nbytes_of(directory / SLOTS)
     return others, foreign
 
 
@@ -149,15 +154,34 @@ def _has_slots(namespace: Namespace | Occupied) -> bool:
     return namespace.slots_nbytes > 0
 
 
-def _warn_of_foreign(tier: str, foreign: dict[Path, int]) -> None:
-    for directory, nbytes in foreign.items():
-        logger.warning(
-            "tier %s: %s (%s) was made by another version of kvtier: it counts against the "
-            "capacity and is not removed; remove it if that version is not to come back",
-            tier,
-            directory,
-            approximate_size(nbytes),
-        )
+def _require_capacity(
+    spec: SlotFileSpec, foreign: dict[Path, int], capacity_bytes: int
+) -> None:
+    """Refuse a slot file that would exceed the capacity whatever of ours leaves."""
+    if spec.nbytes + sum(foreign.values()) <= capacity_bytes:
+        return
+    capacity = approximate_size(capacity_bytes)
+    problems = [
+        f"tier {spec.tier}: {directory} ({approximate_size(nbytes)}) was made by a later "
+        f"version of kvtier, and the capacity of {capacity} is not enough beside it; remove it "
+        "if that version is not to come back, or give this one another path"
+        for directory, nbytes in foreign.items()
+        if nbytes
+    ]
+    raise ConfigError("\n".join(problems))
+
+
+def _warn_of_unreadable(tier: str, own: Namespace, io: BlockIo) -> None:
+    """Say what takes room that cannot be counted."""
+    for directory in filter(is_named_as_one, own.directory.parent.iterdir()):
+        if reason := why_unreadable(directory, io):
+            logger.warning(
+                "tier %s: %s looks like a cache of kvtier's, but %s: its room is not counted "
+                "against the capacity; remove it, or let this user read it",
+                tier,
+                directory,
+                reason,
+            )
 
 
 def _require_other_model(

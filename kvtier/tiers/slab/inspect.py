@@ -19,14 +19,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, BinaryIO, Final, Literal, Self
 from urllib.parse import quote
 
 from kvtier.config import RANK_PLACEHOLDER
@@ -74,6 +73,7 @@ def _time(column: str) -> str:
 
 
 _LATEST_S: Final = 253402300799
+_COPIED_AT_ONCE: Final = 16 << 20
 _INTEGERS: Final = ("checksum", "generation", "last_use")
 # A value of another type reads as the number or bytes it resembles, as the engine reads it.
 _COLUMNS_1: Final = (
@@ -178,6 +178,8 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
         candidates = _candidates(path)
     except PermissionError as error:
         raise ConfigError(_not_ours_to_read(path, error)) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of an nvme tier") from error
     path = path.resolve()
     found = _with_layouts(candidates)
     if not found:
@@ -274,8 +276,8 @@ class IndexReader:
     """Reads the index of one namespace; a context manager. Not thread-safe.
 
     Its methods raise :class:`IndexDamagedError` for an index nobody can use,
-    :class:`sqlite3.Error` and :class:`OSError` when the machine fails, and what
-    :func:`holder_of` raises.
+    :class:`sqlite3.Error` and :class:`OSError` when the machine fails, what :func:`holder_of`
+    raises, and :class:`ConfigError` where a copy is needed and there is no room for it.
     """
 
     def __init__(self, space: StoredNamespace) -> None:
@@ -396,10 +398,12 @@ class IndexReader:
 
     def _open_copy(self) -> sqlite3.Connection:
         """Open a copy that has no name any more: however this process ends, it leaves none."""
-        with tempfile.TemporaryDirectory() as directory:
+        with contextlib.ExitStack() as stack:
+            directory = _make_scratch(self._path, stack)
             for name in (INDEX, _WAL):
-                shutil.copyfile(self._directory / name, Path(directory) / name)
-            return self._open_at(_uri(Path(directory) / INDEX, "mode=rw"))
+                with (self._directory / name).open("rb") as source:
+                    _copy(self._path, source, directory / name)
+            return self._open_at(_uri(directory / INDEX, "mode=rw"))
 
     def _open_at(self, uri: str) -> sqlite3.Connection:
         connection = sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)
@@ -427,6 +431,40 @@ def _shared(path: Path, patience: Patience) -> Iterator[bool]:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
     finally:
         os.close(fd)
+
+
+def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
+    """Make a directory for a copy of ``index`` that is gone when ``stack`` ends.
+
+    Raises:
+        ConfigError: There is no place for it.
+    """
+    try:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    except OSError as error:
+        raise ConfigError(_no_copy(index, error)) from error
+
+
+def _copy(index: Path, source: BinaryIO, destination: Path) -> None:
+    """Copy a file of ``index``.
+
+    Raises:
+        ConfigError: The copy cannot be written.
+        OSError: The file cannot be read.
+    """
+    while data := source.read(_COPIED_AT_ONCE):
+        try:
+            with destination.open("ab") as file:
+                file.write(data)
+        except OSError as error:
+            raise ConfigError(_no_copy(index, error)) from error
+
+
+def _no_copy(index: Path, error: OSError) -> str:
+    return (
+        f"{index}: a killed engine left a log, which is read in a copy, and none can be made "
+        f"in the directory for temporary files: {error.strerror}; name one with room in TMPDIR"
+    )
 
 
 def _uri(path: Path, options: str) -> str:

@@ -18,7 +18,14 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
     nothing_opened,
 )
-from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, name_holder, try_acquire
+from kvtier.tiers.slab.lock import (
+    LOCK,
+    PATIENCE,
+    Patience,
+    is_tool,
+    name_holder,
+    try_acquire,
+)
 from kvtier.tiers.slab.trail import Reason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
@@ -67,6 +74,8 @@ def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
         if holder is not None:
             break
     who = holder or "another process"
+    if is_tool(who):
+        remedy = "let it finish, or end it"
     raise ConfigError(f"{space.directory} is in use by {who}; {remedy}")
 
 

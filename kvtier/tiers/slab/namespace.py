@@ -41,11 +41,12 @@ __all__ = [
     "Namespace",
     "Occupied",
     "is_named_as_one",
-    "is_of_another_version",
+    "is_of_later_version",
     "nbytes_of",
     "open_root",
     "read_layout",
     "require_layout",
+    "why_unreadable",
 ]
 
 LAYOUT: Final = "layout.json"
@@ -184,8 +185,7 @@ class Namespace:
             It, or who has it and will be gone soon; None if an engine has it open, or it is
             not ours.
         """
-        layout = read_layout(directory, io)
-        if layout is None or layout.fingerprint.namespace() != directory.name:
+        if not _is_ours(directory, io):
             return None
         try:
             with contextlib.suppress(BlockingIOError):
@@ -251,7 +251,12 @@ class Namespace:
             _sync_directory(self._io, directory)
 
     def remove(self) -> None:
-        """Remove our files and, if nothing else is in it, the directory."""
+        """Remove our files and, if nothing else is in it, the directory.
+
+        The room of the slots is free then, also where somebody still reads them: a file that
+        only loses its name keeps its room for as long as anybody has it open.
+        """
+        self._give_back_slots()
         for name in FILES:
             self._io.unlink(self.directory / name)
         with contextlib.suppress(OSError):
@@ -262,6 +267,16 @@ class Namespace:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self._io.close(fd)
+
+    def _give_back_slots(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if self.slots_path.lstat().st_nlink > 1:
+                return  # it has another name, which somebody gave it
+            fd = self._io.open(self.slots_path, os.O_WRONLY)
+            try:
+                self._io.truncate(fd, 0)
+            finally:
+                self._io.close(fd)
 
     def _leave_to_parent_at_fork(self) -> None:
         """Let no child that is forked hold the lock: it would outlive its holder."""
@@ -321,7 +336,7 @@ def open_root(
         io.make_directory(root)
     except FileExistsError:
         if not root.is_dir():
-            raise ConfigError(f"tier {tier}: path {root} is not a directory") from None
+            raise ConfigError(_no_directory(tier, root)) from None
     except FileNotFoundError:
         raise ConfigError(
             f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
@@ -333,6 +348,15 @@ def open_root(
         yield
     finally:
         io.close(fd)
+
+
+def _no_directory(tier: str, root: Path) -> str:
+    if root.is_symlink() and not root.exists():
+        there = root.readlink()
+        problem = f"leads to {there}, which does not exist; create it, or mount the disk there"
+    else:
+        problem = "is not a directory; name one that kvtier may fill"
+    return f"tier {tier}: path {root} {problem}"
 
 
 def is_named_as_one(path: Path) -> bool:
@@ -368,18 +392,47 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
     return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
 
 
-def is_of_another_version(directory: Path, io: BlockIo) -> bool:
-    """Return whether ``directory`` is a namespace that another version of kvtier made."""
+def is_of_later_version(directory: Path, io: BlockIo) -> bool:
+    """Return whether ``directory`` is a namespace that a later version of kvtier made."""
+    return (_version_of(directory, io) or _VERSION) > _VERSION
+
+
+def _version_of(directory: Path, io: BlockIo) -> int | None:
+    """Return the version of a namespace's layout, None if ``directory`` is not one of ours."""
     try:
         _require_own_files("", directory)
         content = json.loads(io.read_bytes(directory / LAYOUT))
     except (OSError, ValueError, StoreDamagedError):
-        return False
+        return None
     match content:
-        case {"format": str(form), "version": version}:
-            return form == _FORMAT and version != _VERSION
+        case {"format": str(form), "version": int(version)} if form == _FORMAT and version > 0:
+            return version
         case _:
-            return False
+            return None
+
+
+def why_unreadable(directory: Path, io: BlockIo) -> str:
+    """Return why nobody can tell what is in ``directory``, empty if somebody can.
+
+    What it says is only of a directory that seems to be a namespace, because it has slots or
+    lets nobody look.
+    """
+    try:
+        require_layout(directory, io)
+    except PermissionError:
+        return "this user may not look into it"
+    except (OSError, ValueError, StoreDamagedError):
+        if nbytes_of(directory / SLOTS) and _version_of(directory, io) is None:
+            return f"it has slots, and no {LAYOUT} that can be understood"
+    return ""
+
+
+def _is_ours(directory: Path, io: BlockIo) -> bool:
+    """Return whether ``directory`` is a namespace that this version made, or an earlier one."""
+    layout = read_layout(directory, io)
+    if layout is None:
+        return (_version_of(directory, io) or _VERSION) < _VERSION
+    return layout.fingerprint.namespace() == directory.name
 
 
 def _occupied(directory: Path) -> Occupied | None:

@@ -330,7 +330,7 @@ def _doubt(
     if written_with != options.checksum:
         return _Doubt(f"it was written with checksum: {written_with}", Reason.DOUBTED)
     boot = database.note(_BOOT_NOTE)
-    if boot not in {"", _boot_id()}:
+    if boot and boot != _boot_id():
         words = "the machine went down and without checksums nothing tells what was lost"
         return _Doubt(words, Reason.DOUBTED)
     return None

@@ -7,6 +7,8 @@ suspected. It is bad if, a moment later, its row is still the same and its bytes
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +87,7 @@ def verify(
 
     Raises:
         IndexDamagedError: The index cannot be used.
-        OSError: The files cannot be opened.
+        OSError: The files cannot be opened, or were removed meanwhile.
         sqlite3.Error: The index cannot be read now.
     """
     checksum = reader.checksum()
@@ -104,6 +106,8 @@ def verify(
             on_progress(window.slots)
         found.seconds = time.monotonic() - began_s
         _settle(suspects, found, reader, checker, pause)
+        if file.is_removed():  # for another model, say: what was read of it tells nothing
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.path))
     finally:
         file.close()
     return found

@@ -45,17 +45,22 @@ async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
 
 
 async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(
-    shelf: Shelf[HostedTier], options: NvmeTierConfig
+    shelf: Shelf[HostedTier], options: NvmeTierConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
     kill(shelf.tier, signal.SIGKILL)
-    options.path.rename(options.path.with_name("moved"))
+    moved = options.path.rename(options.path.with_name("moved"))
     options.path.write_text("not a directory")
     while await shelf.get(keys, [0]) == [FAILED]:
         if "could not be started again" in shelf.error:
             break
     assert str(options.path) in shelf.error
+    assert await shelf.get(keys, [0]) == [FAILED]
+    assert caplog.text.count("starting its I/O process again") == 1
+    options.path.unlink()
+    moved.rename(options.path)
+    assert await shelf.get(keys, [0]) == [DONE]
 
 
 async def test_memory_is_not_given_back_before_a_dying_host_is_gone(

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 
+import kvtier
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import (
     CapacityError,
@@ -42,6 +43,23 @@ async def test_the_host_logs_through_the_engine(
         tier = await opened(options, context)
     assert "is open, through the page cache" in caplog.text
     assert "recovered" not in caplog.text, "which the engine says of all tiers"
+    await tier.aclose()
+
+
+async def test_what_lies_in_the_working_directory_is_not_taken_for_a_module(
+    options: NvmeTierConfig,
+    context: TierContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkout = tmp_path / "checkout"
+    for name in ("kvtier", "numpy"):
+        (checkout / name).mkdir(parents=True)
+        (checkout / name / "__init__.py").write_text("raise SystemExit('not this one')")
+    here = str(Path(kvtier.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [here, *filter(None, sys.path)])
+    monkeypatch.chdir(checkout)
+    tier = await opened(options, context)
     await tier.aclose()
 
 

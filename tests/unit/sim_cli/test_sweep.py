@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvtier.cli import _sim
 from kvtier.sim.sweep import COLUMNS
+from tests.docs.pages import ROOT
 from tests.unit.sim_cli.commands import kvtier, refusal, sweep
 
 
@@ -106,3 +109,27 @@ def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
 def test_outputs_that_keep_nothing_may_be_one(trace: Path) -> None:
     grid = ("--policies", "lru", "--capacities", "5%")
     kvtier("sim", "sweep", trace, *grid, "--csv", "/dev/null", "--html", "/dev/null")
+
+
+STUCK = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from kvtier.sim import sweep
+from tests.unit.sim_cli.stuck import Stuck
+
+pool = ProcessPoolExecutor(1, get_context("spawn"), sweep._prepare, (Stuck(),))
+pool.submit(sweep._run, None).result()
+"""
+
+
+def test_the_processes_of_a_sweep_that_is_killed_end_as_well() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "running\n"
+        parent.kill()
+        # The end of the output comes when nobody is left who could write any.
+        written, _ = parent.communicate(timeout=15)
+        assert written == ""

@@ -60,3 +60,6 @@ def test_wrong_names_are_refused_with_the_right_ones(trace: Path, tmp_path: Path
     assert "--to csv" in refusal("trace", "convert", trace, "-o", tmp_path / "x", "--to", "csv")
     nowhere = tmp_path / "no/such/x"
     assert "cannot be written" in refusal("trace", "convert", trace, "-o", nowhere)
+    too_long = tmp_path / ("x" * 300)
+    problem = "cannot be written: File name too long"
+    assert problem in refusal("trace", "generate", "chat", "-o", too_long)

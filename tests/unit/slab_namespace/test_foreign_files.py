@@ -111,7 +111,7 @@ def test_a_symbolic_link_at_the_path_that_leads_nowhere_is_a_configuration_error
     open_tier: Opener, root: Path, tmp_path: Path
 ) -> None:
     root.symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match=f"path {root} is not a directory"):
+    with pytest.raises(ConfigError, match=f"path {root} leads to {tmp_path}/unmounted, which"):
         open_tier()
     assert not (tmp_path / "unmounted").exists()
 

@@ -6,14 +6,16 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 import pytest
+from typing_extensions import override
 
 from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
 from kvtier.testing.faulty_io import Fault, FaultyIo
-from kvtier.tiers.slab import opening
+from kvtier.tiers.slab import namespace, opening
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import FILES, INDEX, SLOTS
@@ -28,6 +30,8 @@ from tests.unit.slab_namespace.opening import (
     slots_of,
 )
 from tests.unit.warned import warnings_in
+
+T = TypeVar("T")
 
 
 def test_two_models_have_the_store_open_side_by_side(open_tier: Opener) -> None:
@@ -100,6 +104,64 @@ def test_the_least_recently_opened_model_leaves_first(open_tier: Opener, root: P
     open_tier(model="new", slots=9, slot_nbytes=5 * SLOT)
     kept = {path.name for path in root.iterdir() if path.is_dir()}
     assert kept == {fingerprint(model).namespace() for model in ("recent", "new")}
+
+
+class WatchfulIo(FaultyIo):
+    """Looks after every call how much the slots take that have a name, or somebody reads.
+
+    Args:
+        root: The store.
+        readers: Open files that may lose their names.
+    """
+
+    def __init__(self, root: Path, readers: Sequence[BinaryIO]) -> None:
+        super().__init__()
+        self._root = root
+        self._readers = readers
+        self.most_nbytes = self.taken_nbytes()
+
+    def taken_nbytes(self) -> int:
+        found = [path.stat() for path in self._root.glob("*/slots.bin")]
+        found += [os.fstat(reader.fileno()) for reader in self._readers]
+        return sum({status.st_ino: status.st_blocks * 512 for status in found}.values())
+
+    @override
+    def run(
+        self, call: str, action: Callable[[], T], *, undo: Callable[[T], None] | None = None
+    ) -> T:
+        try:
+            return super().run(call, action, undo=undo)
+        finally:
+            self.most_nbytes = max(self.most_nbytes, self.taken_nbytes())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "another"},
+        {"model": "another", "slots": 7},
+        {"slots": 7},
+        {"slots": 16},
+        {"model": "another", "slots": 16},
+        {"model": "another", "slot_nbytes": 3 * SLOT},
+        {"slots": 1, "durability": "power"},
+    ],
+    ids=str,
+)
+def test_at_no_moment_of_a_start_do_the_slots_take_more_than_they_may(
+    open_tier: Opener, root: Path, change: dict[str, Any]
+) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    (slots,) = root.glob("*/slots.bin")
+    with slots.open("rb") as reader:
+        io = WatchfulIo(root, [reader])
+        allowed_nbytes = change.get("slots", 8) * SLOT
+        before_nbytes = io.most_nbytes
+        close(open_tier(**change, io=io))
+        assert io.most_nbytes <= max(allowed_nbytes, before_nbytes)
+        assert 0 < io.taken_nbytes() <= allowed_nbytes
 
 
 def test_a_model_in_use_is_not_removed_for_another(open_tier: Opener) -> None:
@@ -253,25 +315,116 @@ def test_an_index_needs_room_besides_the_slots_when_these_are_made_or_grow(
 
 @pytest.fixture
 def future(open_tier: Opener, root: Path) -> Path:
-    """What another version of kvtier made, beside the cache of a model called old."""
-    close(open_tier(model="future"))
+    """What a later version of kvtier made, beside the cache of a model called old."""
+    close(open_tier(model="old", slots=3))
+    close(open_tier(model="future", slots=15, slot_nbytes=8 * SLOT))  # one slot
     directory = root / fingerprint("future").namespace()
     edit_layout(directory, version=2)
-    close(open_tier(model="old", slots=3))
     return directory
 
 
-def test_what_another_version_made_counts_and_stays(
-    open_tier: Opener, future: Path, caplog: pytest.LogCaptureFixture
+def test_what_a_later_version_made_counts_and_stays(
+    open_tier: Opener, root: Path, future: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)  # 20 pages; with the old ones 23
+    open_tier(model="new", slots=24, slot_nbytes=15 * SLOT)  # one slot; with all of them 26
     assert (future / "slots.bin").stat().st_size == 8 * SLOT
-    told, removed = warnings_in(caplog)
-    assert f"{future} (32.0 KiB) was made by another version of kvtier" in told
+    assert sum(path.stat().st_size for path in root.glob("*/slots.bin")) <= 24 * SLOT
+    (removed,) = warnings_in(caplog)
     assert "removing the cache of model old" in removed
 
 
-def test_what_another_version_has_open_counts_against_its_own_engine(
+def test_a_start_that_would_exceed_the_capacity_beside_a_later_version_is_refused(
+    open_tier: Opener, root: Path, future: Path
+) -> None:
+    files = sorted(root.glob("*/slots.bin"))
+    with pytest.raises(ConfigError) as caught:
+        open_tier(model="new", slots=24)
+    assert f"{future} (32.0 KiB) was made by a later version of kvtier" in str(caught.value)
+    assert "the capacity of 96.0 KiB is not enough beside it; remove it" in str(caught.value)
+    assert sorted(root.glob("*/slots.bin")) == files
+
+
+def test_what_an_earlier_version_made_leaves_for_lack_of_room(
+    open_tier: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(model="old")
+    fill(tier)
+    close(tier)
+    monkeypatch.setattr(namespace, "_VERSION", 2)
+    open_tier(model="new")
+    assert [path.parent.name for path in root.glob("*/slots.bin")] == [
+        fingerprint("new").namespace()
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{}", None], ids=["empty", "strange", "gone"])
+def test_what_takes_room_and_cannot_be_told_to_be_ours_is_warned_of(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
+    close(open_tier(model="old"))
+    layout = root / fingerprint("old").namespace() / "layout.json"
+    layout.unlink()
+    if text is not None:
+        layout.write_text(text)
+    open_tier(model="new")
+    (warning,) = warnings_in(caplog)
+    assert f"{layout.parent} looks like a cache of kvtier's, but it has slots" in warning
+    assert (layout.parent / "slots.bin").stat().st_size == 8 * SLOT
+
+
+def test_what_another_user_left_is_warned_of(
+    open_tier: Opener,
+    root: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close(open_tier(model="old"))
+    old = root / fingerprint("old").namespace()
+    look = Path.iterdir
+
+    def refuse_in_old(path: Path) -> Iterator[Path]:
+        if path == old:
+            raise PermissionError(13, "Permission denied")
+        return look(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse_in_old)
+    open_tier(model="new")
+    (warning,) = warnings_in(caplog)
+    assert (
+        f"{old} looks like a cache of kvtier's, but this user may not look into it" in warning
+    )
+
+
+def test_a_cache_that_somebody_reads_gives_its_room_back_when_it_leaves(
+    open_tier: Opener, root: Path
+) -> None:
+    tier = open_tier(model="old")
+    fill(tier)
+    close(tier)
+    (slots,) = root.glob("*/slots.bin")
+    with slots.open("rb") as reader:
+        assert os.fstat(reader.fileno()).st_blocks
+        open_tier(model="new")
+        status = os.fstat(reader.fileno())
+        assert (status.st_nlink, status.st_blocks) == (0, 0)
+
+
+def test_slots_that_somebody_gave_another_name_keep_what_they_hold(
+    open_tier: Opener, root: Path, tmp_path: Path
+) -> None:
+    tier = open_tier(model="old")
+    fill(tier)
+    close(tier)
+    (slots,) = root.glob("*/slots.bin")
+    held = slots.read_bytes()
+    kept = tmp_path / "kept.bin"
+    kept.hardlink_to(slots)
+    open_tier(model="new")
+    assert not slots.exists()
+    assert kept.read_bytes() == held
+
+
+def test_what_a_later_version_has_open_counts_against_its_own_engine(
     open_tier: Opener, root: Path, future: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (future / "lock").open("rb+") as lock:
@@ -293,6 +446,22 @@ def test_what_a_removal_cut_short_left_of_another_model_goes_at_the_next_start(
         fingerprint("old").namespace()
     ]
     assert warnings_in(caplog) == []
+
+
+def test_a_removal_that_cannot_give_room_back_is_ended_by_the_next_start(
+    open_tier: Opener, root: Path
+) -> None:
+    tier = open_tier(model="old")
+    fill(tier)
+    close(tier)
+    io = FaultyIo()
+    io.strike("truncate", 1, Fault(errno.EIO))  # the first is of the lock
+    with pytest.raises(TierUnavailableError, match="check the disk"):
+        open_tier(model="new", io=io)
+    open_tier(model="new")
+    assert [path.parent.name for path in root.glob("*/slots.bin")] == [
+        fingerprint("new").namespace()
+    ]
 
 
 @pytest.mark.parametrize("done", range(len(FILES)))

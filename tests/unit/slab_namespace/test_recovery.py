@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.iopool import IoPool
 from kvtier.testing.chunks import make_sources
 from kvtier.tiers.base import TierContext
-from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.slab import SlabTier, opening
 from kvtier.types import Outcome, Why
 from tests.unit.slab_namespace.opening import (
     KEYS,
@@ -189,3 +189,13 @@ class TestWithoutChecksums:
         damage(note)(own / "index.sqlite")
         assert slots_of(open_unchecked()) == []
         assert "the machine went down" in warnings_in(caplog)[0]
+
+
+def test_with_checksums_nobody_asks_which_boot_of_the_machine_this_is(
+    open_tier: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_BOOT_ID", tmp_path / "a sandbox has none")
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    assert slots_of(open_tier()) == list(range(8))
