@@ -20,8 +20,9 @@ pass; the model's thread does nothing but wait.
   some, so a step ends only when the thread has left the copy it was in. A copy of some
   megabytes cannot be interrupted; one that does not end at all is an error, and better the end
   of the engine than another request's KV overwritten.
-* **A model that does not wait** (a layer without the engine's hook, a graph that was recorded
-  without it) is found out at the end of the step, because not every layer was asked for.
+* **A model that does not wait** (a layer without the engine's hook, such as the cache of an
+  indexer, or a graph that was recorded without it) is found out at the end of the step, because
+  not every layer was asked for. All layers are copied before the steps that follow.
 """
 
 from __future__ import annotations
@@ -185,6 +186,11 @@ class StepLoader:
         error = self._verdict(step)
         for load in step.loads:
             load.error = load.error or error
+        if self._unasked(step) and not step.abandoned:
+            logger.warning(
+                "%s; from now on all layers are copied before the forward pass", error
+            )
+            self._layers = ()
         return list(step.loads)
 
     def close(self, *, timeout_s: float) -> bool:
@@ -224,13 +230,14 @@ class StepLoader:
         """Return why no load of a step may be used; empty if there is no reason."""
         if step.abandoned:
             return "a layer was not copied in time"
-        unasked = [layer for layer in self._layers if layer not in step.asked]
+        unasked = self._unasked(step)
         if unasked:
-            return (
-                f"the model did not wait for layer {unasked[0]}: this engine cannot use "
-                "load_mode: layerwise"
-            )
+            return f"the model did not wait for layer {unasked[0]}"
         return ""
+
+    def _unasked(self, step: _Step) -> list[str]:
+        """Return the layers that the model did not wait for in a step."""
+        return [layer for layer in self._layers if layer not in step.asked]
 
     # -- the copying thread --------------------------------------------------------------------
 

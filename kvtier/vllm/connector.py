@@ -103,6 +103,7 @@ class KVTierConnector(OffloadingConnector):
         compat.require_supported_vllm(type(self))
         compat.require_members(OffloadingConnectorMetadata, "load_jobs", "store_jobs")
         compat.require_members(TransferJob, "req_id", "src_spec", "dst_spec")
+        compat.require_known_groups(kv_cache_config)
         super().__init__(_with_spec(vllm_config, kv_cache_config), role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             compat.require_members(self.connector_scheduler, "manager")

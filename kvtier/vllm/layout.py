@@ -35,6 +35,12 @@ def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
             "kvtier supports tensor parallelism only; pipeline and context parallel sizes "
             f"are {engine.pp_size}, {engine.pcp_size} and {engine.dcp_size}"
         )
+    layout = engine.kv_layout or ""
+    if 0 <= layout.find("H") < layout.find("B"):
+        raise UnsupportedError(
+            f"the KV cache's layout, {layout}, keeps the heads of a block apart, and vLLM "
+            "hands over the first one only: start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
     if engine.canonical_layout:
         raise UnsupportedError("kvtier does not support canonical_layout: remove it")
     if engine.worker_kv_bytes_per_block <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
@@ -14,6 +15,8 @@ from kvtier.transfer import relay_slots
 from kvtier.vllm.compat import EngineFacts, page_mapping
 
 if TYPE_CHECKING:
+    import torch
+
     from kvtier.vllm.contract import CanonicalKVCaches
 
 __all__ = ["lay_out_slots", "require_same_file"]
@@ -38,7 +41,9 @@ def lay_out_slots(
 
     Raises:
         ConfigError: A tier is smaller than one chunk.
+        UnsupportedError: It is not all that a block holds.
     """
+    _require_whole_blocks(engine, kv_caches)
     groups: list[list[PageMapping | None]] = [
         list(map(page_mapping, refs)) for refs in kv_caches.group_data_refs
     ]
@@ -77,6 +82,40 @@ def require_same_file(
             f"{engine.world_size} ranks; all processes of an engine must read the same "
             "configuration file"
         )
+
+
+def _require_whole_blocks(engine: EngineFacts, kv_caches: CanonicalKVCaches) -> None:
+    """Refuse KV memory of which vLLM's worker half hands over a part, or another one.
+
+    It takes layers whose blocks are farther apart than their pages are long for layers that lie
+    side by side in a block, and hands over one tensor for all of them. So it does where pages
+    are only padded, and then that is the first layer. States it takes to lie apart from each
+    other, also where they lie side by side.
+    """
+    for (_, layers), refs in zip(engine.groups, kv_caches.group_data_refs, strict=True):
+        whole_nbytes = engine.worker_kv_bytes_per_block
+        if len(refs) == 1 < len(layers) and refs[0].page_size_bytes != whole_nbytes:
+            raise UnsupportedError(
+                f"vLLM hands over {refs[0].page_size_bytes} bytes of a block of {len(layers)} "
+                f"layers, which has {whole_nbytes}: this KV layout is not supported"
+            )
+    if engine.kv_layout is None:
+        return  # before 0.29 keys may lie apart from values
+    extents = sorted({extent for each in kv_caches.tensors for extent in _extent(each.tensor)})
+    if any(end > start for (_, end), (start, _) in pairwise(extents)):
+        raise UnsupportedError(
+            "vLLM hands over layers whose blocks are in each other's: this KV layout is not "
+            "supported; start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
+
+
+def _extent(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return where a tensor of blocks begins and ends, if these follow each other."""
+    blocks, nbytes = tensor.shape
+    if tensor.stride(0) != nbytes:
+        return []
+    start = tensor.data_ptr()
+    return [(start, start + blocks * nbytes)]
 
 
 def _geometry(

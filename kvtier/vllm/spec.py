@@ -27,8 +27,10 @@ from kvtier.vllm.compat import (
     kv_content,
     offers_late_here,
     read_engine,
+    require_known_layers_here,
     require_supported_vllm,
     settle_layers_here,
+    states_are_kept_here,
     writes_to_blocks_first_here,
 )
 from kvtier.vllm.contract import (
@@ -147,6 +149,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             rank = self._engine.rank
             name = self._engine.engine_id
             content = kv_content(self._engine)
+            _require_known_layers(self._engine)
             if self._door is Door.SPEC:
                 if has_adapters_here():
                     content += _ADAPTERS
@@ -186,6 +189,18 @@ class KVTierConnectorSpec(KVTierOffloadingSpec):
     """What :class:`~kvtier.vllm.connector.KVTierConnector` builds its halves from."""
 
     _door = Door.CONNECTOR
+
+
+def _require_known_layers(engine: EngineFacts) -> None:
+    """Refuse what layers keep of which nobody read how vLLM treats it, and warn of states."""
+    require_known_layers_here(engine)
+    if engine.blocks_per_chunk > 1 and engine.rank == 0 and states_are_kept_here(engine):
+        logger.warning(
+            "this model keeps states, and of those in a chunk vLLM stores the last one only: "
+            "chunks of %d blocks are never whole, so nothing is found again; write "
+            "engine.blocks_per_chunk: 1",
+            engine.blocks_per_chunk,
+        )
 
 
 def _require_stores_in_time(engine: EngineFacts) -> None:

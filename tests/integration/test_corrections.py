@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from kvtier.errors import UnsupportedError
@@ -127,6 +129,19 @@ def test_a_half_that_makes_late_stores_and_cannot_be_corrected_is_refused_at_sta
         make_world(groups=late, slots=(96, 400))
     make_world(groups=late, slots=(96, 400), retention_tokens=0)
     make_world(groups=level, slots=(96, 400))
+
+
+class Evicting(FullAttentionSpec):
+    """A plugin's kind of full attention, whose manager gives blocks away amid a prompt."""
+
+
+def test_groups_of_a_kind_that_nobody_has_read_are_refused_at_start(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = Evicting(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    monkeypatch.setattr(Setup, "spec_of", lambda self, number: odd)
+    with pytest.raises(UnsupportedError, match=r"layer0 keeps .*Evicting, which is no kind"):
+        make_world()
 
 
 class Router:

@@ -289,7 +289,21 @@ def test_a_model_that_does_not_wait_for_a_layer_is_found_out(
     for layer in ("a", "b", "d"):
         loader.wait_for(layer)
     (load,) = loader.end()
-    assert load.error.startswith("the model did not wait for layer c")
+    assert load.error == "the model did not wait for layer c"
+
+
+def test_for_a_model_that_does_not_wait_all_is_copied_before_the_steps_that_follow(
+    make: MakeLoader, copier: Gated
+) -> None:
+    loader = started(make, load_of(1, [2]))
+    copier.let(5)
+    loader.wait_for("a")
+    assert errors(loader.end()) == {1: "the model did not wait for layer b"}
+    loader.add(load_of(2, [3]))
+    loader.start()
+    assert copier.copied[4:] == [(3, slice(0, 4))], "before the model asks for anything"
+    loader.wait_for("a")
+    assert errors(loader.end()) == {2: ""}
 
 
 def test_a_thread_that_could_not_be_prepared_copies_all_the_same(

@@ -69,6 +69,11 @@ from kvtier.vllm.compat.halves import (
     writes_to_blocks_first,
     writes_to_blocks_first_here,
 )
+from kvtier.vllm.compat.kinds import (
+    require_known_groups,
+    require_known_layers_here,
+    states_are_kept_here,
+)
 from kvtier.vllm.compat.names import (
     chunk_level,
     chunk_positions,
@@ -117,10 +122,13 @@ __all__ = [
     "parts_go_astray",
     "read_engine",
     "refusal",
+    "require_known_groups",
+    "require_known_layers_here",
     "require_members",
     "require_supported_vllm",
     "settle_layers_here",
     "source_was_read",
+    "states_are_kept_here",
     "transfer_results",
     "writes_to_blocks_first",
     "writes_to_blocks_first_here",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -34,6 +34,7 @@ from kvtier.memory import backing
 from kvtier.memory.limits import HugePagePool
 from kvtier.vllm import KVTierOffloadingSpec
 from kvtier.vllm import manager as door_module
+from kvtier.vllm import spec as spec_module
 from kvtier.vllm.spec import KVTierConnectorSpec
 from tests.integration.door.doors import (
     BLOCKS,
@@ -136,6 +137,7 @@ def test_only_a_model_that_runs_with_the_same_settings_finds_what_was_stored(
     [
         ({"pp_size": 2, "world_size": 2}, UnsupportedError, "tensor parallelism only"),
         ({"canonical_layout": True}, UnsupportedError, "canonical_layout"),
+        ({"kv_cache_layout": "LHBNC"}, UnsupportedError, "KV_CACHE_LAYOUT=LBHNC"),
         ({"worker_kv_bytes_per_block": 0}, UnsupportedError, "no KV cache"),
         ({"cache": OffloadingCacheConfig(32, 2)}, ConfigError, "kvtier vllm-args"),
         ({"extra_config": {}}, ConfigError, "kvtier_config"),
@@ -339,6 +341,47 @@ def test_states_that_are_handed_over_too_late_are_refused(
     start_worker(
         spec, caches, refusal=r"use KVTierConnector.*no-async-scheduling" if refused else None
     )
+
+
+class Evicting(FullAttentionSpec):
+    """A plugin's kind of full attention, whose manager gives blocks away amid a prompt."""
+
+
+@pytest.mark.parametrize("kind", [KVTierOffloadingSpec, KVTierConnectorSpec])
+def test_layers_that_keep_what_nobody_has_read_are_refused(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, kind: type[KVTierOffloadingSpec]
+) -> None:
+    config, caches = two_groups(0, window_block=16)
+    odd = Evicting(block_size=64, num_kv_heads=1, head_size=16, dtype=torch.int8)
+    layers = config.compilation_config.static_forward_context
+    layers["layer.0"].get_kv_cache_spec = lambda _: odd
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    spec = spec_of_two_groups(kind, settings(), window_block=16)
+    start_worker(spec, caches, refusal=r"layer\.0 keeps .*Evicting, which is no kind")
+
+
+@pytest.mark.parametrize(("blocks_per_chunk", "warned"), [(1, False), (2, True)])
+def test_states_in_chunks_of_several_blocks_are_warned_of(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    blocks_per_chunk: int,
+    warned: bool,
+) -> None:
+    config, caches = two_groups(0, window_block=64)
+    state = MambaSpec(
+        block_size=64, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    layers = config.compilation_config.static_forward_context
+    layers["layer.1"].get_kv_cache_spec = lambda _: state
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    told: list[str] = []
+    monkeypatch.setattr(spec_module.logger, "warning", lambda text, *_: told.append(text))
+    groups = tuple(OffloadingGroupConfig(64, (f"layer.{at}",), at) for at in range(2))
+    path = settings(ram=64, extra=f"engine:\n  blocks_per_chunk: {blocks_per_chunk}\n")
+    cache = OffloadingCacheConfig(64, blocks_per_chunk)
+    spec = KVTierConnectorSpec(offloading_config(path, groups=groups, cache=cache))
+    start_worker(spec, caches, refusal=None)
+    assert any("write engine.blocks_per_chunk: 1" in text for text in told) is warned
 
 
 def test_a_broken_file_is_refused_with_its_place(settings: Settings) -> None:
