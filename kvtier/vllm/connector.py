@@ -47,7 +47,7 @@ from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.late_flushes import LateFlushes, overwritten_stores
 from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.metrics import add_device_transfers
+from kvtier.vllm.metrics import add_device_transfers, latest_of_front_ends
 from kvtier.vllm.recomputed import RecomputedChunks
 from kvtier.vllm.shortcuts import BusyRequests
 from kvtier.vllm.spec import KVTierConnectorSpec
@@ -463,7 +463,10 @@ class KVTierConnector(OffloadingConnector):
     ) -> KVConnectorPromMetrics:
         """Declare kvtier's metrics beside vLLM's own."""
         return super().build_prom_metrics(
-            _with_spec(vllm_config), metric_types, labelnames, per_engine_labelvalues
+            _with_spec(vllm_config),
+            latest_of_front_ends(metric_types),
+            labelnames,
+            per_engine_labelvalues,
         )
 
 

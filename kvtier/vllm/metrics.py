@@ -6,7 +6,11 @@ definitions and values both come from :mod:`kvtier.connector.metrics`.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+from prometheus_client import Gauge
 
 from kvtier.connector.metrics import (
     METRICS,
@@ -28,7 +32,12 @@ from kvtier.vllm.contract import (
     OffloadingMetricMetadata,
 )
 
-__all__ = ["StatsReporter", "add_device_transfers", "metric_definitions"]
+__all__ = [
+    "StatsReporter",
+    "add_device_transfers",
+    "latest_of_front_ends",
+    "metric_definitions",
+]
 
 _DEVICE_TRANSFERS: Final = {"load": "ram_to_gpu", "store": "gpu_to_ram"}
 """vLLM's word for what workers copy, and kvtier's."""
@@ -47,6 +56,19 @@ def _definition(metric: Metric) -> OffloadingMetricMetadata:
             return OffloadingGaugeMetadata(metric.help, metric.labels)
         case Kind.HISTOGRAM:
             return OffloadingHistogramMetadata(metric.help, metric.labels, metric.buckets)
+
+
+def latest_of_front_ends(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return vLLM's classes of metrics with one of gauges that have one value, the latest.
+
+    With ``--api-server-count`` vLLM tells each reading to one front end. Unless they are told
+    otherwise, all would go on exporting the gauge that each was told last.
+
+    Args:
+        metric_types: vLLM's classes, by those of prometheus-client.
+    """
+    gauge = partial(metric_types[Gauge], multiprocess_mode="mostrecent")
+    return {**metric_types, Gauge: gauge}
 
 
 def add_device_transfers(stats: OffloadingConnectorStats) -> None:

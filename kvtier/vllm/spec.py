@@ -55,6 +55,10 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM conf
 _MEET_TIMEOUT_S = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""
 
+_OFFER_TIMEOUT_S = 24 * 3600.0
+"""How long the first worker offers its memory. vLLM makes the scheduler when all workers have
+warmed up, which may take longer than anybody waits; if it makes none, the worker is ended."""
+
 _ADAPTERS = " adapters"
 """Behind a store's content, says that its keys do not name adapters by what they hold. So such
 a store is none of the connector's either."""
@@ -91,6 +95,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         require_supported_layout(self._engine, self._settings)
         self._manager: KVTierManager | None = None
         self._worker: KVTierWorker | None = None
+        self._registered: list[int] = []
+        """Where the KV memory of the worker is."""
 
     @classmethod
     @override
@@ -144,8 +150,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker half; the first worker creates the memory, the others attach."""
+        """Return the worker half; the first worker creates the memory, the others attach.
+
+        Raises:
+            UnsupportedError: There is one, of other KV memory: vLLM keeps a worker's connector
+                until the engine is shut down, and gives it to the next engine of the process.
+        """
+        addresses = [block.tensor.data_ptr() for block in kv_caches.tensors]
         if self._worker is None:
+            self._registered = addresses
             rank = self._engine.rank
             name = self._engine.engine_id
             content = kv_content(self._engine)
@@ -163,7 +176,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
                     name,
                     geometry,
                     attachers=self._engine.world_size,
-                    timeout_s=_MEET_TIMEOUT_S,
+                    timeout_s=_OFFER_TIMEOUT_S,
                     huge_pages=self._settings.ram.huge_pages,
                 )
                 if rank == 0
@@ -182,6 +195,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             except BaseException:
                 region.close()
                 raise
+        elif addresses != self._registered:
+            raise UnsupportedError(
+                "this process still has the workers of an engine that did not start, or was "
+                "not shut down: start the engine in a new process"
+            )
         return self._worker
 
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -85,6 +86,7 @@ class Server:
         requests: Most requests that run at once.
         beside: Other connectors, as vLLM is told of them, that serve along with kvtier's.
         data_parallel_size: Engines behind it.
+        settings: Environment variables of its own.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Server:
         requests: int,
         beside: Sequence[Mapping[str, object]] = (),
         data_parallel_size: int = 1,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.log = log
         self.port = free_port()
@@ -115,7 +118,7 @@ class Server:
             *("--kv-transfer-config", json.dumps(transfer_config(config, beside))),
         ]
         # vLLM's front end and its engine core are two processes, unlike in the other tests.
-        settings = SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        settings = SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **settings}
         self._process = subprocess.Popen(
             [
                 *("env", *(f"{name}={value}" for name, value in settings.items())),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
     get_connector_metric_definitions,
@@ -13,6 +18,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connector.metrics import METRICS, Kind
+from kvtier.vllm import KVTierConnector
 from kvtier.vllm.demo.engine import growth
 from kvtier.vllm.metrics import StatsReporter, add_device_transfers, metric_definitions
 from tests.unit.test_connector_metrics import Source, engine, tier
@@ -22,6 +28,25 @@ CLASSES = {
     Kind.GAUGE: OffloadingGaugeMetadata,
     Kind.HISTOGRAM: OffloadingHistogramMetadata,
 }
+
+
+def test_of_several_front_ends_the_one_told_last_says_what_a_gauge_is() -> None:
+    made: list[tuple[type[Any], str | None]] = []
+
+    def maker(kind: type[Any]) -> Callable[..., Any]:
+        def make(multiprocess_mode: str | None = None, **arguments: Any) -> Any:
+            made.append((kind, multiprocess_mode))
+            return kind(**arguments, registry=CollectorRegistry())
+
+        return make
+
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={})
+    )
+    kinds: dict[Any, Any] = {kind: maker(kind) for kind in (Counter, Gauge, Histogram)}
+    KVTierConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    assert {mode for kind, mode in made if kind is Gauge} == {"mostrecent"}
+    assert {mode for kind, mode in made if kind is not Gauge} == {None}
 
 
 def test_every_metric_is_declared_as_what_it_is() -> None:

@@ -445,6 +445,30 @@ def test_an_engine_that_goes_on_after_a_failed_step_is_refused(goes_on: bool) ->
         compat.kv_content(FACTS, load=load)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "workers", "refusal"),
+    [
+        ({"nnodes_within_dp": 2}, 2, "run on 2 hosts"),
+        ({"nnodes_within_dp": 1}, 2, None),
+        ({"distributed_executor_backend": "external_launcher"}, 2, "each of the 2 workers"),
+        ({"distributed_executor_backend": "external_launcher"}, 1, None),
+        ({"distributed_executor_backend": "mp"}, 2, None),
+    ],
+)
+def test_workers_that_would_wait_for_each_other_in_vain_are_refused_at_once(
+    parallel: dict[str, Any], workers: int, refusal: str | None
+) -> None:
+    load = worker_of()
+    config = load("vllm.config").get_current_vllm_config_or_none()
+    config.parallel_config = SimpleNamespace(**parallel)
+    engine = dataclasses.replace(FACTS, world_size=workers)
+    if refusal is None:
+        assert compat.kv_content(engine, load=load)
+    else:
+        with pytest.raises(UnsupportedError, match=refusal):
+            compat.kv_content(engine, load=load)
+
+
 def test_a_worker_that_is_not_told_either_refuses() -> None:
     facts = compat.read_engine(None, [offloading_config()])
     outside = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)

@@ -292,6 +292,7 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
             layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
             what = [str(layout), str(load("vllm").__version__), *what]
         element = str(config.model_config.dtype)
+        _require_one_scheduler(config, engine)
         _require_certain_kv(config)
         require_shareable_kv(config)
     except (AttributeError, ImportError, KeyError) as error:
@@ -299,6 +300,27 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
             f"this vLLM does not say what its KV cache holds ({error!r}): {SUPPORTED}"
         ) from error
     return " ".join([element, *what])
+
+
+def _require_one_scheduler(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse workers that do not share memory, or the scheduler's side, with all others.
+
+    They would wait for each other until a timeout of minutes, and then not start.
+    """
+    parallel = getattr(config, "parallel_config", None)
+    hosts = getattr(parallel, "nnodes_within_dp", 1)
+    if hosts > 1:
+        raise UnsupportedError(
+            f"this engine's workers run on {hosts} hosts, and those of one engine must share "
+            "memory: start an engine on each host"
+        )
+    launcher = getattr(parallel, "distributed_executor_backend", None)
+    if launcher == "external_launcher" and engine.world_size > 1:
+        raise UnsupportedError(
+            f"with --distributed-executor-backend external_launcher each of the "
+            f"{engine.world_size} workers has a scheduler of its own, and a RAM tier has room "
+            "for the decisions of one: use mp"
+        )
 
 
 def _require_certain_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's

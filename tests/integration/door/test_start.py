@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +230,46 @@ def spec_of_two_groups(
         OffloadingGroupConfig(window_block, ("layer.1",), 1),
     )
     return kind(offloading_config(path, groups=groups, cache=OffloadingCacheConfig(16, 1)))
+
+
+def one_group(tensor: torch.Tensor) -> CanonicalKVCaches:
+    """Return the KV memory of a worker whose model has one group, of one layer."""
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(tensor, PAGE_NBYTES)],
+        group_data_refs=[[CanonicalKVCacheRef(0, PAGE_NBYTES)]],
+    )
+
+
+@pytest.fixture
+def spec(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVTierOffloadingSpec]:
+    """A specification in a worker's process, whose worker is ended after the test."""
+    own = model(("auto",))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: own)
+    groups = (OffloadingGroupConfig(32, ("layer.0",), 0),)
+    opened = KVTierOffloadingSpec(offloading_config(settings(), groups=groups))
+    yield opened
+    if opened._worker is not None:
+        opened._worker.shutdown()
+
+
+def test_a_worker_is_never_given_the_kv_memory_of_another_engine(
+    spec: KVTierOffloadingSpec,
+) -> None:
+    first, second = (torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8) for _ in range(2))
+    worker = spec.get_worker(one_group(first))
+    assert spec.get_worker(one_group(first)) is worker
+    with pytest.raises(UnsupportedError, match="start the engine in a new process"):
+        spec.get_worker(one_group(second))
+
+
+def test_a_scheduler_finds_the_memory_however_long_the_workers_warmed_up(
+    spec: KVTierOffloadingSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(spec_module, "_MEET_TIMEOUT_S", 0.0)
+        spec.get_worker(one_group(torch.zeros((BLOCKS, PAGE_NBYTES), dtype=torch.int8)))
+    monkeypatch.setattr(spec_module, "_MEET_TIMEOUT_S", 10.0)
+    spec.get_manager().shutdown()
 
 
 def start_worker(
