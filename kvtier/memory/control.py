@@ -115,7 +115,8 @@ class ControlBlock:
             Per slot, whether its bytes are whole, and whether they will not come: because that
             was said, or because the slot is somebody else's by now.
         """
-        words = self._generation[rank, _index(slots)]
+        # A copy: what is published between two looks at one word would seem somebody else's.
+        words = self._generation[rank, _index(slots)].copy()
         whole = words == _stamps(generations)
         return whole.tolist(), ((words != 0) & ~whole).tolist()
 

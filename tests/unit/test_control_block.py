@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
+from typing_extensions import override
 
 from kvtier.memory import ControlBlock
 
@@ -88,6 +91,30 @@ def test_every_rank_is_told_what_will_not_come_and_what_is_about_to_change(
         whole, lost = block.arrivals(rank, [0, 1, 2], [5, 6, 7])
         assert whole == [False, False, True]
         assert lost == [False, True, False]
+
+
+class Publishing(np.ndarray[Any, np.dtype[np.uint64]]):
+    """Words whose bytes come whole while somebody compares them."""
+
+    shared: np.ndarray[Any, np.dtype[np.uint64]]
+
+    @override
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **more: Any) -> Any:
+        found = getattr(ufunc, method)(*map(np.asarray, inputs), **more)
+        type(self).shared[:] = 5
+        return found
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2], [0, 2]])
+def test_what_comes_while_a_rank_looks_for_it_is_not_somebody_elses(
+    block: ControlBlock, slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = block._generation
+    monkeypatch.setattr(Publishing, "shared", words, raising=False)
+    monkeypatch.setattr(block, "_generation", words.view(Publishing))
+    stamps = [5] * len(slots)
+    assert block.arrivals(0, slots, stamps) == ([False] * len(slots), [False] * len(slots))
+    assert block.arrivals(0, slots, stamps) == ([True] * len(slots), [False] * len(slots))
 
 
 def test_what_was_late_for_a_load_of_any_rank_was_not_lost(block: ControlBlock) -> None:
