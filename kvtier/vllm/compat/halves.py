@@ -307,7 +307,7 @@ def clears_for_nobody_here(*, load: Load = importlib.import_module) -> bool:
 def _clears_blocks(config: Any, load: Load) -> bool:  # noqa: ANN401 - vLLM's
     """Return whether new blocks of a worker's engine are cleared."""
     interface = load("vllm.v1.kv_cache_interface")
-    kinds = layer_kinds(config)
+    kinds = layer_kinds(config).values()
     precisions = {
         (kind.dtype, getattr(kind, "kv_quant_mode", None))
         for kind in kinds

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.errors import UnsupportedError
 from kvtier.vllm.compat.checks import Load
+from kvtier.vllm.compat.sharing import layer_kinds
 
 if TYPE_CHECKING:
     from kvtier.vllm.compat.engine import EngineFacts
@@ -123,12 +124,11 @@ def _require_known(
 def _kept(config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
     """Return what each layer keeps that keeps anything of its own, by its name."""
     layers = config.compilation_config.static_forward_context
-    asked = (
-        (name, layer, layer.get_kv_cache_spec(config))
-        for name, layer in layers.items()
-        if hasattr(layer, "get_kv_cache_spec")
-    )
-    return {name: _customized(layer, kind) for name, layer, kind in asked if kind is not None}
+    return {
+        name: _customized(layers[name], kind)
+        for name, kind in layer_kinds(config).items()
+        if kind is not None
+    }
 
 
 def _keeps_states(kind: object) -> bool:

@@ -23,7 +23,7 @@ def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
         UnsupportedError: It is one; says why, and what to do.
         AttributeError: It has not what every release has.
     """
-    kinds = layer_kinds(config)
+    kinds = layer_kinds(config).values()
     if any(getattr(kind, "non_causal", False) or _forgets_answers(kind) for kind in kinds):
         raise UnsupportedError(
             "this model's keys and values depend on more than the tokens before them, so no "
@@ -44,8 +44,8 @@ def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
         )
 
 
-def layer_kinds(config: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Return what the layers keep, None for one that uses what another keeps.
+def layer_kinds(config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+    """Return what each layer keeps, by its name; None for one that uses what another keeps.
 
     Args:
         config: vLLM's configuration, once the model is built.
@@ -53,9 +53,12 @@ def layer_kinds(config: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
     Raises:
         AttributeError: It has not what every release has.
     """
-    layers = config.compilation_config.static_forward_context.values()
-    kept = (layer for layer in layers if hasattr(layer, "get_kv_cache_spec"))
-    return [layer.get_kv_cache_spec(config) for layer in kept]
+    layers = config.compilation_config.static_forward_context
+    return {
+        name: layer.get_kv_cache_spec(config)
+        for name, layer in layers.items()
+        if hasattr(layer, "get_kv_cache_spec")
+    }
 
 
 def _forgets_answers(kind: Any) -> bool:  # noqa: ANN401 - vLLM's
