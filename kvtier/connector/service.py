@@ -38,7 +38,7 @@ Service = TypeVar("Service", bound="CacheService")
 
 _MISS = Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
-_LOGS_EVERY_S = 0.25
+_LOGS_EVERY_S = 1.0
 _MOST_STEPS_AHEAD = 8
 
 
@@ -101,6 +101,12 @@ class CacheService:
         tokens_per_chunk: Tokens of a chunk of the counting group, for hit counts.
         retain_s: Seconds chunks are kept in RAM after a use whose request does not say.
         close_timeout_s: Longest that each part of :meth:`shutdown` may take.
+
+    Attributes:
+        computing: Notes that a step was scheduled which computes so many prompt tokens. An
+            engine that says so for each of its steps, and :meth:`computed` when their output is
+            there, lets loads be compared with computing.
+        rests: Whether :meth:`end_step` would find nothing to do.
     """
 
     def __init__(
@@ -132,6 +138,8 @@ class CacheService:
         self._worth = WorthLog(names)
         self._logs_due_s = float("-inf")
         self._clock = StepClock()
+        self.computing = self._clock.scheduled
+        self.rests = False
         self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
         self._out_of_service: frozenset[int] = frozenset()
         self._step_begins = True
@@ -144,6 +152,7 @@ class CacheService:
     @answered_with(_nothing)
     def begin_request(self, request: RequestContext) -> None:
         """Start remembering a request, and no other one that had its id."""
+        self.rests = False
         self._hints.pop(request.req_id, None)
         self._ended.discard(request.req_id)
         self._jobs.pop(request.req_id, None)
@@ -157,6 +166,7 @@ class CacheService:
     @answered_with(_nothing)
     def end_request(self, request: RequestContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
+        self.rests = False
         if request.req_id in self._hints:
             self._ended.add(request.req_id)
             self._drop_hints(request.req_id)
@@ -177,7 +187,7 @@ class CacheService:
                 # is prepared.
                 if self._disabled:
                     return _MISS
-                self._step_begins = False
+                self._step_begins = self.rests = False
                 self._take_results()
                 self._note_service()
             return self._manager.lookup(key, req_id)
@@ -191,6 +201,7 @@ class CacheService:
         What cannot be loaded is planned all the same, as a load that fails: the engine has no
         ear for anything else by now.
         """
+        self.rests = False
         try:
             plan = self._manager.prepare_load(keys, req_id)
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
@@ -216,6 +227,7 @@ class CacheService:
     @answered_with(_nothing)
     def complete_load(self, req_id: str) -> None:
         """End a request's load: chunks a worker could not load are dropped."""
+        self.rests = False
         loads = self._loading.get(req_id)
         if loads:
             # Before the load lets go of them: some may have come up for it alone.
@@ -230,6 +242,7 @@ class CacheService:
     @answered_with(_no_chunks)
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
         """Give new chunks RAM slots; None when there is no room now."""
+        self.rests = False
         self._take_results()
         hints = self._hints.get(req_id)
         if self._disabled or (hints is not None and hints.stores_nothing):
@@ -242,6 +255,7 @@ class CacheService:
     @answered_with(_nothing)
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
+        self.rests = False
         self._manager.complete_store(keys)
         self._retain(keys, req_id)
         self._end_job(req_id)
@@ -269,21 +283,15 @@ class CacheService:
                 self._note_logs(now)
             if self._observer is not None:
                 self._observer.started(started, now)
+            self.rests = self._manager.is_at_rest
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
+            self.rests = False
             self.note_internal_error("end_step", error)
-
-    def computing(self, tokens: int) -> None:
-        """Note that a step was scheduled which computes ``tokens`` prompt tokens.
-
-        An engine that says so for each of its steps, and :meth:`computed` when their output is
-        there, lets loads be compared with computing.
-        """
-        self._clock.scheduled(tokens, time.monotonic())
 
     def computed(self) -> None:
         """Note that the oldest step that was scheduled is over."""
-        step = self._clock.ended(time.monotonic())
-        if step is not None and step[0]:  # what only generates says nothing of prompts
+        step = self._clock.ended()
+        if step is not None:
             self._learn(*step)
 
     @answered_with(lambda: False)
@@ -347,6 +355,7 @@ class CacheService:
     @answered_with(_nothing)
     def _reset_books(self) -> None:
         """Make everything a miss here. Whatever fails in it, the tiers are reset as well."""
+        self.rests = False
         self._loading.clear()
         self._jobs.clear()
         for req_id in list(self._ended):

@@ -72,6 +72,12 @@ class Promoter:
         else:
             request.asked = noted
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests ask, wait or are kept anything."""
+        grants = self._grants
+        return bool(self._asking or self._queue or grants.waiting or grants.settled)
+
     def end_step(self) -> None:
         """Grant what this step's requests asked for, first come first served."""
         if self._asking:

@@ -267,6 +267,18 @@ class TieredOffloadingManager:
         if ladder.follows_reuse:
             self._note_reuse(now)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether :meth:`end_step` would find nothing to do until something else is called."""
+        ladder = self._ladder
+        return not (
+            self.has_work()
+            or self.has_orders
+            or self._promoter.is_busy
+            or len(ladder.retention)
+            or any(gaps.busy for gaps in ladder.gaps)
+        )
+
     def set_out_of_service(self, tiers: Collection[int]) -> None:
         """Name the slower tiers, by index, that nothing is to be read from for now.
 

@@ -224,6 +224,8 @@ class KVTierConnector(OffloadingConnector):
             generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
             self._kvtier.computing(0 if generates else prompt_tokens(tokens.values()))
         busy, in_step = self._busy, self._in_step
+        if busy is not None and self._rests and busy.is_quiet(scheduler_output):
+            return busy.nothing()
         if in_step is not None:
             in_step.end_offers()
         self._show_again(self._recomputed.go_back() if self._recomputed else ())
@@ -237,8 +239,20 @@ class KVTierConnector(OffloadingConnector):
         if in_step is not None:
             in_step.show()
         if busy is not None:
-            busy.looked_at(shown)
+            busy.looked_at(shown, output)
         return metadata if self._late is None else self._late.told(metadata, output)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether a step that means nothing to vLLM's half means nothing to anybody."""
+        manager, corrections, recomputed = self._kvtier, self._corrections, self._recomputed
+        return (
+            manager is not None
+            and manager.rests
+            and self._in_step is None
+            and (corrections is None or corrections.is_idle)
+            and (recomputed is None or not recomputed.is_waiting)
+        )
 
     def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return a step as vLLM's half is to see it: without those who came back in it.

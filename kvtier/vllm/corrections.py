@@ -109,6 +109,11 @@ class Corrections:
         self._ending: list[Any] = []
         self._untold: list[KVCacheEvent] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request began since the last step without being in it, and none ended."""
+        return not (self._allocated or self._ending)
+
     def note_blocks(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Note all blocks of a request that begins in this step and that the half loads not.
 

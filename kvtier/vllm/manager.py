@@ -238,6 +238,11 @@ class KVTierManager(OffloadingManager):
             self._tables[req_id] = _Table.TOLD  # or it would offer nothing
         return table is not _Table.MUDDLED
 
+    @property
+    def rests(self) -> bool:
+        """Whether :meth:`on_schedule_end` would find nothing to do."""
+        return self._service.rests
+
     @override
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""

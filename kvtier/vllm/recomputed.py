@@ -126,6 +126,11 @@ class RecomputedChunks:
                 self._returns.append(failed)
         return found
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether :meth:`go_back` may have something to do."""
+        return bool(self._returns)
+
     def clear(self) -> None:
         """Forget all, for a reset: the half offers everything again."""
         self._loads.clear()

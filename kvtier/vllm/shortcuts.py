@@ -11,6 +11,9 @@ after each forward pass.
   something next, before it uses the list. So it is shown the step without that request. What
   was offered never gets less but by a load or a reset, and after these a request is shown until
   the half has looked at it again. A request whose prompt may grow is always shown.
+* **Steps.** In most steps of requests that generate, nobody means anything: the least number of
+  tokens that any request lacks says for how many steps that is so, and those are not looked at
+  request by request.
 * **Calls.** Without jobs in a step, deferred or in flight, the worker half has nothing to
   submit, to wait for or to report.
 
@@ -50,6 +53,26 @@ class BusyRequests:
         self._nothing = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
         self._idle: dict[str, tuple[Request, float]] = {}
         """Requests that mean nothing until they have so many tokens."""
+        self._spare_tokens = 0.0
+        """How many tokens each may get after the last step before one means anything."""
+
+    def is_quiet(self, output: SchedulerOutput) -> bool:
+        """Return whether a step surely means nothing, without looking at each request.
+
+        To be asked once, and only if nothing is to do but what the half has to: where it does,
+        neither the half nor its manager is told of the step. Where it does not, :meth:`of` has
+        to be asked.
+        """
+        tokens = output.num_scheduled_tokens
+        most = max(tokens.values(), default=0)
+        if (
+            most > self._spare_tokens
+            or not tokens.keys() <= self._idle.keys()
+            or not self._is_empty(output)
+        ):
+            return False
+        self._spare_tokens -= most
+        return True
 
     def of(self, output: SchedulerOutput) -> SchedulerOutput | None:
         """Return ``output`` without the requests that mean nothing in this step.
@@ -65,6 +88,7 @@ class BusyRequests:
             if known is None or known[0].num_computed_tokens + tokens >= known[1]:
                 filling[req_id] = tokens
         if not filling and self._is_empty(output):
+            self._look_ahead(output)
             return None
         if len(filling) == len(output.num_scheduled_tokens):
             return output
@@ -76,14 +100,19 @@ class BusyRequests:
     def pass_over(self) -> KVConnectorMetadata:
         """End a step that means nothing to the half, and return that there is nothing to do."""
         self._half.manager.on_schedule_end(self._nothing)
+        return self.nothing()
+
+    def nothing(self) -> KVConnectorMetadata:
+        """Return that there is nothing to do."""
         return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
 
-    def looked_at(self, output: SchedulerOutput) -> None:
-        """Note that the half was shown ``output``, as :meth:`of` returned it."""
-        for req_id in output.num_scheduled_tokens:
+    def looked_at(self, shown: SchedulerOutput, output: SchedulerOutput) -> None:
+        """Note that the half was shown ``shown``, as :meth:`of` returned it for ``output``."""
+        for req_id in shown.num_scheduled_tokens:
             self._note(req_id)
         for req_id in output.finished_req_ids:
             self._idle.pop(req_id, None)
+        self._look_ahead(output)
 
     def forget(self, req_id: str) -> None:
         """Show a request again that got blocks: what was offered of it may be less."""
@@ -104,11 +133,23 @@ class BusyRequests:
             or output.finished_req_ids
             or output.preempted_req_ids
             or output.kv_cache_block_copies
+            or output.new_block_ids_to_zero
             or (blocks is not None and blocks.boundary_state_offloads)
             # What vLLM gathered since the last step: loads, resets, blocks given away.
             or half._current_batch_load_jobs  # noqa: SLF001
             or half._current_batch_jobs_to_flush  # noqa: SLF001
             or half._current_batch_allocated_block_ids  # noqa: SLF001
+        )
+
+    def _look_ahead(self, output: SchedulerOutput) -> None:
+        """Work out for how long nobody means anything after a step."""
+        tokens = output.num_scheduled_tokens
+        self._spare_tokens = min(
+            (
+                means_at - request.num_computed_tokens - tokens.get(req_id, 0) - 1
+                for req_id, (request, means_at) in self._idle.items()
+            ),
+            default=0.0,
         )
 
     def _note(self, req_id: str) -> None:

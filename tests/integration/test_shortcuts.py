@@ -205,6 +205,32 @@ def test_what_is_computed_after_a_shorter_load_is_offered_in_the_same_step(
     assert offered == [6, 2], "four chunks were loaded, so the prompt's last two are computed"
 
 
+def test_most_steps_that_generate_are_not_looked_at_request_by_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = BusyRequests.of
+
+    def noted(busy: BusyRequests, output: SchedulerOutput) -> Any:
+        looks.append(len(output.num_scheduled_tokens))
+        return look(busy, output)
+
+    monkeypatch.setattr(BusyRequests, "of", noted)
+    with a_world(Setup(), tmp_path, seed=0) as world:
+        told = world.pair.ours.calls
+        request = world.submit(random_tokens(world.draw, 100, 100), 140)
+        while request.num_tokens < 112:
+            world.step()
+        before = world.seen["steps built"]
+        looks.clear()
+        while request.num_tokens < 208:
+            world.step()
+            assert not told, "both caches were compared"
+        steps = world.seen["steps built"] - before
+    assert 90 <= steps <= 100
+    assert len(looks) <= 0.4 * steps, "one in 16 fills a chunk, and some more bring it down"
+
+
 def half_of_one_request() -> Any:
     """Return what is read of vLLM's half: request a has 17 tokens and stored a chunk of 16."""
     request = SimpleNamespace(num_computed_tokens=17, num_prompt_tokens=40, resumable=False)
@@ -244,13 +270,73 @@ def half() -> Any:
 @pytest.fixture
 def busy(half: Any) -> BusyRequests:
     busy = BusyRequests(half)
-    busy.looked_at(a_step())
+    busy.looked_at(a_step(), a_step())
     return busy
 
 
 def test_a_step_that_fills_no_chunk_is_not_shown(busy: BusyRequests) -> None:
     assert busy.of(a_step()) is None
     assert busy.of(a_step(14)) is None
+
+
+def test_steps_mean_nothing_until_a_request_fills_a_chunk(
+    half: Any, busy: BusyRequests
+) -> None:
+    request = half._req_status["a"].req
+    request.num_computed_tokens += 1  # of the step that was looked at
+    for tokens in (1, 4, 1, 7):
+        assert busy.is_quiet(a_step(tokens))
+        request.num_computed_tokens += tokens
+    assert request.num_computed_tokens == 31
+    assert not busy.is_quiet(a_step())
+    assert busy.of(a_step()) is not None
+
+
+def test_a_step_that_means_nothing_is_looked_at_once_where_it_was_not_expected(
+    half: Any, busy: BusyRequests
+) -> None:
+    half._req_status["a"].req.num_computed_tokens = 3  # some tokens were rejected
+    assert not busy.is_quiet(a_step(14))
+    assert busy.of(a_step(14)) is None
+    half._req_status["a"].req.num_computed_tokens += 14
+    assert busy.is_quiet(a_step(14))
+    assert not busy.is_quiet(a_step(1))
+
+
+def test_what_a_request_gets_in_a_step_that_is_shown_for_another_counts(
+    half: Any, busy: BusyRequests
+) -> None:
+    another = half_of_one_request()._req_status["a"]
+    half._req_status["b"] = another
+    both = a_step(5)
+    both.num_scheduled_tokens["b"] = 1
+    shown = busy.of(both)
+    assert shown is not None
+    assert list(shown.num_scheduled_tokens) == ["b"]
+    busy.looked_at(shown, both)
+    half._req_status["a"].req.num_computed_tokens += 5
+    another.req.num_computed_tokens += 1
+    assert not busy.is_quiet(a_step(10))
+    assert busy.is_quiet(a_step(9))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"finished_req_ids": {"b"}},
+        {"preempted_req_ids": {"b"}},
+        {"scheduled_new_reqs": [None]},
+        {"new_block_ids_to_zero": [5]},
+    ],
+    ids=str,
+)
+def test_a_step_that_says_more_is_never_quiet(said: dict[str, Any], busy: BusyRequests) -> None:
+    assert not busy.is_quiet(a_step(**said))
+
+
+def test_a_request_that_is_not_known_is_never_quiet(busy: BusyRequests) -> None:
+    busy.forget("a")
+    assert not busy.is_quiet(a_step())
 
 
 def test_a_request_is_shown_when_it_fills_a_chunk(busy: BusyRequests) -> None:
@@ -296,7 +382,7 @@ def test_a_request_that_loaded_since_is_shown(busy: BusyRequests) -> None:
 def test_a_request_whose_prompt_may_grow_is_always_shown(half: Any, busy: BusyRequests) -> None:
     half._req_status["a"].req.resumable = True
     busy.forget("a")
-    busy.looked_at(a_step())
+    busy.looked_at(a_step(), a_step())
     assert busy.of(a_step()) is not None
 
 
@@ -307,7 +393,7 @@ def test_what_comes_after_the_prompt_is_not_shown_where_only_prompts_are_stored(
     half._req_status["a"].group_states[0].next_stored_chunk_idx = 2
     request.num_computed_tokens = 47
     busy.forget("a")
-    busy.looked_at(a_step())
+    busy.looked_at(a_step(), a_step())
     assert busy.of(a_step()) is None
 
 

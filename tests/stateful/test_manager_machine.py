@@ -495,6 +495,12 @@ class ManagerMachine(RuleBasedStateMachine):
             now=self.now,
         )
         self.collect()
+        if self.manager.is_at_rest:
+            before = self.picture(), self.manager.snapshot()
+            self.now += 1.0
+            self.manager.end_step(now=self.now)
+            assert (self.picture(), self.manager.snapshot()) == before, "it was not at rest"
+            assert self.manager.is_at_rest
 
     def keys(self, request: Request, chunks: int) -> list[ChunkKey]:
         return [

@@ -155,12 +155,12 @@ def test_a_busy_engine_is_read_often_enough_and_no_more(step_s: float) -> None:
     source, clock = Source(), Clock()
     reporter = Reporter(source, clock=clock)
     last_s = 0.0
-    for step in range(int(2 / step_s)):
+    for step in range(int(8 / step_s)):
         clock.now_s = step * step_s
         if reporter.take() is not None:
             last_s = clock.now_s
-        assert clock.now_s - last_s < 0.3
-    assert source.reads <= 2 / 0.25
+        assert clock.now_s - last_s < 1.1
+    assert source.reads <= 8 / 1.0
 
 
 def test_an_engine_that_may_not_step_again_is_read_at_once() -> None:

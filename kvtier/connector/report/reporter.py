@@ -1,8 +1,9 @@
 """When to read an engine's figures, and what was observed since they were read last.
 
-Reading every figure costs tens of microseconds, and what vLLM does with them costs its front
-end more, while a step of a small model takes a few milliseconds. Nobody looks at metrics more
-than a few times a second. So figures are read at most every ``_EVERY_S``, and at every step
+Reading every figure costs some hundred microseconds behind a forward pass, and what vLLM does
+with them costs its front end more, while a step of a small model takes a few milliseconds.
+Nobody looks at metrics more than once a second. So figures are read at most every
+``_EVERY_S``, and at every step
 once the engine has nothing to do: there may be no later step, and the last figures must be
 right.
 """
@@ -19,7 +20,7 @@ from kvtier.connector.stats import ConnectorStats
 
 __all__ = ["Report", "Reporter", "StatisticsSource"]
 
-_EVERY_S: Final = 0.25
+_EVERY_S: Final = 1.0
 
 
 class StatisticsSource(Protocol):
