@@ -50,7 +50,8 @@ class _Load:
         origins: Index of the tier each copy's bytes come from.
         lead: Keys before the first that has no copy.
         streamed: Slots it made others give up.
-        awaited: Copies whose bytes were on their way when it was planned.
+        awaited: Copies whose bytes were on their way when it was planned, or came too late for
+            another that was under way with it.
     """
 
     keys: Sequence[ChunkKey]
@@ -240,8 +241,22 @@ class Loader:
                 self._ladder.retention.forget(copy)
                 self._ladder.drop(self._ram, copy)
         if late:
-            others = set(self.in_flight())  # each of which says for itself how it ended
-            self._ladder.truth.forgive([copy.slot for copy in late if copy not in others])
+            shared = self._share_lateness(late)
+            self._ladder.truth.forgive([copy.slot for copy in late if copy not in shared])
+
+    def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
+        """Return which of ``late`` other loads carry as well.
+
+        Nothing tells who of them could not load a copy. So to all it was late, also to one that
+        was planned when it had come, and the last to end has that forgotten.
+        """
+        shared: set[ChunkCopy] = set()
+        for loads in self._loads.values():
+            for load in loads:
+                common = set(late).intersection(load.copies)
+                load.awaited = {*load.awaited, *common}
+                shared |= common
+        return shared
 
 
 def _load_of(

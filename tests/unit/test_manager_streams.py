@@ -274,6 +274,24 @@ def test_what_one_load_could_not_wait_for_is_not_forgotten_before_another_is_ove
     assert bench.look(prefix(1), "c") == [HIT]
 
 
+def test_a_chunk_that_came_too_late_stays_for_a_load_that_found_it_there_meanwhile() -> None:
+    bench = streaming(4, below=1)
+    bench.look(prefix(1), "a")
+    plan, (job,) = begin(bench, 1, "a")
+    bench.finish(job, Outcome.EXPIRED, settled=False)
+    bench.truth.refuse(plan.slots, plan.generations)
+    bench.finish(job)
+    assert bench.look(prefix(1), "b") == [HIT]
+    assert begin(bench, 1, "b")[0].generations == plan.generations
+    bench.manager.complete_load("a")
+    bench.manager.complete_load("b")
+    bench.check()
+    assert bench.resident() == {*prefix(1)}
+    assert bench.look(prefix(1), "c") == [HIT]
+    bench.load(prefix(1), "c")
+    assert bench.look(prefix(1), "c") == [HIT], "its load worked"
+
+
 def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
     bench = streaming(4, below=2)
     assert bench.look(prefix(2)) == [HIT, HIT]

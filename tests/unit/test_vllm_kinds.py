@@ -40,7 +40,13 @@ class Ring:
     prefix_cacheable = False
 
 
-KINDS = SimpleNamespace(FullAttentionSpec=Full, MambaSpec=State, CircularBufferSpec=Ring)
+class Tail(Ring):
+    """What vLLM 0.30 and 0.31 call such a ring of GLM-5-Next's."""
+
+
+KINDS = SimpleNamespace(
+    FullAttentionSpec=Full, MambaSpec=State, CircularBufferSpec=Ring, KpoolTailSpec=Tail
+)
 
 
 def layer_of(kind: object, customize: Any = None) -> SimpleNamespace:
@@ -76,6 +82,15 @@ def ask(*kept: tuple[int, object], others: tuple[object, ...] = ()) -> None:
 def test_kinds_that_were_read_are_taken() -> None:
     ask((16, Full()), (16, State()), others=(None, Ring()))
     compat.require_known_layers_here(FACTS, load=vllm_of(SimpleNamespace()))
+
+
+@pytest.mark.parametrize("buffer", [Ring(), Tail()], ids=["ring", "tail"])
+def test_a_buffer_is_taken_beside_what_is_stored_and_refused_where_it_is_stored(
+    buffer: object,
+) -> None:
+    ask((16, Full()), others=(buffer,))
+    with pytest.raises(UnsupportedError, match=r"layer\.1 keeps what .* use vLLM 0\.31 or"):
+        ask((16, Full()), (16, buffer))
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["stored", "beside"])

@@ -422,8 +422,9 @@ def why_unreadable(directory: Path, io: BlockIo) -> str:
     except PermissionError:
         return "this user may not look into it"
     except (OSError, ValueError, StoreDamagedError):
-        if nbytes_of(directory / SLOTS) and _version_of(directory, io) is None:
-            return f"it has slots, and no {LAYOUT} that can be understood"
+        with contextlib.suppress(OSError):  # it is a file, or a link that leads nowhere
+            if nbytes_of(directory / SLOTS) and _version_of(directory, io) is None:
+                return f"it has slots, and no {LAYOUT} that can be understood"
     return ""
 
 

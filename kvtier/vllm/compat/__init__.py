@@ -19,6 +19,7 @@ release   what came with it, and what kvtier does about its absence
           ``BLOCK_LEVEL``; ``has_sync_kv_loads``: without it no load happens within the forward
           pass; ``KVConnectorTransferResults``: before, a failed load could be told of blocks
           only
+0.31      groups of which nothing can be found again are not stored: before, they are refused
 0.32      ``CacheHitSource``: nobody asked for it before
 0.33      ``submit_load(expedited)``: kvtier copies at once either way; ``lock``,
           ``on_reset_flushed`` and ``config_info`` have defaults that suit a manager entered

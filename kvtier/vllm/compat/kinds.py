@@ -32,11 +32,12 @@ _KNOWN: Final = (
     "CircularBufferSpec",
     "FullAttentionSpec",
     "HiddenStateCacheSpec",
+    "KpoolTailSpec",  # up to 0.31: a circular buffer of GLM-5-Next's
     "MLAAttentionSpec",
     "MambaSpec",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
-    "TQFullAttentionSpec",  # up to 0.31: TurboQuant's, whose pages are shorter
+    "TQFullAttentionSpec",  # up to 0.27: TurboQuant's, whose pages are shorter
 )
 _OF_GROUPS: Final = ("HiSparseHotSpec", "HiSparseResidentSpec")
 """What vLLM makes groups of besides, which are neither stored nor loaded."""
@@ -77,13 +78,15 @@ def require_known_layers_here(
         load: Imports a module.
 
     Raises:
-        UnsupportedError: One does, or a hit may end where some of what it needs is not stored.
+        UnsupportedError: One does, or what it keeps is stored and of no use to other requests,
+            or a hit may end where some of what it needs is not stored.
     """
     config = load("vllm.config").get_current_vllm_config_or_none()
     known = _classes(_KNOWN, load)
     kept = _kept(config)
     for name, kind in kept.items():
         _require_known(kind, known, [name])
+    _require_no_buffers(engine, kept)
     _require_states_at_ends(engine, kept)
     _require_whole_rows_at_ends(engine, kept)
 
@@ -141,6 +144,20 @@ def _customized(layer: Any, kind: Any) -> Any:  # noqa: ANN401 - vLLM's
     customize = getattr(backend, "customize_spec", None)
     is_attention = hasattr(kind, "num_kv_heads")
     return customize(kind) if customize is not None and is_attention else kind
+
+
+def _require_no_buffers(engine: EngineFacts, kept: Mapping[str, Any]) -> None:
+    """Refuse stored groups of buffers that a request writes over and over.
+
+    What is in one does not follow from the tokens of a block. vLLM stores none since 0.31.
+    """
+    for _, names in engine.groups:
+        for name in names:
+            if not getattr(kept.get(name), "prefix_cacheable", True):
+                raise UnsupportedError(
+                    f"{name} keeps what is of use to its own request only, and this vLLM has "
+                    "it stored: use vLLM 0.31 or later, or start vLLM without kvtier"
+                )
 
 
 def _require_states_at_ends(engine: EngineFacts, kept: Mapping[str, Any]) -> None:

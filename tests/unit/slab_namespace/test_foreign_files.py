@@ -39,6 +39,20 @@ def test_what_is_not_ours_is_neither_counted_nor_removed(
     assert (root / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind", ["file", "loop"])
+def test_what_is_named_like_a_cache_and_is_no_directory_keeps_nobody_from_starting(
+    open_tier: Opener, root: Path, kind: str
+) -> None:
+    root.mkdir()
+    look_alike = root / "0123456789abcdef"
+    if kind == "file":
+        look_alike.write_text("mine")
+    else:
+        look_alike.symlink_to(look_alike)
+    fill(open_tier())
+    assert look_alike.is_file() if kind == "file" else look_alike.is_symlink()
+
+
 def test_a_stranger_in_a_namespace_survives_its_removal(open_tier: Opener, root: Path) -> None:
     close(open_tier(model="old"))
     stranger = root / fingerprint("old").namespace() / "thesis.tex"
