@@ -292,6 +292,12 @@ def test_a_pooling_model_that_needs_all_tokens_at_once_is_refused() -> None:
     assert asked("generate", supported=False), "a model with states only, for example"
 
 
+def test_a_model_that_writes_by_diffusion_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="by diffusion"):
+        compat.kv_content(FACTS, load=worker_of(model={"is_diffusion": True}))
+    assert compat.kv_content(FACTS, load=worker_of(model={"is_diffusion": False}))
+
+
 def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     workers = [
         worker_of(),
