@@ -475,6 +475,32 @@ def test_workers_that_would_wait_for_each_other_in_vain_are_refused_at_once(
             compat.kv_content(engine, load=load)
 
 
+@pytest.mark.parametrize(
+    ("sleeps", "workers", "in_process", "is_refused"),
+    [
+        (True, 2, "0", True),
+        (True, 1, "0", False),
+        (True, 2, "1", False),
+        (False, 2, "0", False),
+    ],
+)
+def test_workers_whose_memory_goes_while_they_copy_from_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    sleeps: bool,
+    workers: int,
+    in_process: str,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", in_process)
+    load = worker_of(model={"enable_sleep_mode": sleeps})
+    engine = dataclasses.replace(FACTS, world_size=workers)
+    if is_refused:
+        with pytest.raises(UnsupportedError, match="unset that variable"):
+            compat.kv_content(engine, load=load)
+    else:
+        assert compat.kv_content(engine, load=load)
+
+
 def test_a_worker_that_is_not_told_either_refuses() -> None:
     facts = compat.read_engine(None, [offloading_config()])
     outside = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)
