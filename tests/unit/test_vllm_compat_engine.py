@@ -120,6 +120,7 @@ def worker_of(
     dtype: str = "f",
     model: dict[str, Any] | None = None,
     convolutions: str = "SD",
+    has_fnuz: bool = False,
     **cache: Any,
 ) -> Load:
     """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
@@ -141,6 +142,9 @@ def worker_of(
         ),
         vllm__model_executor__layers__mamba__mamba_utils=SimpleNamespace(
             get_conv_state_layout=lambda: convolutions
+        ),
+        vllm__platforms=SimpleNamespace(
+            current_platform=SimpleNamespace(is_fp8_fnuz=lambda: has_fnuz)
         ),
     )
 
@@ -304,6 +308,7 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
         worker_of(SKIPPED, FP8),
         worker_of(FP8, SKIPPED),
         worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8")),
+        worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8"), has_fnuz=True),
         worker_of(FP8, layer_of("INDEXER", dtype="torch.uint8")),
         worker_of(FP8, layer_of("INDEXER", dtype="torch.int8")),
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
@@ -327,6 +332,10 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
     renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
     assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+    bfloat16 = layer_of("FLASHINFER", kv_cache_dtype="auto")
+    assert compat.kv_content(FACTS, load=worker_of(bfloat16, bfloat16)) == compat.kv_content(
+        FACTS, load=worker_of(bfloat16, bfloat16, has_fnuz=True)
+    )
 
 
 def test_states_of_other_lengths_are_other_bytes() -> None:
