@@ -32,16 +32,23 @@ class Environment:
         kv: Names and values, in order, of the variables that change what vLLM's keys and values
             are or how they are kept, and of which neither a model's configuration nor a hash of
             tokens and media knows.
+        vllm_in_process: Whether ``VLLM_ENABLE_V1_MULTIPROCESSING`` says that vLLM's engine runs
+            in the process of its ``LLM``.
     """
 
     python_hash_seed: str | None
     kv: tuple[tuple[str, str], ...]
+    vllm_in_process: bool
 
 
 def environment() -> Environment:
     """Read the environment, now."""
     told = sorted(pair for pair in os.environ.items() if _KV.fullmatch(pair[0]))
-    return Environment(python_hash_seed=os.environ.get("PYTHONHASHSEED"), kv=tuple(told))
+    return Environment(
+        python_hash_seed=os.environ.get("PYTHONHASHSEED"),
+        kv=tuple(told),
+        vllm_in_process=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0",
+    )
 
 
 def child_environment() -> dict[str, str]:

@@ -323,6 +323,10 @@ class DeviceEngine:
         for job_id in job_ids:
             self._store.revoke(job_id)
 
+    def wait_for_stores(self) -> None:
+        """Block until no store reads blocks any more: their memory may be taken away."""
+        self.wait({*self._carriers, *(store.job_id for store in self._held)})
+
     def wait_any(self, *, timeout_s: float) -> bool:
         """Block until :meth:`poll` has something to return, or no job is left.
 

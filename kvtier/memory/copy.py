@@ -254,7 +254,7 @@ class BlockCopier:
             for copy in self._pieces(plan, self._is_written):
                 staged = self._gather(copy)
                 for part, place in self._places(copy, staged):
-                    place.copy_(part, non_blocking=True)
+                    _copy(part, place)
 
     def load(
         self, plan: BlockCopyPlan, *, after: Fence | None, pages: slice = ALL_PAGES
@@ -271,7 +271,7 @@ class BlockCopier:
             for copy in self._pieces(plan, None):
                 staged = self._staging(copy, pages)
                 for part, place in self._places(copy, staged, pages):
-                    part.copy_(place, non_blocking=True)
+                    _copy(place, part)
                 self._scatter(copy, staged, pages)
 
     def page_nbytes(self, group: int) -> list[int]:
@@ -360,6 +360,17 @@ class BlockCopier:
             rows = _in_parts(self._tensors[tensor][:, :page], parts)
             yield rows, staged[:, :, at : at + width]
             at += width
+
+
+def _copy(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy between device and host, and leave the copy under way where that is safe.
+
+    What is not one stretch on both sides torch copies by way of memory of its own, which on
+    the host is not page-locked. It does not wait for the device in between, and CUDA only may:
+    where a device reads and writes such memory itself, bytes would be used that are not there.
+    """
+    in_one = source.is_contiguous() and destination.is_contiguous()
+    destination.copy_(source, non_blocking=in_one)
 
 
 def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:

@@ -40,7 +40,10 @@ class CopyStream(ABC):
 
     @abstractmethod
     def after(self, fence: Fence | None) -> contextlib.AbstractContextManager[None]:
-        """Run the copies in the body after ``fence``; leaving it waits until they are done."""
+        """Run the copies in the body after ``fence``; leaving it waits until they are done.
+
+        The calling thread copies for this device only.
+        """
 
     @abstractmethod
     def beside(self) -> CopyStream:
@@ -96,6 +99,9 @@ class CudaStream(CopyStream):
     @override
     @contextlib.contextmanager
     def after(self, fence: Fence | None) -> Iterator[None]:
+        # A thread begins on the first device. Leaving the stream would return there and give
+        # this process a context on it: memory of a GPU that is another rank's.
+        torch.cuda.set_device(self._device)
         try:
             with torch.cuda.stream(self._stream):
                 if fence is not None:

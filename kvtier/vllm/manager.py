@@ -38,6 +38,7 @@ from kvtier.vllm.contract import (
 from kvtier.vllm.layout import block_hashes_are_stable
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.specs import SlotLoadStoreSpec
+from kvtier.vllm.worker import wait_for_stores_here
 
 __all__ = ["KVTierManager"]
 
@@ -281,7 +282,11 @@ class KVTierManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
-        """Make everything in every tier a miss, for good: weights may have changed."""
+        """Make everything in every tier a miss, for good: weights may have changed.
+
+        It is the last that is heard before an engine sleeps, so no store is under way then.
+        """
+        wait_for_stores_here()
         self.owes_reset = not self._service.reset_cache()
 
     @override

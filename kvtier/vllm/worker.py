@@ -11,6 +11,7 @@ later message could undo it.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from kvtier.vllm.specs import SlotLoadStoreSpec
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
 
-__all__ = ["KVTierWorker"]
+__all__ = ["KVTierWorker", "wait_for_stores_here"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
@@ -93,6 +94,7 @@ class KVTierWorker(OffloadingWorker):
         self._spoiled: set[int] = set()
         self._not_begun: list[int] = []
         self._submitted = 0
+        _workers_here.add(self)
 
     @override
     def submit_store(
@@ -197,9 +199,14 @@ class KVTierWorker(OffloadingWorker):
         self._spoiled -= job_ids  # all were submitted, now or long ago
         self._device.wait(job_ids)
 
+    def wait_for_stores(self) -> None:
+        """Block until no store reads blocks any more."""
+        self._device.wait_for_stores()
+
     @override
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
+        _workers_here.discard(self)
         self._device.close()
 
     def _acknowledgement(self, result: DeviceResult) -> TransferResult:
@@ -224,6 +231,19 @@ class KVTierWorker(OffloadingWorker):
         return self._device.plan(
             blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
         )
+
+
+_workers_here: weakref.WeakSet[KVTierWorker] = weakref.WeakSet()
+
+
+def wait_for_stores_here() -> None:
+    """Block until no worker in this process reads blocks.
+
+    An engine in the process of its ``LLM`` sleeps without waiting for its connector, and takes
+    the memory of the KV cache away. To be called on the engine's thread, which is the workers'.
+    """
+    for worker in list(_workers_here):
+        worker.wait_for_stores()
 
 
 def _tell_not_started(job: str, error: Exception) -> None:

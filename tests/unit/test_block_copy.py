@@ -457,3 +457,32 @@ def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: Make
     control.issue([0])
     again = asyncio.run(device.store.run(store_job(good, stamp=9)))
     assert again.outcomes == [Outcome.DONE]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_copy_is_left_under_way_that_goes_by_memory_of_torchs_own(
+    make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch, blocks_per_chunk: int, ranks: int
+) -> None:
+    region = make_region(blocks_per_chunk=blocks_per_chunk, ranks=ranks)
+    copier = BlockCopier(
+        make_kv(), region, share=shard_of(ranks - 1), blocks_per_chunk=blocks_per_chunk
+    )
+    copy_to = torch.Tensor.copy_
+    copies: list[tuple[bool, bool]] = []
+
+    def record(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> Any:
+        copies.append((target.is_contiguous() and source.is_contiguous(), non_blocking))
+        return copy_to(target, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", record)
+    chunks = [4, 5, 6, 9]
+    blocks = list(range(len(chunks) * blocks_per_chunk))
+    plan = plan_copy(
+        blocks, [len(blocks), 0], [0, 0], chunks, blocks_per_chunk=blocks_per_chunk
+    )
+    copier.store(plan, after=None)
+    copier.load(plan, after=None)
+    copier.close()
+    assert {in_one for in_one, _ in copies} == {True, False}
+    assert all(non_blocking is in_one for in_one, non_blocking in copies)

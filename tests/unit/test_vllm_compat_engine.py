@@ -120,6 +120,7 @@ def worker_of(
     dtype: str = "f",
     model: dict[str, Any] | None = None,
     convolutions: str = "SD",
+    has_fnuz: bool = False,
     **cache: Any,
 ) -> Load:
     """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
@@ -141,6 +142,9 @@ def worker_of(
         ),
         vllm__model_executor__layers__mamba__mamba_utils=SimpleNamespace(
             get_conv_state_layout=lambda: convolutions
+        ),
+        vllm__platforms=SimpleNamespace(
+            current_platform=SimpleNamespace(is_fp8_fnuz=lambda: has_fnuz)
         ),
     )
 
@@ -292,12 +296,19 @@ def test_a_pooling_model_that_needs_all_tokens_at_once_is_refused() -> None:
     assert asked("generate", supported=False), "a model with states only, for example"
 
 
+def test_a_model_that_writes_by_diffusion_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="by diffusion"):
+        compat.kv_content(FACTS, load=worker_of(model={"is_diffusion": True}))
+    assert compat.kv_content(FACTS, load=worker_of(model={"is_diffusion": False}))
+
+
 def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     workers = [
         worker_of(),
         worker_of(SKIPPED, FP8),
         worker_of(FP8, SKIPPED),
         worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8")),
+        worker_of(FP8, layer_of("FLASHINFER", kv_cache_dtype="fp8"), has_fnuz=True),
         worker_of(FP8, layer_of("INDEXER", dtype="torch.uint8")),
         worker_of(FP8, layer_of("INDEXER", dtype="torch.int8")),
         worker_of(FP8, layer_of("MAMBA", get_state_dtype=lambda: ("f16", "f32"))),
@@ -321,6 +332,10 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
     assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
     renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
     assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+    bfloat16 = layer_of("FLASHINFER", kv_cache_dtype="auto")
+    assert compat.kv_content(FACTS, load=worker_of(bfloat16, bfloat16)) == compat.kv_content(
+        FACTS, load=worker_of(bfloat16, bfloat16, has_fnuz=True)
+    )
 
 
 def test_states_of_other_lengths_are_other_bytes() -> None:
@@ -467,6 +482,32 @@ def test_workers_that_would_wait_for_each_other_in_vain_are_refused_at_once(
     else:
         with pytest.raises(UnsupportedError, match=refusal):
             compat.kv_content(engine, load=load)
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "workers", "in_process", "is_refused"),
+    [
+        (True, 2, "0", True),
+        (True, 1, "0", False),
+        (True, 2, "1", False),
+        (False, 2, "0", False),
+    ],
+)
+def test_workers_whose_memory_goes_while_they_copy_from_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    sleeps: bool,
+    workers: int,
+    in_process: str,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", in_process)
+    load = worker_of(model={"enable_sleep_mode": sleeps})
+    engine = dataclasses.replace(FACTS, world_size=workers)
+    if is_refused:
+        with pytest.raises(UnsupportedError, match="unset that variable"):
+            compat.kv_content(engine, load=load)
+    else:
+        assert compat.kv_content(engine, load=load)
 
 
 def test_a_worker_that_is_not_told_either_refuses() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier.config import environment
 from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
@@ -294,6 +295,7 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
         element = str(config.model_config.dtype)
         _require_one_scheduler(config, engine)
         _require_certain_kv(config)
+        _require_quiet_sleep(config, engine)
         require_shareable_kv(config)
     except (AttributeError, ImportError, KeyError) as error:
         raise UnsupportedError(
@@ -336,6 +338,21 @@ def _require_certain_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
         raise UnsupportedError(
             "with --enable-fault-tolerance vLLM goes on after a step that failed, and takes "
             "what the step did not compute for computed, so it would be stored; remove it"
+        )
+
+
+def _require_quiet_sleep(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse workers whose KV memory may be taken away while a store reads it.
+
+    An engine in a process of its own sleeps when its connector has nothing left to do. One in
+    its caller's process does not wait, and its scheduler cannot for workers in other processes.
+    """
+    asleep = getattr(config.model_config, "enable_sleep_mode", False)
+    if asleep and engine.world_size > 1 and environment().vllm_in_process:
+        raise UnsupportedError(
+            "with --enable-sleep-mode, several workers and VLLM_ENABLE_V1_MULTIPROCESSING=0 "
+            "vLLM takes the memory of the KV cache away while chunks may still be copied from "
+            "it, which ends the engine; unset that variable, or start without sleep mode"
         )
 
 

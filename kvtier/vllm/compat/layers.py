@@ -43,10 +43,22 @@ def layer_content(
     types = [getattr(layer, "kv_cache_dtype", ""), getattr(layer, "dtype", "")]
     if states is not None:
         types += [*states(), _convolution_layout(load), _state_shapes(layer)]
+    if str(types[0]).startswith("fp8"):
+        types += _kind_of_fp8(load)
     order = [getattr(layer, "isa", "")]
     if layout_is_told:
         order += _of_pages(layer, config)
     return [name, layer.get_attn_backend().get_name(), *map(str, [*types, *order])]
+
+
+def _kind_of_fp8(load: Load) -> list[str]:
+    """Return what 8 bits stand for where that is not what most devices take them for.
+
+    AMD's gfx94 has an exponent that is off by one: the same bits are half the number, and what
+    is no number elsewhere is one there.
+    """
+    platform = load("vllm.platforms").current_platform
+    return ["fnuz"] if platform.is_fp8_fnuz() else []
 
 
 def _convolution_layout(load: Load) -> str:

@@ -30,6 +30,12 @@ def require_shareable_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
             "other request can use them: vLLM has no prefix caching for it either; start vLLM "
             "without kvtier"
         )
+    if getattr(config.model_config, "is_diffusion", False):
+        raise UnsupportedError(
+            "this model writes its answers by diffusion: while it does, their keys and values "
+            "follow from tokens that are replaced, and those of a read-only request are never "
+            "computed again from what it answered; start vLLM without kvtier"
+        )
     if _needs_whole_prompts(config.model_config):
         raise UnsupportedError(
             "this pooling model needs all tokens of a prompt to be computed, so nothing of it "

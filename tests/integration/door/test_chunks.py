@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import (
@@ -14,8 +16,10 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.memory.copy import BlockCopier
+from kvtier.transfer import TransferEngine
 from kvtier.vllm import worker as worker_module
-from tests.integration.door.doors import OpenDoor, Settings, fill_and_store, key
+from tests.integration.door.doors import DEADLINE_S, OpenDoor, Settings, fill_and_store, key
 
 
 def test_a_chunk_comes_back_from_ram_and_from_nvme_bit_for_bit(
@@ -127,3 +131,31 @@ def test_dirty_chunks_are_brought_down_at_shutdown_when_written_on_evict(
     door.close()
     again = open_door(path)
     assert again.load(keys, list(range(8))) == [CacheHitSource.DISK] * 8
+
+
+@pytest.mark.interpreted
+def test_after_a_reset_no_store_reads_the_memory_that_an_engine_takes_away_when_it_sleeps(
+    settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = open_door(settings())
+    waited_for, copied = threading.Event(), threading.Event()
+    store, wait = BlockCopier.store, TransferEngine.wait
+
+    def store_once_waited_for(*args: Any, **kwargs: Any) -> None:
+        waited_for.wait(DEADLINE_S)
+        store(*args, **kwargs)
+        copied.set()
+
+    def wait_and_tell(*args: Any, **kwargs: Any) -> bool:
+        waited_for.set()
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr(BlockCopier, "store", store_once_waited_for)
+    monkeypatch.setattr(TransferEngine, "wait", wait_and_tell)
+    plan = door.until(lambda: door.manager.prepare_store([key(1)], door.request()))
+    door.worker.submit_store(7, GPULoadStoreSpec([3], [1], [0]), plan.store_spec)
+    assert not door.worker.get_finished(), "it began, and waits for the test"
+    door.manager.reset_cache()
+    ended = copied.is_set()
+    waited_for.set()
+    assert ended
