@@ -115,11 +115,6 @@ BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
 }
 
 
-def existing(*paths: str) -> list[str]:
-    """Return the paths that exist: git keeps no empty directory."""
-    return [path for path in paths if (ROOT / path).exists()]
-
-
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff, its formatter, spelling, and the arrows between the packages."""
@@ -141,12 +136,11 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All that needs neither vLLM nor a GPU, with the coverage bar; real traces go compiled."""
     install(session, "test")
-    suites = existing(
-        "tests/unit", "tests/contract", "tests/stateful", "tests/crash", "tests/docs", "kvtier"
-    )
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
+    suites = ["tests/unit", "tests/contract", "tests/stateful", "tests/crash"]
+    suites += ["tests/docs", "kvtier"]
     # Half the time of these tests is spent waiting for processes, so a worker per core pays.
     workers = ("-n", "auto", "--dist", "worksteal")
     chosen = ("-m", "not slow and not integration and not real_trace")
@@ -225,7 +219,7 @@ def gpu(session: nox.Session) -> None:
 def torture(session: nox.Session) -> None:
     """All tests without an engine, slow ones too, in the long hypothesis profile; at night."""
     install(session, "test")
-    suites = existing("tests/unit", "tests/contract", "tests/stateful", "tests/crash")
+    suites = ["tests/unit", "tests/contract", "tests/stateful", "tests/crash"]
     session.run(
         "pytest",
         "-m",

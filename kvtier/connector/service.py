@@ -283,7 +283,8 @@ class CacheService:
                 self._note_logs(now)
             if self._observer is not None:
                 self._observer.started(started, now)
-            self.rests = self._manager.is_at_rest
+            # Steps are counted while events wait, so that nobody steps for ever for their sake.
+            self.rests = self._manager.is_at_rest and not self._manager.has_events
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.rests = False
             self.note_internal_error("end_step", error)

@@ -21,17 +21,19 @@ from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
     EngineFacts,
     adopt_chunk_size,
-    clears_for_nobody_here,
-    hands_over_lost_states_here,
-    has_adapters_here,
+    clears_for_nobody,
+    current_config,
+    hands_over_lost_states,
+    has_adapters,
+    kept_by_layers,
     kv_content,
-    offers_late_here,
     read_engine,
-    require_known_layers_here,
+    require_known_layers,
     require_supported_vllm,
-    settle_layers_here,
-    states_are_kept_here,
-    writes_to_blocks_first_here,
+    settle_layers,
+    states_are_kept,
+    worker_offers_late,
+    worker_writes_to_blocks_first,
 )
 from kvtier.vllm.contract import (
     CHUNK_POSITIONS,
@@ -161,13 +163,14 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self._registered = addresses
             rank = self._engine.rank
             name = self._engine.engine_id
-            content = kv_content(self._engine)
-            _require_known_layers(self._engine)
+            config = current_config()
+            content = kv_content(config, self._engine)
+            _require_known_layers(config, self._engine)
             if self._door is Door.SPEC:
-                if has_adapters_here():
+                if has_adapters(config):
                     content += _ADAPTERS
-                _require_stores_in_time(self._engine)
-            settle_layers_here()
+                _require_stores_in_time(config, self._engine)
+            settle_layers(config)
             geometry, share = lay_out_slots(
                 self._engine, self._settings, kv_caches, content=content
             )
@@ -209,10 +212,11 @@ class KVTierConnectorSpec(KVTierOffloadingSpec):
     _door = Door.CONNECTOR
 
 
-def _require_known_layers(engine: EngineFacts) -> None:
+def _require_known_layers(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
     """Refuse what layers keep of which nobody read how vLLM treats it, and warn of states."""
-    require_known_layers_here(engine)
-    if engine.blocks_per_chunk > 1 and engine.rank == 0 and states_are_kept_here(engine):
+    kept = kept_by_layers(config)
+    require_known_layers(engine, kept)
+    if engine.blocks_per_chunk > 1 and engine.rank == 0 and states_are_kept(engine, kept):
         logger.warning(
             "this model keeps states, and of those in a chunk vLLM stores the last one only: "
             "chunks of %d blocks are never whole, so nothing is found again; write "
@@ -221,25 +225,25 @@ def _require_known_layers(engine: EngineFacts) -> None:
         )
 
 
-def _require_stores_in_time(engine: EngineFacts) -> None:
+def _require_stores_in_time(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
     """Refuse what vLLM tells a connector in time to keep wrong KV out, and a spec not."""
-    if offers_late_here(engine):
+    if worker_offers_late(config, engine):
         raise late_stores_refused(
             otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"
         )
-    if writes_to_blocks_first_here():
+    if worker_writes_to_blocks_first(config):
         raise UnsupportedError(
             "Model Runner V2 clears blocks of this model before it ends the stores that read "
             "them, of which an offloading spec is not told: use KVTierConnector, what `kvtier "
             "vllm-args` prints, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if clears_for_nobody_here():
+    if clears_for_nobody(config):
         raise UnsupportedError(
             "with --scheduling-policy priority vLLM clears blocks of this model that stores "
             "may still read, of which an offloading spec is not told: use KVTierConnector, "
             "what `kvtier vllm-args` prints, or start vLLM without it"
         )
-    if hands_over_lost_states_here():
+    if hands_over_lost_states(config):
         raise UnsupportedError(
             "with asynchronous scheduling and several guessed tokens a step vLLM hands over "
             "states of this model whose blocks it may have given to others, of which an "

@@ -120,6 +120,25 @@ def test_nothing_is_stored_late_from_a_block_that_a_window_left_behind(
     assert world.seen["stored"] > 0
 
 
+def test_corrections_are_idle_but_for_what_the_next_step_is_to_be_corrected_for(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(groups=((64, None), (16, 40)), slots=(96, 400))
+    corrections = world.scheduler.connector._corrections
+    stays, ends = (world.submit(tokens(world, 40), 40) for _ in range(2))
+    world.step()
+    assert corrections.is_idle
+    world.abort(ends)
+    assert not corrections.is_idle, "blocks that it held may be given away"
+    world.step()
+    assert corrections.is_idle
+    blocks = world.scheduler.kv_cache_manager.get_blocks(stays.request_id)
+    corrections.note_blocks(stays, blocks)
+    assert not corrections.is_idle, "it may not be scheduled"
+    world.settle()
+    assert corrections.is_idle
+
+
 def test_a_half_that_makes_late_stores_and_cannot_be_corrected_is_refused_at_start(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,9 +90,9 @@ def test_events_say_which_of_several_slower_tiers() -> None:
 def test_scales_that_were_loaded_are_not_overwritten_by_the_first_pass() -> None:
     impl = object.__new__(TritonAttentionImpl)
     cache = torch.zeros((4, 2, 16, 2 * (64 + 4)), dtype=torch.int8)
-    settle_layers(
-        [SimpleNamespace(impl=impl, kv_cache=cache, kv_cache_dtype="int8_per_token_head")]
-    )
+    layer = SimpleNamespace(impl=impl, kv_cache=cache, kv_cache_dtype="int8_per_token_head")
+    layers = SimpleNamespace(static_forward_context={"layer.0": layer})
+    settle_layers(SimpleNamespace(compilation_config=layers))
     cache.fill_(7)  # as a load does
     impl._ensure_scale_caches(cache)  # as the first pass that computes attention does
     assert bool((cache == 7).all())

@@ -149,10 +149,15 @@ def worker_of(
     )
 
 
+def content_of(engine: compat.EngineFacts, load: Load) -> str:
+    """Return what the KV of a worker's engine is."""
+    return compat.kv_content(compat.current_config(load=load), engine, load=load)
+
+
 def without_settings() -> Load:
     """Return the importer of a vLLM whose model has no configuration."""
     load = worker_of()
-    del load("vllm.config").get_current_vllm_config_or_none().model_config.hf_config
+    del compat.current_config(load=load).model_config.hf_config
     return load
 
 
@@ -266,29 +271,29 @@ def test_a_model_whose_kv_depends_on_more_than_what_came_before_is_refused(
     odd = layer_of(get_kv_cache_spec=lambda config: SimpleNamespace(**kind))
     plain = layer_of(get_kv_cache_spec=lambda config: SimpleNamespace(non_causal=False))
     shares = layer_of(get_kv_cache_spec=lambda config: None)
-    assert compat.kv_content(FACTS, load=worker_of(FP8, plain, shares))
+    assert content_of(FACTS, worker_of(FP8, plain, shares))
     with pytest.raises(UnsupportedError, match="no other request can use them"):
-        compat.kv_content(FACTS, load=worker_of(FP8, plain, odd))
+        content_of(FACTS, worker_of(FP8, plain, odd))
 
 
 def test_media_that_vllm_counts_and_does_not_hash_are_refused() -> None:
     def asked(cached_gb: float, *, caching: bool, **more: Any) -> str:
         media = SimpleNamespace(mm_processor_cache_gb=cached_gb, **more)
         vllm = worker_of(model={"multimodal_config": media}, enable_prefix_caching=caching)
-        return compat.kv_content(FACTS, load=vllm)
+        return content_of(FACTS, vllm)
 
     with pytest.raises(UnsupportedError, match="KV of another"):
         asked(0, caching=False)
     assert asked(0, caching=True)
     assert asked(4, caching=False)
     assert asked(0, caching=False, language_model_only=True)
-    assert compat.kv_content(FACTS, load=worker_of(enable_prefix_caching=False))
+    assert content_of(FACTS, worker_of(enable_prefix_caching=False))
 
 
 def test_a_pooling_model_that_needs_all_tokens_at_once_is_refused() -> None:
     def asked(runner: str, *, supported: bool) -> str:
         model = {"runner_type": runner, "is_prefix_caching_supported": supported}
-        return compat.kv_content(FACTS, load=worker_of(model=model))
+        return content_of(FACTS, worker_of(model=model))
 
     with pytest.raises(UnsupportedError, match="needs all tokens"):
         asked("pooling", supported=False)
@@ -298,8 +303,8 @@ def test_a_pooling_model_that_needs_all_tokens_at_once_is_refused() -> None:
 
 def test_a_model_that_writes_by_diffusion_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="by diffusion"):
-        compat.kv_content(FACTS, load=worker_of(model={"is_diffusion": True}))
-    assert compat.kv_content(FACTS, load=worker_of(model={"is_diffusion": False}))
+        content_of(FACTS, worker_of(model={"is_diffusion": True}))
+    assert content_of(FACTS, worker_of(model={"is_diffusion": False}))
 
 
 def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
@@ -327,14 +332,14 @@ def test_every_layer_is_part_of_what_stored_bytes_are() -> None:
         worker_of(dtype="torch.float16"),
         worker_of(model={"hf_config": {"rope_theta": 1e6}}),
     ]
-    contents = [compat.kv_content(FACTS, load=load) for load in workers]
+    contents = [content_of(FACTS, load) for load in workers]
     assert len(set(contents)) == len(contents)
-    assert contents == [compat.kv_content(FACTS, load=load) for load in workers]
+    assert contents == [content_of(FACTS, load) for load in workers]
     renamed = dataclasses.replace(FACTS, rank=0, world_size=8, tp_size=8)
-    assert compat.kv_content(renamed, load=workers[0]) == contents[0]
+    assert content_of(renamed, workers[0]) == contents[0]
     bfloat16 = layer_of("FLASHINFER", kv_cache_dtype="auto")
-    assert compat.kv_content(FACTS, load=worker_of(bfloat16, bfloat16)) == compat.kv_content(
-        FACTS, load=worker_of(bfloat16, bfloat16, has_fnuz=True)
+    assert content_of(FACTS, worker_of(bfloat16, bfloat16)) == content_of(
+        FACTS, worker_of(bfloat16, bfloat16, has_fnuz=True)
     )
 
 
@@ -344,7 +349,7 @@ def test_states_of_other_lengths_are_other_bytes() -> None:
     def hybrid_with(*shapes: tuple[int, ...]) -> str:
         kind = ("f16", "f32")
         layer = layer_of("GDN", get_state_dtype=lambda: kind, get_state_shape=lambda: shapes)
-        return compat.kv_content(FACTS, load=worker_of(FP8, layer))
+        return content_of(FACTS, worker_of(FP8, layer))
 
     contents = [
         hybrid_with((3, 64), (4, 16, 16)),
@@ -370,20 +375,16 @@ def paged(rows: int, *, heads: int = 2, tokens: int = 128, **more: Any) -> Simpl
 
 def test_blocks_that_a_kernel_takes_in_parts_are_ordered_by_these() -> None:
     contents = [
-        compat.kv_content(FACTS, load=worker_of(FP8, layer))
-        for layer in (paged(128), paged(64), paged(32))
+        content_of(FACTS, worker_of(FP8, layer)) for layer in (paged(128), paged(64), paged(32))
     ]
     assert len(set(contents)) == len(contents)
     whole, parts = contents[0], contents[1]
     unsplit = layer_of("FLASHINFER", kv_cache_dtype="auto")
-    assert compat.kv_content(FACTS, load=worker_of(FP8, unsplit)) == whole, "no store is lost"
+    assert content_of(FACTS, worker_of(FP8, unsplit)) == whole, "no store is lost"
     other_ranks = worker_of(FP8, paged(64, heads=1))
-    assert compat.kv_content(FACTS, load=other_ranks) == parts
+    assert content_of(FACTS, other_ranks) == parts
     facts = compat.read_engine(None, [offloading_config()])
-    contents = [
-        compat.kv_content(facts, load=worker_of(FP8, layer))
-        for layer in (paged(128), paged(64))
-    ]
+    contents = [content_of(facts, worker_of(FP8, layer)) for layer in (paged(128), paged(64))]
     assert contents[0] == contents[1], "before 0.29 nobody names the axes"
 
 
@@ -391,7 +392,7 @@ def test_how_long_what_an_indexer_keeps_is_is_part_of_it() -> None:
     def indexer(elements: int) -> str:
         kind = SimpleNamespace(num_states=64, head_size=elements)
         layer = layer_of("INDEXER", dtype="torch.uint8", get_kv_cache_spec=lambda config: kind)
-        return compat.kv_content(FACTS, load=worker_of(FP8, layer))
+        return content_of(FACTS, worker_of(FP8, layer))
 
     fp8, mxfp4 = indexer(132), indexer(68)
     assert fp8 != mxfp4
@@ -407,57 +408,55 @@ def test_layers_with_scales_of_each_token_make_their_views_before_anything_is_lo
 
     lone = layer_of(kv_cache_dtype="int8_per_token_head", kv_cache=cache)
     unbound = layer("int8_per_token_head", SimpleNamespace(ndim=1))
-    compat.settle_layers_here(
-        load=worker_of(layer("fp8", cache), lone, unbound, CONVOLUTION, SimpleNamespace())
-    )
+    others = worker_of(layer("fp8", cache), lone, unbound, CONVOLUTION, SimpleNamespace())
+    compat.settle_layers(compat.current_config(load=others))
     assert settled == [], "the scales of other types are the checkpoint's"
-    compat.settle_layers_here(load=worker_of(layer("fp8_per_token_head", cache), FP8))
+    own = worker_of(layer("fp8_per_token_head", cache), FP8)
+    compat.settle_layers(compat.current_config(load=own))
     assert settled == [cache]
 
 
 def test_how_convolutions_are_laid_out_is_no_matter_without_any() -> None:
-    contents = [
-        compat.kv_content(FACTS, load=worker_of(convolutions=at)) for at in ("SD", "DS")
-    ]
+    contents = [content_of(FACTS, worker_of(convolutions=at)) for at in ("SD", "DS")]
     assert contents[0] == contents[1]
 
 
 def test_a_vllm_that_does_not_say_how_convolutions_are_laid_out_has_one_way() -> None:
     load = worker_of(FP8, CONVOLUTION)
     del load("vllm.model_executor.layers.mamba.mamba_utils").get_conv_state_layout
-    assert compat.kv_content(FACTS, load=load)
+    assert content_of(FACTS, load)
 
 
 def test_a_vllm_that_tells_a_spec_the_layout_may_change_its_version() -> None:
     before, after = (worker_of(version=version) for version in ("0.29.0", "0.32.0"))
-    assert compat.kv_content(FACTS, load=before) == compat.kv_content(FACTS, load=after)
+    assert content_of(FACTS, before) == content_of(FACTS, after)
 
 
 def test_a_layout_that_a_spec_is_not_told_is_what_it_follows_from() -> None:
     facts = compat.read_engine(None, [offloading_config()])
     assert facts.kv_layout is None
     workers = [worker_of(), worker_of(version="0.28.0"), worker_of(layout="NHD")]
-    contents = [compat.kv_content(facts, load=load) for load in workers]
+    contents = [content_of(facts, load) for load in workers]
     assert contents[0].startswith("f HND 0.27.1 ")
     assert len(set(contents)) == len(contents)
 
 
 def test_scales_that_are_computed_at_every_start_are_refused() -> None:
-    compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=False))
+    content_of(FACTS, worker_of(calculate_kv_scales=False))
     with pytest.raises(UnsupportedError, match="remove --calculate-kv-scales"):
-        compat.kv_content(FACTS, load=worker_of(calculate_kv_scales=True))
+        content_of(FACTS, worker_of(calculate_kv_scales=True))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_an_engine_that_goes_on_after_a_failed_step_is_refused(goes_on: bool) -> None:
     load = worker_of()
-    config = load("vllm.config").get_current_vllm_config_or_none()
+    config = compat.current_config(load=load)
     config.parallel_config = SimpleNamespace(enable_fault_tolerance=goes_on)
     if goes_on:
         with pytest.raises(UnsupportedError, match="with --enable-fault-tolerance"):
-            compat.kv_content(FACTS, load=load)
+            content_of(FACTS, load)
     else:
-        compat.kv_content(FACTS, load=load)
+        content_of(FACTS, load)
 
 
 @pytest.mark.parametrize(
@@ -474,14 +473,14 @@ def test_workers_that_would_wait_for_each_other_in_vain_are_refused_at_once(
     parallel: dict[str, Any], workers: int, refusal: str | None
 ) -> None:
     load = worker_of()
-    config = load("vllm.config").get_current_vllm_config_or_none()
+    config = compat.current_config(load=load)
     config.parallel_config = SimpleNamespace(**parallel)
     engine = dataclasses.replace(FACTS, world_size=workers)
     if refusal is None:
-        assert compat.kv_content(engine, load=load)
+        assert content_of(engine, load)
     else:
         with pytest.raises(UnsupportedError, match=refusal):
-            compat.kv_content(engine, load=load)
+            content_of(engine, load)
 
 
 @pytest.mark.parametrize(
@@ -505,9 +504,9 @@ def test_workers_whose_memory_goes_while_they_copy_from_it_are_refused(
     engine = dataclasses.replace(FACTS, world_size=workers)
     if is_refused:
         with pytest.raises(UnsupportedError, match="unset that variable"):
-            compat.kv_content(engine, load=load)
+            content_of(engine, load)
     else:
-        assert compat.kv_content(engine, load=load)
+        assert content_of(engine, load)
 
 
 def test_a_worker_that_is_not_told_either_refuses() -> None:
@@ -521,7 +520,7 @@ def test_a_worker_that_is_not_told_either_refuses() -> None:
         (FACTS, without_settings()),
     ]:
         with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
-            compat.kv_content(engine, load=load)
+            content_of(engine, load)
 
 
 def test_a_spec_that_knows_its_chunk_size_is_left_alone() -> None:

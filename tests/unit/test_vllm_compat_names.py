@@ -191,8 +191,7 @@ def test_states_are_handed_over_too_late_where_a_step_may_pass_them_by_two(
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
         num_speculative_tokens=guesses,
     )
-    module = SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
-    late = compat.hands_over_lost_states_here(load=lambda _: module)
+    late = compat.hands_over_lost_states(config)
     assert late is (mode == "align" and asynchronous and guesses > 1)
 
 

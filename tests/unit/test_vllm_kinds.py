@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import UnsupportedError
 from kvtier.vllm import compat
 from tests.unit.test_vllm_compat_engine import FACTS
-from tests.unit.vllm_modules import Load, vllm_with
+from tests.unit.vllm_modules import vllm_with
 
 
 class Full:
@@ -56,14 +56,14 @@ def layer_of(kind: object, customize: Any = None) -> SimpleNamespace:
     )
 
 
-def vllm_of(*layers: SimpleNamespace) -> Load:
-    """Return the importer of a vLLM whose worker registers the KV memory of ``layers``."""
+VLLM = vllm_with(vllm__v1__kv_cache_interface=KINDS)
+
+
+def kept_by(*layers: SimpleNamespace) -> dict[str, Any]:
+    """Return what ``layers`` keep, as their worker's configuration says."""
     named = {f"layer.{number}": layer for number, layer in enumerate(layers)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=named))
-    return vllm_with(
-        vllm__config=SimpleNamespace(get_current_vllm_config_or_none=lambda: config),
-        vllm__v1__kv_cache_interface=KINDS,
-    )
+    return compat.kept_by_layers(config)
 
 
 def ask(*kept: tuple[int, object], others: tuple[object, ...] = ()) -> None:
@@ -76,12 +76,12 @@ def ask(*kept: tuple[int, object], others: tuple[object, ...] = ()) -> None:
     groups = tuple((tokens, (f"layer.{at}",)) for at, (tokens, _) in enumerate(kept))
     layers = [layer_of(kind) for kind in (*(kind for _, kind in kept), *others)]
     engine = dataclasses.replace(FACTS, groups=groups, group_ids=tuple(range(len(groups))))
-    compat.require_known_layers_here(engine, load=vllm_of(*layers))
+    compat.require_known_layers(engine, kept_by(*layers), load=VLLM)
 
 
 def test_kinds_that_were_read_are_taken() -> None:
     ask((16, Full()), (16, State()), others=(None, Ring()))
-    compat.require_known_layers_here(FACTS, load=vllm_of(SimpleNamespace()))
+    compat.require_known_layers(FACTS, kept_by(SimpleNamespace()), load=VLLM)
 
 
 @pytest.mark.parametrize("buffer", [Ring(), Tail()], ids=["ring", "tail"])
@@ -109,9 +109,9 @@ def test_a_kind_that_a_backend_makes_of_a_layers_is_refused() -> None:
 
     own = Full()
     with pytest.raises(UnsupportedError, match="Evicting"):
-        compat.require_known_layers_here(FACTS, load=vllm_of(layer_of(own, customize)))
+        compat.require_known_layers(FACTS, kept_by(layer_of(own, customize)), load=VLLM)
     assert made == [own]
-    compat.require_known_layers_here(FACTS, load=vllm_of(layer_of(State(), customize)))
+    compat.require_known_layers(FACTS, kept_by(layer_of(State(), customize)), load=VLLM)
     assert made == [own], "a backend has no say in what a state is"
 
 
@@ -132,10 +132,10 @@ def group_of(kind: object) -> SimpleNamespace:
 def test_groups_are_of_kinds_that_were_read(kind: object, is_known: bool) -> None:
     config = SimpleNamespace(kv_cache_groups=[group_of(Full()), group_of(kind)])
     if is_known:
-        compat.require_known_groups(config, load=vllm_of())
+        compat.require_known_groups(config, load=VLLM)
         return
     with pytest.raises(UnsupportedError, match=r"layer\.7 keeps .*Evicting"):
-        compat.require_known_groups(config, load=vllm_of())
+        compat.require_known_groups(config, load=VLLM)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,7 @@ def test_rows_that_a_hit_may_end_within_are_refused(
 
 def test_an_engine_keeps_states_if_a_layer_of_its_groups_does() -> None:
     engine = dataclasses.replace(FACTS, groups=((16, ("layer.0",)), (16, ("layer.1",))))
-    both = vllm_of(layer_of(Full()), layer_of(State()))
-    assert compat.states_are_kept_here(engine, load=both)
-    assert not compat.states_are_kept_here(
-        engine, load=vllm_of(layer_of(Full()), layer_of(State("none")))
-    )
+    both = kept_by(layer_of(Full()), layer_of(State()))
+    assert compat.states_are_kept(engine, both)
+    none = kept_by(layer_of(Full()), layer_of(State("none")))
+    assert not compat.states_are_kept(engine, none)

@@ -113,7 +113,6 @@ def test_a_worker_asks_its_layers_and_only_where_it_matters(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         cache_config=config.cache_config,
     )
-    current = SimpleNamespace(get_current_vllm_config_or_none=lambda: own)
     engine = dataclasses.replace(FACTS, groups=((64, ("layer.0",)), (16, ("layer.1",))))
-    assert compat.offers_late_here(engine, load=vllm_of(vllm__config=current)) is is_late
+    assert compat.worker_offers_late(own, engine, load=vllm_of()) is is_late
     assert asked == [own, own] * is_late

@@ -14,8 +14,7 @@ from kvtier.config import environment
 from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.vllm.compat.checks import SUPPORTED, Load
-from kvtier.vllm.compat.halves import offers_late
-from kvtier.vllm.compat.layers import layer_content, settle_layers
+from kvtier.vllm.compat.layers import layer_content
 from kvtier.vllm.compat.meaning import kv_meaning
 from kvtier.vllm.compat.sharing import require_shareable_kv
 
@@ -24,11 +23,8 @@ __all__ = [
     "EngineFacts",
     "adopt_chunk_size",
     "full_attention_groups",
-    "has_adapters_here",
     "kv_content",
-    "offers_late_here",
     "read_engine",
-    "settle_layers_here",
 ]
 
 FULL_GROUPS: Final = "kvtier_full_attention_groups"
@@ -253,7 +249,12 @@ def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's
     return int(nbytes // kv_cache_config.num_blocks)
 
 
-def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> str:
+def kv_content(
+    config: Any,  # noqa: ANN401 - vLLM's
+    engine: EngineFacts,
+    *,
+    load: Load = importlib.import_module,
+) -> str:
     """Return what the bytes of each layer are and mean, which no configuration of a spec tells.
 
     To be asked where a worker registers its KV memory. Two layers may have pages of one size
@@ -268,6 +269,8 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
     mean something else.
 
     Args:
+        config: vLLM's configuration in a worker
+            (:func:`~kvtier.vllm.compat.workers.current_config`).
         engine: The engine.
         load: Imports a module.
 
@@ -279,7 +282,6 @@ def kv_content(engine: EngineFacts, *, load: Load = importlib.import_module) -> 
         UnsupportedError: vLLM does not say, or computes anew at each start what a stored byte
             stands for, or no request can use what another one computed.
     """
-    config = load("vllm.config").get_current_vllm_config_or_none()
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
@@ -354,49 +356,6 @@ def _require_quiet_sleep(config: Any, engine: EngineFacts) -> None:  # noqa: ANN
             "vLLM takes the memory of the KV cache away while chunks may still be copied from "
             "it, which ends the engine; unset that variable, or start without sleep mode"
         )
-
-
-def offers_late_here(engine: EngineFacts, *, load: Load = importlib.import_module) -> bool:
-    """Return whether the scheduler half of a worker's engine :func:`offers_late`.
-
-    To be asked where the worker registers its KV memory, after :func:`kv_content`: a spec is
-    not told of windows.
-
-    Args:
-        engine: The engine.
-        load: Imports a module.
-    """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    layers = config.compilation_config.static_forward_context
-    groups = (
-        (tokens, layers[names[0]].get_kv_cache_spec(config)) for tokens, names in engine.groups
-    )
-    return offers_late(config, groups, blocks_per_chunk=engine.blocks_per_chunk, load=load)
-
-
-def has_adapters_here(*, load: Load = importlib.import_module) -> bool:
-    """Return whether requests to a worker's engine may ask for LoRA adapters.
-
-    To be asked where the worker registers its KV memory, after :func:`kv_content`: a spec is
-    not told.
-
-    Args:
-        load: Imports a module.
-    """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    return getattr(config, "lora_config", None) is not None
-
-
-def settle_layers_here(*, load: Load = importlib.import_module) -> None:
-    """Let the layers of a worker's engine do now what would spoil KV that is loaded.
-
-    To be asked where the worker registers its KV memory, after :func:`kv_content`.
-
-    Args:
-        load: Imports a module.
-    """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    settle_layers(config.compilation_config.static_forward_context.values())
 
 
 def _digest(text: str) -> str:

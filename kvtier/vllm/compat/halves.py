@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.vllm.compat.checks import Load, missing_members
-from kvtier.vllm.compat.sharing import layer_kinds
 
 __all__ = [
     "blocks_can_be_struck_out",
-    "clears_for_nobody_here",
     "event_payloads",
     "half_is_known",
-    "hands_over_lost_states_here",
     "loads_before_the_pass",
     "moving_states",
     "offers_can_be_bounded",
@@ -28,8 +25,8 @@ __all__ = [
     "offers_late",
     "parts_go_astray",
     "source_was_read",
+    "uses_second_runner",
     "writes_to_blocks_first",
-    "writes_to_blocks_first_here",
 ]
 
 _PACKAGE: Final = "vllm.distributed.kv_transfer.kv_connector"
@@ -256,7 +253,7 @@ def writes_to_blocks_first(
         kv_cache_config: The engine's KV cache groups.
     """
     clears = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-    return clears and _is_second_runner(vllm_config)
+    return clears and uses_second_runner(vllm_config)
 
 
 def moving_states(kv_cache_config: Any) -> dict[int, int]:  # noqa: ANN401 - vLLM's
@@ -276,64 +273,6 @@ def moving_states(kv_cache_config: Any) -> dict[int, int]:  # noqa: ANN401 - vLL
     }
 
 
-def writes_to_blocks_first_here(*, load: Load = importlib.import_module) -> bool:
-    """Return whether the workers of a worker's engine do so: :func:`writes_to_blocks_first`.
-
-    To be asked where the worker registers its KV memory, after :func:`kv_content`: a spec is
-    not told what its groups hold.
-
-    Args:
-        load: Imports a module.
-    """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    return _is_second_runner(config) and _clears_blocks(config, load)
-
-
-def clears_for_nobody_here(*, load: Load = importlib.import_module) -> bool:
-    """Return whether a worker may clear blocks of which vLLM's half does not hear.
-
-    With priorities a request may lose its blocks in the step that gave it some, and they are
-    cleared all the same. To be asked where the worker registers its KV memory, after
-    :func:`kv_content`.
-
-    Args:
-        load: Imports a module.
-    """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    scheduler = getattr(config, "scheduler_config", None)
-    return getattr(scheduler, "policy", None) == "priority" and _clears_blocks(config, load)
-
-
-def _clears_blocks(config: Any, load: Load) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether new blocks of a worker's engine are cleared."""
-    interface = load("vllm.v1.kv_cache_interface")
-    kinds = layer_kinds(config).values()
-    precisions = {
-        (kind.dtype, getattr(kind, "kv_quant_mode", None))
-        for kind in kinds
-        if isinstance(kind, interface.AttentionSpec)
-    }
-    return len(precisions) > 1 or any(isinstance(kind, interface.MambaSpec) for kind in kinds)
-
-
-def hands_over_lost_states_here(*, load: Load = importlib.import_module) -> bool:
-    """Return whether the scheduler of a worker's engine hands over states that are gone.
-
-    It does so where the tokens of one step may pass the end of a block by two: it then frees
-    the block's state before it hands the state over. To be asked where the worker registers
-    its KV memory, after :func:`kv_content`.
-
-    Args:
-        load: Imports a module.
-    """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    scheduler = getattr(config, "scheduler_config", None)
-    return (
-        getattr(config.cache_config, "mamba_cache_mode", None) == "align"
-        and bool(getattr(scheduler, "async_scheduling", False))
-        and getattr(config, "num_speculative_tokens", 0) > 1
-    )
-
-
-def _is_second_runner(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
+def uses_second_runner(vllm_config: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether workers run the model with Model Runner V2."""
     return bool(getattr(vllm_config, "use_v2_model_runner", False))

@@ -24,7 +24,7 @@ from kvtier.vllm.compat.sharing import layer_kinds
 if TYPE_CHECKING:
     from kvtier.vllm.compat.engine import EngineFacts
 
-__all__ = ["require_known_groups", "require_known_layers_here", "states_are_kept_here"]
+__all__ = ["kept_by_layers", "require_known_groups", "require_known_layers", "states_are_kept"]
 
 _INTERFACE: Final = "vllm.v1.kv_cache_interface"
 _KNOWN: Final = (
@@ -65,25 +65,36 @@ def require_known_groups(
             _require_known(own, known, group.layer_names)
 
 
-def require_known_layers_here(
-    engine: EngineFacts, *, load: Load = importlib.import_module
+def kept_by_layers(config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+    """Return what each layer keeps that keeps anything of its own, by its name.
+
+    Args:
+        config: vLLM's configuration in a worker, which
+            :func:`~kvtier.vllm.compat.engine.kv_content` took.
+    """
+    layers = config.compilation_config.static_forward_context
+    return {
+        name: _customized(layers[name], kind)
+        for name, kind in layer_kinds(config).items()
+        if kind is not None
+    }
+
+
+def require_known_layers(
+    engine: EngineFacts, kept: Mapping[str, Any], *, load: Load = importlib.import_module
 ) -> None:
     """Refuse a worker's engine of whose layers one keeps what is of no known kind.
 
-    To be asked where the worker registers its KV memory, after
-    :func:`~kvtier.vllm.compat.engine.kv_content`: a spec is not told what its groups hold.
-
     Args:
         engine: The engine.
+        kept: What :func:`kept_by_layers` returned.
         load: Imports a module.
 
     Raises:
         UnsupportedError: One does, or what it keeps is stored and of no use to other requests,
             or a hit may end where some of what it needs is not stored.
     """
-    config = load("vllm.config").get_current_vllm_config_or_none()
     known = _classes(_KNOWN, load)
-    kept = _kept(config)
     for name, kind in kept.items():
         _require_known(kind, known, [name])
     _require_no_buffers(engine, kept)
@@ -91,18 +102,13 @@ def require_known_layers_here(
     _require_whole_rows_at_ends(engine, kept)
 
 
-def states_are_kept_here(engine: EngineFacts, *, load: Load = importlib.import_module) -> bool:
+def states_are_kept(engine: EngineFacts, kept: Mapping[str, Any]) -> bool:
     """Return whether layers of a worker's engine keep a state for each block.
-
-    To be asked where the worker registers its KV memory, after
-    :func:`require_known_layers_here`.
 
     Args:
         engine: The engine.
-        load: Imports a module.
+        kept: What :func:`kept_by_layers` returned.
     """
-    config = load("vllm.config").get_current_vllm_config_or_none()
-    kept = _kept(config)
     return any(_keeps_states(kept.get(name)) for _, names in engine.groups for name in names)
 
 
@@ -122,16 +128,6 @@ def _require_known(
             "which is no kind of KV cache that kvtier knows how to store; start vLLM without "
             "kvtier"
         )
-
-
-def _kept(config: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
-    """Return what each layer keeps that keeps anything of its own, by its name."""
-    layers = config.compilation_config.static_forward_context
-    return {
-        name: _customized(layers[name], kind)
-        for name, kind in layer_kinds(config).items()
-        if kind is not None
-    }
 
 
 def _keeps_states(kind: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 from kvtier.vllm.compat.checks import Load
@@ -98,7 +97,7 @@ def _of_pages(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
     return found
 
 
-def settle_layers(layers: Iterable[Any]) -> None:
+def settle_layers(config: Any) -> None:  # noqa: ANN401 - vLLM's
     """Let layers make their views of the KV memory before anything is loaded into it.
 
     vLLM's Triton backend makes those of scales that each token has in the first forward pass
@@ -107,9 +106,9 @@ def settle_layers(layers: Iterable[Any]) -> None:
     would read them with scales that are not theirs.
 
     Args:
-        layers: All layers of the engine, once they have their KV memory.
+        config: vLLM's configuration in a worker, once the layers have their KV memory.
     """
-    for layer in layers:
+    for layer in config.compilation_config.static_forward_context.values():
         settle = getattr(getattr(layer, "impl", None), "_ensure_scale_caches", None)
         cache = getattr(layer, "kv_cache", None)
         has_scales = str(getattr(layer, "kv_cache_dtype", "")).endswith(_OWN_SCALES)

@@ -1,0 +1,55 @@
+"""Last stores: no more of a request than it computed.
+
+Of a request that ended, unless it was aborted, vLLM's half offers its whole prompt, as far as
+it has blocks. One that ended with an error amid its prefill filled the last of them in part;
+one that ended after it was preempted has none, and the half does not know yet. Both would be
+stored under keys of what was never computed. So the half is told how far the request got.
+
+Since 0.26: in 0.25 it offers nothing of a request that ended. In 0.26 aborted ones are no
+exception.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from kvtier.vllm import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["LastStores"]
+
+
+class LastStores:
+    """Bounds what one scheduler half offers of requests that end.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+    """
+
+    def __init__(self, half: Any) -> None:  # noqa: ANN401 - vLLM's
+        self._half = half
+        self._bounds = compat.offers_can_be_bounded(half)
+
+    def limit_of(self, req_id: str) -> float:
+        """Return how many tokens of a request may be stored."""
+        status = self._status_of(req_id)
+        limit: int | None = None if status is None else status.max_offload_tokens
+        return math.inf if limit is None else limit
+
+    def bound(self, request: Request) -> None:
+        """Let the half offer no more of a request that ends than was computed.
+
+        Under async scheduling that counts a step which is still computing; it is over before a
+        store of the next one begins.
+        """
+        status = self._status_of(request.request_id)
+        if status is not None:
+            limit, computed = status.max_offload_tokens, request.num_computed_tokens
+            status.max_offload_tokens = computed if limit is None else min(limit, computed)
+
+    def _status_of(self, req_id: str) -> Any:  # noqa: ANN401 - vLLM's
+        """Return what the half knows of a request; None if that has no limit."""
+        return self._half._req_status.get(req_id) if self._bounds else None  # noqa: SLF001
