@@ -3,9 +3,8 @@
 Reading every figure costs some hundred microseconds behind a forward pass, and what vLLM does
 with them costs its front end more, while a step of a small model takes a few milliseconds.
 Nobody looks at metrics more than once a second. So figures are read at most every
-``_EVERY_S``, and at every step
-once the engine has nothing to do: there may be no later step, and the last figures must be
-right.
+``_EVERY_S``, and at every step once the engine has nothing to do: there may be no later step,
+and the last figures must be right.
 """
 
 from __future__ import annotations
