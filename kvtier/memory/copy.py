@@ -33,6 +33,7 @@ __all__ = [
     "GroupCopy",
     "Indices",
     "KVBlocks",
+    "copy_between",
     "plan_copy",
 ]
 
@@ -46,6 +47,9 @@ _STAGING_NBYTES = 64 << 20
 _KEPT_NBYTES = 8 << 20
 """On a CPU a copy keeps its staging memory. Memory that is new costs a page fault for every
 four KiB, which takes longer than to copy them; and little of it stays in the caches."""
+_SHORTEST_NBYTES = 64 << 10
+"""Of what is copied by a call of its own between host and device. A call takes some
+microseconds, in which as many bytes go through memory that is not page-locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +236,7 @@ class BlockCopier:
         flat = torch.frombuffer(region.payload, dtype=torch.int8)
         self._stream = open_stream(self._device, flat)
         on_cpu = self._device.type == "cpu"
+        self._copy = torch.Tensor.copy_ if on_cpu else copy_between
         self._staging_nbytes = _KEPT_NBYTES if on_cpu else _STAGING_NBYTES
         self._kept = torch.empty(0, dtype=word) if on_cpu else None
         slot, stripe, place = (
@@ -254,7 +259,7 @@ class BlockCopier:
             for copy in self._pieces(plan, self._is_written):
                 staged = self._gather(copy)
                 for part, place in self._places(copy, staged):
-                    _copy(part, place)
+                    self._copy(place, part)
 
     def load(
         self, plan: BlockCopyPlan, *, after: Fence | None, pages: slice = ALL_PAGES
@@ -271,7 +276,7 @@ class BlockCopier:
             for copy in self._pieces(plan, None):
                 staged = self._staging(copy, pages)
                 for part, place in self._places(copy, staged, pages):
-                    _copy(place, part)
+                    self._copy(part, place)
                 self._scatter(copy, staged, pages)
 
     def page_nbytes(self, group: int) -> list[int]:
@@ -362,15 +367,35 @@ class BlockCopier:
             at += width
 
 
-def _copy(source: torch.Tensor, destination: torch.Tensor) -> None:
+def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between device and host, and leave the copy under way where that is safe.
 
     What is not one stretch on both sides torch copies by way of memory of its own, which on
-    the host is not page-locked. It does not wait for the device in between, and CUDA only may:
-    where a device reads and writes such memory itself, bytes would be used that are not there.
+    the host is not page-locked. That is slow, so long stretches are copied one by one. And
+    torch does not wait for the device in between, while CUDA only may: where a device reads and
+    writes such memory itself, bytes would be used that are not there.
+
+    Args:
+        destination: On one of the two.
+        source: On the other, of the same shape.
     """
-    in_one = source.is_contiguous() and destination.is_contiguous()
-    destination.copy_(source, non_blocking=in_one)
+    if destination.is_contiguous() and source.is_contiguous():
+        destination.copy_(source, non_blocking=True)
+    elif min(_stretch(destination), _stretch(source)) * source.itemsize < _SHORTEST_NBYTES:
+        destination.copy_(source)
+    else:
+        for place, part in zip(destination, source, strict=True):
+            copy_between(place, part)
+
+
+def _stretch(tensor: torch.Tensor) -> int:
+    """Return how many elements lie one after the other, counted from the last dimension."""
+    elements = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1 and stride != elements:
+            break
+        elements *= size
+    return elements
 
 
 def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvtier.errors import UnsupportedError
 from kvtier.iopool import IoPool
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
-from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, plan_copy
+from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, copy_between, plan_copy
 from kvtier.memory.slot_layout import shard_of
 from kvtier.memory.streams import Fence, open_stream
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
@@ -459,30 +459,63 @@ def test_the_stores_of_a_job_fail_together_and_the_next_do_not(make_device: Make
     assert again.outcomes == [Outcome.DONE]
 
 
-@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_no_copy_is_left_under_way_that_goes_by_memory_of_torchs_own(
-    make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch, blocks_per_chunk: int, ranks: int
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Rows of parts on a device, and where in slots they go.
+
+    Attributes:
+        rows: How many.
+        parts: Of each row.
+        part_nbytes: Of each part.
+        between_parts_nbytes: In a slot, from one part to the next.
+        between_rows_nbytes: From one slot to the next.
+        copies: How many copies this takes, and whether they may be left under way.
+    """
+
+    rows: int
+    parts: int
+    part_nbytes: int
+    between_parts_nbytes: int
+    between_rows_nbytes: int
+    copies: tuple[int, bool]
+
+
+STRIDED = {
+    "all in one": Strided(6, 1, 128 * KIB, 128 * KIB, 128 * KIB, (1, True)),
+    "a rank's share of each slot": Strided(6, 2, 64 * KIB, 64 * KIB, 256 * KIB, (6, True)),
+    "its stripes apart": Strided(6, 2, 64 * KIB, 128 * KIB, 256 * KIB, (12, True)),
+    "short stripes apart": Strided(6, 2, 16 * KIB, 32 * KIB, 256 * KIB, (1, False)),
+    "short shares": Strided(6, 2, 16 * KIB, 16 * KIB, 256 * KIB, (1, False)),
+}
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("case", STRIDED.values(), ids=STRIDED)
+def test_long_stretches_are_left_under_way_one_by_one_and_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch, case: Strided, way: str
 ) -> None:
-    region = make_region(blocks_per_chunk=blocks_per_chunk, ranks=ranks)
-    copier = BlockCopier(
-        make_kv(), region, share=shard_of(ranks - 1), blocks_per_chunk=blocks_per_chunk
-    )
+    rows = torch.randint(-128, 127, (case.rows, case.parts, case.part_nbytes)).to(torch.int8)
+    slots = torch.zeros(case.rows * case.between_rows_nbytes, dtype=torch.int8)
+    strides = (case.between_rows_nbytes, case.between_parts_nbytes, 1)
+    source, destination = rows, slots.as_strided(rows.shape, strides)
+    if way == "load":
+        source, destination = destination.copy_(rows), torch.zeros_like(rows)
     copy_to = torch.Tensor.copy_
     copies: list[tuple[bool, bool]] = []
 
-    def record(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> Any:
-        copies.append((target.is_contiguous() and source.is_contiguous(), non_blocking))
-        return copy_to(target, source, non_blocking=non_blocking)
+    def record(
+        target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False
+    ) -> Any:
+        in_one = target.is_contiguous() and source.is_contiguous()
+        copies.append((in_one, non_blocking))
+        return copy_to(target, source)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", record)
-    chunks = [4, 5, 6, 9]
-    blocks = list(range(len(chunks) * blocks_per_chunk))
-    plan = plan_copy(
-        blocks, [len(blocks), 0], [0, 0], chunks, blocks_per_chunk=blocks_per_chunk
-    )
-    copier.store(plan, after=None)
-    copier.load(plan, after=None)
-    copier.close()
-    assert {in_one for in_one, _ in copies} == {True, False}
-    assert all(non_blocking is in_one for in_one, non_blocking in copies)
+    with monkeypatch.context() as watched:
+        watched.setattr(torch.Tensor, "copy_", record)
+        copy_between(destination, source)
+    number, under_way = case.copies
+    assert copies == [(under_way, under_way)] * number
+    assert torch.equal(destination, rows)
