@@ -55,11 +55,24 @@ class Reserves:
         below = self._ladder.tiers[tier.index + 1 :]
         self.adopt(tier, [copy for copy in copies if first_whole(below, copy.key) is None])
 
+    @property
+    def are_low(self) -> bool:
+        """Whether :meth:`refill` may have something to do.
+
+        It may have at once after it was called: what one tier lets go may be what another
+        waits for.
+        """
+        return any(map(self._is_low, self.tiers))
+
     def refill(self) -> None:
         """Send victims away wherever the reserve is low, or a wish for room was not met."""
         for tier in self.tiers:
-            if tier.wanted or tier.slots.free + len(tier.leaving) < self._slots[tier.index]:
+            if self._is_low(tier):
                 self._reclaim(tier)
+
+    def _is_low(self, tier: TierState) -> bool:
+        free = tier.slots.free + len(tier.leaving)
+        return bool(tier.wanted) or free < self._slots[tier.index]
 
     def _reclaim(self, tier: TierState) -> None:
         """Send victims of ``tier`` away until its reserve is free or on its way to be.

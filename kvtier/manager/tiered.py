@@ -275,6 +275,7 @@ class TieredOffloadingManager:
             self.has_work()
             or self.has_orders
             or self._promoter.is_busy
+            or self._reserves.are_low
             or len(ladder.retention)
             or any(gaps.busy for gaps in ladder.gaps)
         )

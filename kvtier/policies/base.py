@@ -139,7 +139,8 @@ class PolicyContext:
     """What a policy may know besides the copy; one object, reused.
 
     Attributes:
-        now: Seconds on a monotonic clock that the driver advances once per step.
+        now: Seconds on a monotonic clock that the driver advances once per step; an engine may
+            leave out steps in which nothing is to be decided.
         rng: The only source of randomness; seeded by the driver.
         request: Identifies the request being served, empty when there is none.
         session: What that request said it belongs to, empty if it did not say.

@@ -239,7 +239,7 @@ class KVTierConnector(OffloadingConnector):
         if in_step is not None:
             in_step.show()
         if busy is not None:
-            busy.looked_at(shown, output)
+            busy.looked_at(shown)
         return metadata if self._late is None else self._late.told(metadata, output)
 
     @property

@@ -11,9 +11,9 @@ after each forward pass.
   something next, before it uses the list. So it is shown the step without that request. What
   was offered never gets less but by a load or a reset, and after these a request is shown until
   the half has looked at it again. A request whose prompt may grow is always shown.
-* **Steps.** In most steps of requests that generate, nobody means anything: the least number of
-  tokens that any request lacks says for how many steps that is so, and those are not looked at
-  request by request.
+* **Steps.** Where few requests generate, nobody means anything in most steps. After the first
+  of these the least number of tokens that any request lacks says for how long that is so, and
+  the next ones are not looked at request by request.
 * **Calls.** Without jobs in a step, deferred or in flight, the worker half has nothing to
   submit, to wait for or to report.
 
@@ -81,6 +81,7 @@ class BusyRequests:
             None if all of the step means nothing: there is no job in it, and nothing to wait
             for.
         """
+        self._spare_tokens = 0.0
         idle = self._idle
         filling: dict[str, int] = {}
         for req_id, tokens in output.num_scheduled_tokens.items():
@@ -106,13 +107,12 @@ class BusyRequests:
         """Return that there is nothing to do."""
         return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
 
-    def looked_at(self, shown: SchedulerOutput, output: SchedulerOutput) -> None:
-        """Note that the half was shown ``shown``, as :meth:`of` returned it for ``output``."""
-        for req_id in shown.num_scheduled_tokens:
+    def looked_at(self, output: SchedulerOutput) -> None:
+        """Note that the half was shown ``output``, as :meth:`of` returned it."""
+        for req_id in output.num_scheduled_tokens:
             self._note(req_id)
         for req_id in output.finished_req_ids:
             self._idle.pop(req_id, None)
-        self._look_ahead(output)
 
     def forget(self, req_id: str) -> None:
         """Show a request again that got blocks: what was offered of it may be less."""

@@ -270,7 +270,7 @@ def half() -> Any:
 @pytest.fixture
 def busy(half: Any) -> BusyRequests:
     busy = BusyRequests(half)
-    busy.looked_at(a_step(), a_step())
+    busy.looked_at(a_step())
     return busy
 
 
@@ -279,45 +279,49 @@ def test_a_step_that_fills_no_chunk_is_not_shown(busy: BusyRequests) -> None:
     assert busy.of(a_step(14)) is None
 
 
+@pytest.fixture
+def quiet(half: Any, busy: BusyRequests) -> BusyRequests:
+    """Return what has looked at a step that means nothing."""
+    assert not busy.is_quiet(a_step())
+    assert busy.of(a_step()) is None
+    half._req_status["a"].req.num_computed_tokens += 1
+    return busy
+
+
 def test_steps_mean_nothing_until_a_request_fills_a_chunk(
-    half: Any, busy: BusyRequests
+    half: Any, quiet: BusyRequests
 ) -> None:
     request = half._req_status["a"].req
-    request.num_computed_tokens += 1  # of the step that was looked at
     for tokens in (1, 4, 1, 7):
-        assert busy.is_quiet(a_step(tokens))
+        assert quiet.is_quiet(a_step(tokens))
         request.num_computed_tokens += tokens
     assert request.num_computed_tokens == 31
-    assert not busy.is_quiet(a_step())
-    assert busy.of(a_step()) is not None
+    assert not quiet.is_quiet(a_step())
+    assert quiet.of(a_step()) is not None
 
 
-def test_a_step_that_means_nothing_is_looked_at_once_where_it_was_not_expected(
-    half: Any, busy: BusyRequests
-) -> None:
-    half._req_status["a"].req.num_computed_tokens = 3  # some tokens were rejected
-    assert not busy.is_quiet(a_step(14))
-    assert busy.of(a_step(14)) is None
+def test_more_tokens_than_expected_are_looked_at_once(half: Any, quiet: BusyRequests) -> None:
+    half._req_status["a"].req.num_computed_tokens = 3  # the others were rejected
+    assert not quiet.is_quiet(a_step(14))
+    assert quiet.of(a_step(14)) is None
     half._req_status["a"].req.num_computed_tokens += 14
-    assert busy.is_quiet(a_step(14))
-    assert not busy.is_quiet(a_step(1))
+    assert quiet.is_quiet(a_step(14))
+    assert not quiet.is_quiet(a_step())
 
 
-def test_what_a_request_gets_in_a_step_that_is_shown_for_another_counts(
-    half: Any, busy: BusyRequests
+def test_after_a_step_that_is_shown_for_another_nothing_is_expected(
+    half: Any, quiet: BusyRequests
 ) -> None:
-    another = half_of_one_request()._req_status["a"]
-    half._req_status["b"] = another
+    half._req_status["b"] = half_of_one_request()._req_status["a"]
     both = a_step(5)
     both.num_scheduled_tokens["b"] = 1
-    shown = busy.of(both)
+    shown = quiet.of(both)
     assert shown is not None
     assert list(shown.num_scheduled_tokens) == ["b"]
-    busy.looked_at(shown, both)
+    quiet.looked_at(shown)
     half._req_status["a"].req.num_computed_tokens += 5
-    another.req.num_computed_tokens += 1
-    assert not busy.is_quiet(a_step(10))
-    assert busy.is_quiet(a_step(9))
+    assert not quiet.is_quiet(a_step(9))
+    assert quiet.of(a_step(9)) is not None, "23 and 9 are two chunks"
 
 
 @pytest.mark.parametrize(
@@ -330,13 +334,16 @@ def test_what_a_request_gets_in_a_step_that_is_shown_for_another_counts(
     ],
     ids=str,
 )
-def test_a_step_that_says_more_is_never_quiet(said: dict[str, Any], busy: BusyRequests) -> None:
-    assert not busy.is_quiet(a_step(**said))
+def test_a_step_that_says_more_is_never_quiet(
+    said: dict[str, Any], quiet: BusyRequests
+) -> None:
+    assert not quiet.is_quiet(a_step(**said))
+    assert quiet.is_quiet(a_step())
 
 
-def test_a_request_that_is_not_known_is_never_quiet(busy: BusyRequests) -> None:
-    busy.forget("a")
-    assert not busy.is_quiet(a_step())
+def test_a_request_that_is_not_known_is_never_quiet(quiet: BusyRequests) -> None:
+    quiet.forget("a")
+    assert not quiet.is_quiet(a_step())
 
 
 def test_a_request_is_shown_when_it_fills_a_chunk(busy: BusyRequests) -> None:
@@ -382,7 +389,7 @@ def test_a_request_that_loaded_since_is_shown(busy: BusyRequests) -> None:
 def test_a_request_whose_prompt_may_grow_is_always_shown(half: Any, busy: BusyRequests) -> None:
     half._req_status["a"].req.resumable = True
     busy.forget("a")
-    busy.looked_at(a_step(), a_step())
+    busy.looked_at(a_step())
     assert busy.of(a_step()) is not None
 
 
@@ -393,7 +400,7 @@ def test_what_comes_after_the_prompt_is_not_shown_where_only_prompts_are_stored(
     half._req_status["a"].group_states[0].next_stored_chunk_idx = 2
     request.num_computed_tokens = 47
     busy.forget("a")
-    busy.looked_at(a_step(), a_step())
+    busy.looked_at(a_step())
     assert busy.of(a_step()) is None
 
 

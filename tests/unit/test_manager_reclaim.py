@@ -105,3 +105,22 @@ def test_a_victim_that_is_on_its_way_down_and_does_not_arrive_is_lost_once() -> 
     bench.store(prefix(1))
     bench.settle()
     assert bench.resident(1) == {*prefix(1)}
+
+
+def test_a_manager_is_not_at_rest_while_what_one_tier_let_go_is_another_ones_room() -> None:
+    limits = ManagerLimits(pin_budget=3, reserve=0.34, queue=8)
+    bench = Workbench(3, 1, 0, write="evict", limits=limits)
+    bench.store(prefix(2, of=1))
+    bench.step()
+    bench.store(prefix(1, of=2))
+    for job in bench.step():
+        bench.finish(job)
+    bench.step()
+    bench.store(prefix(1, of=3))
+    assert not bench.step(), "the tier below makes room in this step, and is found full before"
+    assert not bench.manager.is_at_rest
+    (job,) = bench.step()
+    assert (job.source, job.destination) == ("ram", bench.tiers[1].name)
+    bench.finish(job)
+    bench.step()
+    assert bench.manager.is_at_rest
