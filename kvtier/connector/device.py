@@ -1,7 +1,7 @@
 """One rank's copies between its KV blocks and RAM slots, as jobs.
 
-vLLM's offloading worker and the engine-neutral worker half both use it: they differ in how jobs
-arrive and in what may be said when one fails, not in how bytes move.
+The connector's worker side and the worker of vLLM's offloading spec both use it. They differ in
+how jobs arrive and in how a failure is reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector.step_loads import StepLoad, StepLoader
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
@@ -125,7 +124,6 @@ class DeviceEngine:
         self._carriers: dict[JobId, JobId] = {}
         self._retracted: set[JobId] = set()
         self._ended: list[DeviceResult] = []
-        self._steps: StepLoader | None = None
 
     def plan(
         self,
@@ -181,84 +179,6 @@ class DeviceEngine:
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
         timeout_s = _COPY_TIMEOUT_S + wait_s
         self._engine.submit(_job(job_id, Why.LOAD, plan.slots, request, timeout_s))
-
-    # -- loads within a forward pass -----------------------------------------------------------
-
-    def open_steps(self, layers: Sequence[str], *, timeout_s: float) -> bool:
-        """Prepare for loads within the forward pass; once, with one KV cache group.
-
-        Args:
-            layers: The layers as the model names them, in the order of the KV memory's pages.
-            timeout_s: Longest the model waits for one of them.
-
-        Returns:
-            Whether copies can overlap the pass. Else the engine keeps all layers of a block
-            together, and a step's loads are copied before it begins.
-        """
-        pages = self._copier.page_nbytes(0)
-        apart = len(pages) == len(layers)
-        self._steps = StepLoader(
-            self._copier.beside(),
-            self._control,
-            rank=self._rank,
-            layers=layers if apart else (),
-            page_nbytes=pages,
-            timeout_s=timeout_s,
-        )
-        return apart
-
-    def load_in_step(
-        self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]
-    ) -> None:
-        """Add a load to the step that :meth:`start_step` begins.
-
-        Args:
-            job_id: Unique among the jobs of this rank.
-            plan: What to copy where.
-            generations: The stamp that each slot must bear.
-
-        Raises:
-            UnsupportedError: :meth:`open_steps` was not called.
-        """
-        if self._steps is None:
-            raise UnsupportedError("this worker does not load within the forward pass")
-        self._steps.add(StepLoad(job_id, plan, generations, self._copier.mark()))
-
-    def start_step(self) -> None:
-        """Start the step's loads; the forward pass follows."""
-        if self._steps is not None:
-            self._steps.start()
-
-    def wait_for_layer(self, layer: str) -> None:
-        """Block until the model may read ``layer``, or waited for it in vain."""
-        if self._steps is not None:
-            self._steps.wait_for(layer)
-
-    def end_step(self) -> list[JobId]:
-        """Settle the step's loads, for :meth:`poll` to return, after the forward pass.
-
-        Returns:
-            Those that failed: what the pass computed for their requests is worth nothing.
-
-        Raises:
-            KvtierError: A copy does not end, so its blocks must not be used again.
-        """
-        loads = [] if self._steps is None else self._steps.end()
-        for load in loads:
-            outcome = Outcome.FAILED if load.error else Outcome.DONE
-            slots = load.plan.slots
-            self._settle(Why.LOAD, slots, load.generations, failed=bool(load.error))
-            self._ended.append(
-                DeviceResult(
-                    job_id=load.job_id,
-                    why=Why.LOAD,
-                    outcomes=[outcome] * len(slots),
-                    nbytes=0 if load.error else len(slots) * self._chunk_nbytes,
-                    seconds=load.seconds,
-                    error=load.error,
-                )
-            )
-        return [load.job_id for load in loads if load.error]
 
     # -- results -------------------------------------------------------------------------------
 
@@ -344,10 +264,9 @@ class DeviceEngine:
         self._begin()
         self._load.wait_no_more()
         timeout_s = self._close_timeout_s
-        steps_ended = self._steps is None or self._steps.close(timeout_s=timeout_s)
         self._engine.close(timeout_s=timeout_s)
         copies_ended = self._pool.close(timeout_s=timeout_s)
-        if not (steps_ended and copies_ended):
+        if not copies_ended:
             logger.error("copies did not end in %.0f s: their memory is not freed", timeout_s)
             return
         self._copier.close()

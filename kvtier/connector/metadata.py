@@ -87,11 +87,13 @@ class ConnectorMetadata:
         load_jobs: Slots to blocks, started in this step.
         store_jobs: Blocks to slots, started at the next step.
         jobs_to_flush: Stores whose blocks are about to be overwritten, of this step or earlier.
+        lost_stores: Those of them whose blocks were overwritten already: they must fail.
     """
 
     load_jobs: Mapping[JobId, TransferJob] = field(default_factory=dict)
     store_jobs: Mapping[JobId, TransferJob] = field(default_factory=dict)
     jobs_to_flush: frozenset[JobId] = frozenset()
+    lost_stores: frozenset[JobId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What an engine shows the scheduler half, and what the scheduler half asks of a cache.
 
-The names are vLLM's, so that its own ``Request``, ``KVCacheBlocks`` and ``SchedulerOutput`` are
+The names are vLLM's, so that its own ``Request``, ``KVCacheBlocks`` and ``KVCacheManager`` are
 such objects as they are; another engine brings objects with the same few attributes. Nothing
 here is written to: the scheduler half reads, and keeps what it needs.
 """
@@ -8,26 +8,25 @@ here is written to: the scheduler half reads, and keeps what it needs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.connector.context import RequestContext
 from kvtier.connector.report.reporter import StatisticsSource
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+from kvtier.manager import LoadPlan, ResidencyEvent, StorePlan
+from kvtier.manager.hits import Prompt
 
 __all__ = [
-    "NULL_BLOCK",
     "AllocatedBlocks",
     "Block",
+    "BlockTables",
+    "BoundaryState",
     "Cache",
-    "CachedRequests",
     "EngineRequest",
-    "NewRequest",
-    "StepOutput",
+    "Step",
 ]
-
-NULL_BLOCK: Final = 0
-"""The block id that stands for no block: what a sliding window has moved past."""
 
 
 class EngineRequest(Protocol):
@@ -74,7 +73,7 @@ class Block(Protocol):
 
     @property
     def block_id(self) -> int:
-        """Its number; :data:`NULL_BLOCK` if there is none."""
+        """Its number."""
 
     @property
     def is_null(self) -> bool:
@@ -93,56 +92,47 @@ class AllocatedBlocks(Protocol):
         """All blocks of the request, per KV cache group, first to last."""
 
 
-class NewRequest(Protocol):
-    """A request that is scheduled for the first time."""
+class BlockTables(Protocol):
+    """The engine's block tables; vLLM's ``KVCacheManager`` is one."""
 
-    @property
-    def req_id(self) -> str:
-        """The engine's name for it."""
-
-    @property
-    def block_ids(self) -> Sequence[Sequence[int]]:
-        """All its blocks, per KV cache group."""
+    def get_blocks(self, request_id: str) -> AllocatedBlocks:
+        """Return the blocks that a request has now; no blocks for one that has none."""
 
 
-class CachedRequests(Protocol):
-    """Requests that were scheduled before; three lists side by side."""
+class BoundaryState(NamedTuple):
+    """A recurrent state that the engine hands over for storing, in the step that computes it.
 
-    @property
-    def req_ids(self) -> Sequence[str]:
-        """The engine's names for them."""
+    Attributes:
+        group: Index of its KV cache group.
+        block_id: The block that holds it.
+        tokens: Tokens that it follows.
+    """
 
-    @property
-    def new_block_ids(self) -> Sequence[Sequence[Sequence[int]] | None]:
-        """Blocks they got in this step, per KV cache group; None for none."""
-
-    @property
-    def resumed_req_ids(self) -> Collection[str]:
-        """Those that had been preempted: their new blocks are all they have."""
+    group: int
+    block_id: int
+    tokens: int
 
 
-class StepOutput(Protocol):
-    """What the engine decided in one step."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the engine decided in one step.
 
-    @property
-    def scheduled_new_reqs(self) -> Sequence[NewRequest]:
-        """Requests scheduled for the first time, or anew with all of their blocks."""
+    Attributes:
+        num_scheduled_tokens: Tokens to compute, per scheduled request.
+        started: Requests that were scheduled for the first time, or anew with all their blocks.
+        preempted: Requests that lost their blocks.
+        allocated: Blocks that were given to requests since the step before, or are copied into.
+        overwritten: Those of ``allocated`` that workers write to before they are asked to end
+            the stores that read them.
+        states: Recurrent states to store, per request.
+    """
 
-    @property
-    def scheduled_cached_reqs(self) -> CachedRequests:
-        """Requests scheduled again."""
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """Tokens to compute in this step, per scheduled request."""
-
-    @property
-    def finished_req_ids(self) -> Collection[str]:
-        """Requests that ended since the step before."""
-
-    @property
-    def preempted_req_ids(self) -> Collection[str] | None:
-        """Requests that lost their blocks in this step."""
+    num_scheduled_tokens: Mapping[str, int]
+    started: Collection[str] = ()
+    preempted: Collection[str] = ()
+    allocated: AbstractSet[int] = frozenset()
+    overwritten: AbstractSet[int] = frozenset()
+    states: Mapping[str, Sequence[BoundaryState]] = field(default_factory=dict)
 
 
 class Cache(StatisticsSource, Protocol):
@@ -154,8 +144,8 @@ class Cache(StatisticsSource, Protocol):
     def end_request(self, request: RequestContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
 
-    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
-        """Say whether a chunk can be loaded now, later or not at all."""
+    def lookup(self, req_id: str, prompt: Prompt) -> int | None:
+        """Return how many tokens can be loaded now; None to be asked at the next step."""
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin chunks that were hits in this step and say where they are."""

@@ -1,116 +1,146 @@
-"""The connector's scheduler half: decides what is loaded and stored, and for whom.
+"""The connector's scheduler side: decides what is loaded and stored, and for whom.
 
-An engine's scheduler asks it how much of a waiting request can be loaded, tells it which blocks
-the request got, and takes along what the workers are to do in the step. The workers' answers
-come back through :meth:`ConnectorScheduler.update_connector_output`. Where the bytes are, the
-half does not know: it drives a :class:`~kvtier.connector.protocols.Cache`.
+An engine's scheduler asks it how much of a waiting request can be loaded, reports which blocks
+the request got, and sends what the workers are to do in the step. The workers' answers come back
+through :meth:`ConnectorScheduler.update_connector_output`. Which tier has the bytes is the
+business of the :class:`~kvtier.connector.protocols.Cache` that it drives.
 
-Sequence of one step: lookups and allocations of requests that are about to start;
-:meth:`~ConnectorScheduler.build_connector_meta`; the forward pass;
-:meth:`~ConnectorScheduler.update_connector_output`, which under async scheduling belongs to an
-earlier step; :meth:`~ConnectorScheduler.request_finished` for requests that ended.
+Calls of one step:
+
+1. :meth:`~ConnectorScheduler.get_num_new_matched_tokens` and
+   :meth:`~ConnectorScheduler.update_state_after_alloc` for requests that are about to start.
+2. :meth:`~ConnectorScheduler.build_connector_meta`.
+3. The forward pass.
+4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling its output belongs
+   to an earlier step.
+5. :meth:`~ConnectorScheduler.request_finished` for requests that ended.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
+from kvtier.connector.groups import SchedulerOptions, build_layouts
+from kvtier.connector.jobs import JobState, JobTable
+from kvtier.connector.loads import plan_load
 from kvtier.connector.metadata import ConnectorMetadata, SlotSpec, TransferJob, WorkerOutput
-from kvtier.connector.protocols import AllocatedBlocks, Cache, EngineRequest, StepOutput
+from kvtier.connector.protocols import (
+    AllocatedBlocks,
+    BlockTables,
+    BoundaryState,
+    Cache,
+    EngineRequest,
+    Step,
+)
 from kvtier.connector.report.statistics import EngineStatistics
-from kvtier.connector.schedule.blocks import BlockTables
-from kvtier.connector.schedule.groups import SchedulerOptions, build_layouts
-from kvtier.connector.schedule.jobs import JobState, JobTable
-from kvtier.connector.schedule.loads import plan_load
-from kvtier.connector.schedule.lookup import Matcher
-from kvtier.connector.schedule.stores import computed_tokens, make_offer
-from kvtier.connector.schedule.tracking import TrackedRequest
+from kvtier.connector.requests import TrackedRequest
 from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
-from kvtier.manager import ResidencyEvent
+from kvtier.manager import LoadPlan, ResidencyEvent
+from kvtier.manager.hits import Reach
 from kvtier.types import JobId
 
-__all__ = ["ConnectorScheduler"]
+__all__ = ["NOTHING_TO_DO", "ConnectorScheduler"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+
+NOTHING_TO_DO: Final = ConnectorMetadata()
+"""What workers get in a step that starts no job."""
 
 
 class ConnectorScheduler:
     """Drives a cache for one engine. Not thread-safe; the scheduler's thread calls it.
 
-    No method waits, but for those of the cache that say so.
+    No method waits, but for :meth:`reset_cache` and :meth:`shutdown`.
 
-    A :class:`~kvtier.connector.report.reporter.StatisticsSource`: an exporter reads the half,
-    and not its cache, which knows nothing of what workers copied.
+    A :class:`~kvtier.connector.report.reporter.StatisticsSource`: an exporter reads this object
+    and not the cache, which does not know what workers copied.
 
     Args:
-        cache: The cache; shut down with the half, and its figures are read by nobody else.
+        cache: The cache; shut down with this object, and its figures are read by nobody else.
         options: How the engine is set up.
 
+    Attributes:
+        tables: The engine's block tables; set before the first step.
+
     Raises:
-        UnsupportedError: The engine's KV cache groups are none kvtier can keep.
+        UnsupportedError: kvtier cannot store the engine's KV cache groups.
     """
+
+    tables: BlockTables
 
     def __init__(self, cache: Cache, options: SchedulerOptions) -> None:
         self._cache = cache
         self._options = options
         self._layouts = build_layouts(options)
-        self._matcher = Matcher(
-            [layout.window_chunks for layout in self._layouts], cache.lookup
-        )
+        self._rules = StoreRules(options, self._layouts)
+        # The engine computes the last token of a prompt anew. A whole prefix can be cut by it
+        # afterwards, the window or state before another end cannot.
+        reads_all = all(each.group.reach is Reach.PREFIX for each in self._layouts)
+        self._recompute_tokens = 0 if reads_all else 1
         self._requests: dict[str, TrackedRequest] = {}
-        self._tables = BlockTables()
         self._jobs = JobTable(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
-        # A reset leaves them: the cache waits until workers acknowledged what it gave slots to.
         self._store_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
-        # Each of the two is taken by a reader of its own, and neither takes from the other.
-        self._untold = ConnectorStats()
+        # Each of the two has a reader of its own.
+        self._unreported = ConnectorStats()
         self._unexported = ConnectorStats()
 
     # -- requests that wait --------------------------------------------------------------------
 
-    def on_new_request(self, request: EngineRequest) -> None:
-        """Start following a request, and no other one that had its id."""
-        self._end_former(request)
-        tracked = TrackedRequest(request, self._layouts)
+    def on_new_request(
+        self,
+        request: EngineRequest,
+        *,
+        name_chunk: Callable[[ChunkKey], ChunkKey] | None = None,
+        may_store: Callable[[], bool] | None = None,
+    ) -> None:
+        """Start following a request, and no other one that had its id.
+
+        Args:
+            request: The request.
+            name_chunk: Returns kvtier's key of a chunk; None where it is the engine's.
+            may_store: Asked before each store: whether KV computed for the request is what its
+                keys say. None for always.
+        """
+        former = self._requests.get(request.request_id)
+        if former is not None:
+            self._cache.end_request(former)
+        tracked = TrackedRequest(
+            request, self._layouts, name_chunk=name_chunk, may_store=may_store
+        )
         self._requests[request.request_id] = tracked
         self._cache.begin_request(tracked)
 
     def get_num_new_matched_tokens(
-        self,
-        request: EngineRequest,
-        num_computed_tokens: int,
-        max_num_new_tokens: int | None = None,
+        self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those the engine has.
-
-        What is resident where is the same afterwards.
 
         Args:
             request: A request that waits, for the first time or again.
             num_computed_tokens: Its tokens in the engine's own cache.
-            max_num_new_tokens: Most tokens to load, None for any.
 
         Returns:
             The tokens, None to be asked again at the next step; and whether they are loaded
-            while other requests run, which is always so when there are any.
+            while other requests run, which is so whenever there are any.
         """
         tracked = self._track(request)
-        tracked.forget_blocks()
         if tracked.jobs:
-            # Its stores read blocks that are not its own any more: they end first.
-            return None, False
+            return None, False  # its stores read blocks that it lost
         tracked.extend_keys()
         tracked.local_tokens = num_computed_tokens
         if request.skip_reading_prefix_cache:
             return 0, False
-        tokens = self._matcher.match(tracked, max_num_new_tokens, self._loading)
+        prompt = tracked.prompt(recompute_tokens=self._recompute_tokens)
+        tokens = self._cache.lookup(tracked.req_id, prompt)
+        if tokens and self._loading and self._meets_load(tracked, tokens):
+            return None, False
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
@@ -129,53 +159,57 @@ class ConnectorScheduler:
         if num_external_tokens == 0:
             return
         tracked = self._track(request)
-        for group in tracked.groups:
-            table = blocks.blocks[group.layout.index]
-            self._tables.allocated.update(
-                block.block_id for block in table if not block.is_null
-            )
         load = plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(load.keys, tracked.req_id)
+        tracked.load_sources = self._sources(tracked, load.keys, plan, num_external_tokens)
         job_id = self._jobs.add_load(tracked, load.keys)
         slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
         self._load_jobs[job_id] = TransferJob(tracked.req_id, load.blocks, slots)
         if self._options.shares_blocks:
             self._loading.update(load.keys)
-        if not tracked.keeps_prefix:
-            tracked.skip_loaded(num_external_tokens)
+        loaded_tokens = tracked.local_tokens + num_external_tokens
+        tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
+        tracked.next_offer_tokens = self._rules.next_offer_tokens(tracked)
+
+    def load_sources(self, req_id: str) -> Mapping[int, int]:
+        """Return, by index of a tier, the tokens of a request's last load that came from it."""
+        tracked = self._requests.get(req_id)
+        return {} if tracked is None else tracked.load_sources
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def build_connector_meta(self, step: StepOutput) -> ConnectorMetadata:
+    def build_connector_meta(self, step: Step) -> ConnectorMetadata:
         """Return what the workers are to do in this step.
 
         Args:
-            step: What the engine decided; all requests it names are followed or have ended.
+            step: What the engine decided.
         """
-        preempted = step.preempted_req_ids or ()
-        self._tables.follow(step, self._requests)
-        self._cache.end_step(
-            started=[new.req_id for new in step.scheduled_new_reqs], preempted=preempted
-        )
-        for req_id in preempted:
-            tracked = self._requests.get(req_id)
-            if tracked is not None:
-                self._jobs.flush(tracked.jobs)
-        self._jobs.flush_reused(self._tables.allocated)
-        ended = [req_id for req_id in step.finished_req_ids if self._is_over(req_id)]
-        for req_id in chain(step.num_scheduled_tokens, ended):
-            tracked = self._requests.get(req_id)
-            if tracked is not None:
-                self._store(tracked, step.num_scheduled_tokens.get(req_id, 0))
-        for req_id in ended:
-            self._end(req_id)
+        if step.started or step.preempted:
+            self._note_starts(step)
+        if step.started or step.preempted or not self._cache.rests:
+            self._cache.end_step(started=step.started, preempted=step.preempted)
+        requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
+        for req_id, states in step.states.items():
+            if req_id in requests:
+                self._store(requests[req_id], scheduled_tokens.get(req_id, 0), states)
+        for req_id, scheduled in scheduled_tokens.items():
+            tracked = requests.get(req_id)
+            if tracked is None:
+                continue
+            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
+                self._store(tracked, scheduled)
+        if step.allocated:
+            self._jobs.flush_readers_of(step.allocated)
+        flush = self._jobs.take_flush()
+        if not (self._load_jobs or self._store_jobs or flush):
+            return NOTHING_TO_DO
         load_jobs, self._load_jobs = self._load_jobs, {}
         store_jobs, self._store_jobs = self._store_jobs, {}
-        self._tables.allocated.clear()
-        return ConnectorMetadata(load_jobs, store_jobs, self._jobs.take_flush())
+        lost = self._jobs.readers_of(step.overwritten, flush) if step.overwritten else ()
+        return ConnectorMetadata(load_jobs, store_jobs, flush, frozenset(lost))
 
     def update_connector_output(self, output: WorkerOutput) -> None:
-        """Take what the workers say into account; a job ends when all ranks say so.
+        """Take the workers' answers into account; a job ends when all ranks acknowledged it.
 
         Args:
             output: Of all ranks together, or of some.
@@ -196,35 +230,18 @@ class ConnectorScheduler:
 
     # -- requests that end ---------------------------------------------------------------------
 
-    def request_finished(
-        self, request: EngineRequest, block_ids: Sequence[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: EngineRequest) -> None:
         """Note that a request ended and its blocks are about to be freed.
 
-        Its last chunks are offered in the next step. Nothing has to be kept until then: a store
-        whose blocks are given away ends before they are written. But a load that is under way
-        goes on: blocks that it fills are to be freed when the workers said that it is over.
-
-        Args:
-            request: The request.
-            block_ids: Its blocks, of an engine with one KV cache group.
-
-        Returns:
-            False: no store keeps the blocks from being freed; and None: there is nothing to
-            tell its sender.
+        Its last chunks are offered now. Nothing has to be kept for that: a store whose blocks
+        are given away ends before they are written.
         """
-        return self.request_finished_all_groups(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self,
-        request: EngineRequest,
-        block_ids: Sequence[Sequence[int]],  # noqa: ARG002 - the engine's signature
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Do :meth:`request_finished` for an engine with several KV cache groups."""
-        tracked = self._track(request)
-        tracked.extend_keys()
-        self._jobs.release_blocks(tracked.jobs)
-        return False, None
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            return
+        self._store(tracked, 0)
+        del self._requests[tracked.req_id]
+        self._cache.end_request(tracked)
 
     # -- figures, reset and shutdown -----------------------------------------------------------
 
@@ -235,14 +252,14 @@ class ConnectorScheduler:
     def get_stats(self) -> ConnectorStats | None:
         """Return what was copied since the last call, by workers and between tiers.
 
-        Whoever calls :meth:`take_transfers` is told the same once more.
+        Whoever calls :meth:`take_transfers` gets the same once more.
         """
         self._note_transfers(self._cache.take_transfers())
-        return None if self._untold.is_empty() else self._untold.clone_and_reset()
+        return None if self._unreported.is_empty() else self._unreported.clone_and_reset()
 
     @property
     def is_active(self) -> bool:
-        """Whether there is surely another step: a request runs, or work is pending."""
+        """Whether another step is certain: a request runs, or work is pending."""
         return bool(self._jobs) or self._cache.is_active
 
     def statistics(self) -> EngineStatistics:
@@ -250,7 +267,7 @@ class ConnectorScheduler:
         return self._cache.statistics()
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
-        """Return, per tier, seconds from an eviction to being asked for the chunk again."""
+        """Return, per tier, seconds from an eviction to the next request for the chunk."""
         return self._cache.take_reuse_gaps()
 
     def take_transfers(self) -> ConnectorStats:
@@ -264,10 +281,10 @@ class ConnectorScheduler:
     def reset_cache(self) -> bool:
         """Make everything in every tier a miss; running requests offer their chunks again.
 
-        Jobs in flight end before the next forward pass, and what they say is not listened to.
+        Jobs in flight end before the next forward pass, and their acknowledgements are ignored.
 
         Returns:
-            Whether it is for good. If not, nothing old is served here, but a restart may bring
+            Whether it is durable. If not, nothing old is served here, but a restart may bring
             back what a tier held: reset it again.
 
         Raises:
@@ -278,10 +295,8 @@ class ConnectorScheduler:
             raise KvtierError("reset between update_state_after_alloc and build_connector_meta")
         self._jobs.abandon()
         self._loading.clear()
-        for tracked in list(self._requests.values()):
-            tracked.offer_anew()
-            if tracked.request.is_finished():
-                self._end(tracked.req_id)
+        for tracked in self._requests.values():
+            self._offer_again(tracked)
         return self._cache.reset_cache()
 
     def shutdown(self) -> None:
@@ -291,86 +306,97 @@ class ConnectorScheduler:
     # -- internals -----------------------------------------------------------------------------
 
     def _note_transfers(self, transfers: ConnectorStats) -> None:
-        self._untold.aggregate(transfers)
+        self._unreported.aggregate(transfers)
         self._unexported.aggregate(transfers)
 
     def _track(self, request: EngineRequest) -> TrackedRequest:
         """Return what is remembered of a request, from now on if nothing was."""
-        if request.request_id not in self._requests:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
             self.on_new_request(request)
         return self._requests[request.request_id]
 
-    def _end_former(self, request: EngineRequest) -> None:
-        """End a request whose id is given to ``request`` before the step that tells its end.
-
-        Its last chunks are offered now, while the cache still knows what it wished.
-        """
-        former = self._requests.get(request.request_id)
-        if former is None:
-            return
-        if former.request.is_finished() and not former.ended:
-            self._store(former, 0)
-        self._end(former.req_id)
-        self._requests.pop(former.req_id, None)
-
-    def _is_over(self, req_id: str) -> bool:
-        """Return whether the request that has this id now is the one that ended."""
-        tracked = self._requests.get(req_id)
-        return tracked is not None and tracked.request.is_finished()
-
-    def _store(self, tracked: TrackedRequest, scheduled: int) -> None:
-        """Offer a request's new chunks and begin a job for those the cache wants."""
-        over = tracked.request.is_finished()
-        store_decode = self._options.store_decode
-        tokens = computed_tokens(tracked, scheduled, store_decode=store_decode)
-        tracked.extend_keys()
-        if not (over or tracked.completes_a_chunk(tokens)):
-            return
-        offer = make_offer(tracked, tokens, store_decode=store_decode)
-        if not offer.keys:
-            offer.settle()
-            return
-        plan = self._cache.prepare_store(offer.keys, tracked.req_id)
-        if plan is None:
-            logger.debug("request %s: no room for its chunks now", tracked.req_id)
-            return
-        offer.settle()
-        if not plan.keys:
-            return
-        source = offer.source_of(plan.keys)
-        job_id = self._jobs.add_store(
-            tracked, plan.keys, lasting=source.lasting, passing=source.passing
+    def _meets_load(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Return whether one of the chunks to load is being loaded already."""
+        local, end = tracked.local_tokens, tracked.local_tokens + tokens
+        return any(
+            not self._loading.isdisjoint(
+                keys[local // layout.tokens_per_chunk : end // layout.tokens_per_chunk]
+            )
+            for layout, keys in zip(self._layouts, tracked.keys, strict=True)
         )
-        slots = SlotSpec(tuple(plan.slots), (plan.generation,) * len(plan.slots))
-        self._store_jobs[job_id] = TransferJob(tracked.req_id, source.blocks, slots)
-        if over:
-            if not self._tables.allocated.isdisjoint(source.lasting):
-                self._jobs.flush((job_id,))
-            self._jobs.release_blocks((job_id,))
+
+    def _sources(
+        self,
+        tracked: TrackedRequest,
+        keys: Sequence[ChunkKey],
+        plan: LoadPlan,
+        external_tokens: int,
+    ) -> dict[int, int]:
+        """Return the tokens of a load by the tier that each came from."""
+        counted = self._options.counting_group
+        layout = next(each for each in self._layouts if each.index == counted)
+        suffix = counted.to_bytes(4, "big")
+        origins = [
+            tier for key, tier in zip(keys, plan.origins, strict=True) if key.endswith(suffix)
+        ]
+        sources: dict[int, int] = {}
+        left = external_tokens
+        for tier in reversed(origins):  # only the first chunk may be partial
+            tokens = min(layout.tokens_per_chunk, left)
+            sources[tier] = sources.get(tier, 0) + tokens
+            left -= tokens
+        if left and origins:  # a state stands for all tokens before it
+            sources[origins[0]] += left
+        return sources
+
+    def _note_starts(self, step: Step) -> None:
+        for req_id in step.preempted:
+            tracked = self._requests.get(req_id)
+            if tracked is not None:
+                tracked.has_blocks = False
+        for req_id in step.started:
+            tracked = self._requests.get(req_id)
+            if tracked is None:
+                continue
+            if tracked.has_blocks and not self._options.trusts_later_parts:
+                tracked.store_limit = 0  # its streamed prompt was continued
+            tracked.has_blocks = True
+            tracked.next_offer_tokens = 0  # its prompt may have become longer
+
+    def _store(
+        self, tracked: TrackedRequest, scheduled: int, states: Sequence[BoundaryState] = ()
+    ) -> None:
+        """Offer a request's new chunks and begin a job for those the cache wants."""
+        tracked.extend_keys()
+        tokens = computed_tokens(tracked.request, scheduled)
+        table = self.tables.get_blocks(tracked.req_id)
+        offer = self._rules.offer(tracked, tokens, table, states)
+        if offer.keys and (tracked.may_store is None or tracked.may_store()):
+            plan = self._cache.prepare_store(offer.keys, tracked.req_id)
+            if plan is None:
+                logger.debug("request %s: no room for its chunks now", tracked.req_id)
+                return
+            if plan.keys:
+                source = offer.source_of(plan.keys)
+                job_id = self._jobs.add_store(tracked, plan.keys, source.block_ids)
+                slots = SlotSpec(tuple(plan.slots), (plan.generation,) * len(plan.slots))
+                self._store_jobs[job_id] = TransferJob(tracked.req_id, source, slots)
+        tracked.offered_tokens = offer.ends
+        tracked.next_offer_tokens = self._rules.next_offer_tokens(tracked)
 
     def _complete(self, job: JobState) -> None:
         """Tell the cache that a job ended in all ranks."""
         tracked = job.tracked
         if job.is_store:
             self._cache.complete_store(job.keys, tracked.req_id)
-        else:
-            self._loading.difference_update(job.keys)
-            self._cache.complete_load(tracked.req_id)
-            if job.failed:
-                tracked.offer_anew()  # What is computed instead is not in the cache.
-        self._forget_if_over(tracked)
-
-    def _end(self, req_id: str) -> None:
-        tracked = self._requests.get(req_id)
-        if tracked is None:
             return
-        if not tracked.ended:
-            tracked.ended = True
-            self._cache.end_request(tracked)
-        self._forget_if_over(tracked)
+        self._loading.difference_update(job.keys)
+        self._cache.complete_load(tracked.req_id)
+        if job.has_failed:
+            self._offer_again(tracked)  # what is computed instead is not in the cache
 
-    def _forget_if_over(self, tracked: TrackedRequest) -> None:
-        if tracked.ended and not tracked.jobs:
-            if self._requests.get(tracked.req_id) is tracked:  # not of a later one of its id
-                del self._requests[tracked.req_id]
-            tracked.clear()
+    def _offer_again(self, tracked: TrackedRequest) -> None:
+        """Offer every chunk from the first one on, as if none had been stored."""
+        tracked.offered_tokens = [0] * len(self._layouts)
+        tracked.next_offer_tokens = 0

@@ -24,7 +24,8 @@ from kvtier.connector.report.worth_log import WorthLog
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
+from kvtier.manager import LoadPlan, ResidencyEvent, StorePlan
+from kvtier.manager.hits import Prompt
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
@@ -36,7 +37,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Service = TypeVar("Service", bound="CacheService")
 
-_MISS = Lookup.MISS
 _RESET_TIMEOUT_S = 10.0
 _LOGS_EVERY_S = 1.0
 _MOST_STEPS_AHEAD = 8
@@ -64,6 +64,14 @@ def answered_with(
 
 
 def _nothing() -> None:
+    return None
+
+
+def _no_hit() -> int | None:
+    return 0
+
+
+def _nowhere() -> int | None:
     return None
 
 
@@ -176,24 +184,27 @@ class CacheService:
 
     # -- lookup and load -----------------------------------------------------------------------
 
-    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
-        """Say whether a chunk can be loaded now, later or not at all."""
-        # Guarded here and not by the decorator, whose extra call would cost as much again: this
-        # runs for every chunk of every waiting request.
-        try:
-            if self._step_begins:
-                # Once per step, before the first answer: a result may drop a copy that was a
-                # victim, and a chunk that was called a hit must still be there when its load
-                # is prepared.
-                if self._disabled:
-                    return _MISS
-                self._step_begins = self.rests = False
-                self._take_results()
-                self._note_service()
-            return self._manager.lookup(key, req_id)
-        except Exception as error:  # noqa: BLE001 - the top of a call from the engine
-            self.note_internal_error("lookup", error)
-            return _MISS
+    @answered_with(_no_hit)
+    def lookup(self, req_id: str, prompt: Prompt) -> int | None:
+        """Return how many tokens can be loaded now; None to be asked at the next step."""
+        self._begin_step()
+        return 0 if self._disabled else self._manager.lookup(req_id, prompt)
+
+    @answered_with(_nowhere)
+    def residence(self, key: ChunkKey, req_id: str) -> int | None:
+        """Return the index of the fastest tier that can serve ``key``; None for a miss."""
+        self._begin_step()
+        return None if self._disabled else self._manager.residence(key, req_id)
+
+    def is_deferred(self, req_id: str) -> bool:
+        """Return whether a request waits for chunks, so that asking for it is no use."""
+        return self._manager.is_deferred(req_id)
+
+    @answered_with(_nothing)
+    def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
+        """Queue a request for ``keys``, all that it found; it is deferred until they are here."""
+        self.rests = False
+        self._manager.fetch(keys, req_id)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin chunks that were hits in this step and say where they are, or will be.
@@ -213,16 +224,6 @@ class CacheService:
             self._loading.setdefault(req_id, deque()).append(keys)
             self._jobs[req_id] += 1
         return plan
-
-    @answered_with(lambda: False)
-    def in_ram(self, keys: Sequence[ChunkKey]) -> bool:
-        """Say whether all ``keys`` are whole in RAM."""
-        return self._manager.in_ram(keys)
-
-    @answered_with(lambda: 0)
-    def load_source(self, key: ChunkKey) -> int:
-        """Return the index of the tier a hit's bytes came from."""
-        return self._manager.load_source(key)
 
     @answered_with(_nothing)
     def complete_load(self, req_id: str) -> None:
@@ -410,6 +411,17 @@ class CacheService:
             )
 
     # -- internals -----------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Take what the tiers finished, once per step and before its first lookup.
+
+        A result may drop a copy that was a victim. A chunk that was reported as a hit must
+        still be there when its load is prepared.
+        """
+        if self._step_begins:
+            self._step_begins = self.rests = False
+            self._take_results()
+            self._note_service()
 
     @property
     def _is_working(self) -> bool:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 
 from kvtier.config import KvtierConfig
@@ -18,8 +17,9 @@ from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool, start_thread
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
+from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
-from kvtier.recording import ManagerSetup, Recorder, RecordingManager
+from kvtier.recording import ManagerSetup, Recorder
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
@@ -77,6 +77,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     fingerprint: LayoutFingerprint,
     *,
     tokens_per_chunk: int,
+    groups: Sequence[GroupReach],
     record_events: bool,
     positions: Positions | None = None,
     counting_group: int = 0,
@@ -88,6 +89,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         region: The RAM tier; owned by the result.
         fingerprint: What stored bytes mean.
         tokens_per_chunk: Tokens of a chunk of the counting group.
+        groups: What each KV cache group needs of a prefix.
         record_events: Whether somebody listens to residency events.
         positions: Says what a request is made of, for a recording and for shadow policies.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
@@ -122,7 +124,16 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
             chunk_tokens=tokens_per_chunk,
             counting_group=counting_group,
         )
-        manager = _build_manager(setup, region, recorder, record_events=record_events)
+        manager = build_manager(
+            config,
+            build_tiers(config, capacities),
+            slot_nbytes=slot_nbytes,
+            chunk_tokens=tokens_per_chunk,
+            truth=region.control,
+            record_events=record_events,
+            groups=groups,
+            counting_group=counting_group,
+        )
         _recover(manager, tiers, slot_nbytes)
         engine = _start_engine(config, region, tiers)
     except BaseException:
@@ -218,24 +229,6 @@ def _open_recorder(setup: ManagerSetup) -> Recorder | None:
             "trace.record", problem, remedy, value=options.record
         )
         raise ConfigError(text) from error
-
-
-def _build_manager(
-    setup: ManagerSetup, region: HostRegion, recorder: Recorder | None, *, record_events: bool
-) -> TieredOffloadingManager:
-    config = setup.config
-    return build_manager(
-        config,
-        build_tiers(config, setup.capacities),
-        slot_nbytes=setup.slot_nbytes,
-        chunk_tokens=setup.chunk_tokens,
-        truth=region.control,
-        record_events=record_events,
-        counting_group=setup.counting_group,
-        make=partial(RecordingManager, note=recorder.call)
-        if recorder is not None and config.trace.calls
-        else TieredOffloadingManager,
-    )
 
 
 def _recover(

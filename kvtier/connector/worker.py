@@ -1,11 +1,11 @@
-"""The connector's worker half: carries out what the scheduler half decided, in one rank.
+"""The connector's worker side: carries out what the scheduler side decided, in one rank.
 
 Calls of one step, all on the engine's thread:
 
 1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. Stores deferred in the
-   step before are submitted; those in ``jobs_to_flush`` are waited for, because their blocks
-   are about to be overwritten. Nothing else is ever waited for, a disk least of all: a store
-   is done when its bytes are in RAM.
+   step before are submitted. Those in ``jobs_to_flush`` are waited for: their blocks are about to
+   be overwritten. Nothing else is ever waited for, a disk least of all: a store has ended when
+   its bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
 4. :meth:`~ConnectorWorker.defer_stores`. What this forward pass computed is stored from the
@@ -13,13 +13,16 @@ Calls of one step, all on the engine's thread:
 5. :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
 
 A step without a forward pass makes the same calls.
+
+Every job is acknowledged, one that failed as well, for its blocks and slots are free only then.
+Whether a store is whole is written in the control block; a failed load is named in
+:attr:`WorkerOutput.failed_loads`, with the blocks that must not be used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,153 +36,111 @@ from kvtier.connector.metadata import (
 )
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
-from kvtier.memory.kv_layout import blocks_of_layers, blocks_of_one_tensor
-from kvtier.memory.slot_layout import RankShare, shard_of
+from kvtier.memory.slot_layout import RankShare
 from kvtier.types import JobId, Why
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
     from kvtier.memory.copy import BlockCopyPlan, KVBlocks
-    from kvtier.memory.kv_layout import KVTensor
 
 __all__ = ["ConnectorWorker", "WorkerOptions"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How the engine keeps KV in one rank.
+    """How one rank takes part.
 
     Attributes:
         rank: This rank.
-        blocks: Blocks of its KV memory.
+        share: Which part of every slot is the rank's.
         blocks_per_chunk: Blocks of a chunk.
-        groups: The layers of each KV cache group, in the order in which they are stored.
-        share: Which part of every slot is the rank's; None for a shard of its own.
         close_timeout_s: Longest that each part of :meth:`ConnectorWorker.shutdown` may take.
     """
 
     rank: int
-    blocks: int
+    share: RankShare
     blocks_per_chunk: int
-    groups: Sequence[Sequence[str]]
-    share: RankShare | None = None
     close_timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A submitted job: whose it is and what it copies."""
-
-    request_id: RequestId
-    plan: BlockCopyPlan
-
-
 class ConnectorWorker:
-    """Copies one rank's blocks to and from RAM slots as the scheduler half says.
+    """Copies one rank's blocks to and from RAM slots as the scheduler side says.
 
-    Not thread-safe. No method waits but :meth:`handle_preemptions`, as said above, and
-    :meth:`shutdown`.
+    Not thread-safe. Only :meth:`handle_preemptions`, :meth:`wait_for_stores` and
+    :meth:`shutdown` wait.
 
     Args:
+        kv: The rank's KV memory.
         region: The RAM tier; closed with the worker.
-        options: How the engine keeps KV.
+        options: How the rank takes part.
+
+    Raises:
+        UnsupportedError: The KV memory does not fit the region's slots.
     """
 
-    def __init__(self, region: HostRegion, options: WorkerOptions) -> None:
-        self._region = region
-        self._options = options
-        self._device: DeviceEngine | None = None
+    def __init__(self, kv: KVBlocks, region: HostRegion, options: WorkerOptions) -> None:
+        self._device = DeviceEngine(
+            kv,
+            region,
+            rank=options.rank,
+            share=options.share,
+            blocks_per_chunk=options.blocks_per_chunk,
+            close_timeout_s=options.close_timeout_s,
+        )
         self._deferred: dict[JobId, TransferJob] = {}
-        self._flushed: AbstractSet[JobId] = frozenset()
-        self._running: dict[JobId, _Transfer] = {}
-        self._stores: dict[RequestId, set[JobId]] = {}
-        self._ended: set[RequestId] = set()
+        self._loads: dict[JobId, tuple[TransferJob, BlockCopyPlan | None]] = {}
+        self._submitted = 0
         self._completed: set[JobId] = set()
         self._failed: dict[JobId, FailedLoad] = {}
         self._stats = ConnectorStats()
-
-    # -- the KV memory -------------------------------------------------------------------------
-
-    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
-        """Take the engine's KV memory, one tensor for each layer; once, before any step.
-
-        Args:
-            kv_caches: Tensors of shape (blocks, ...) or (2, blocks, ...) by layer.
-
-        Raises:
-            UnsupportedError: kvtier does not know such memory, or it does not fit the slots.
-        """
-        self._open(
-            blocks_of_layers(kv_caches, self._options.groups, blocks=self._options.blocks)
-        )
-
-    def register_cross_layers_kv_cache(self, kv_cache: KVTensor) -> None:
-        """Take KV memory that keeps all layers of a block together; once, before any step.
-
-        Args:
-            kv_cache: A tensor of shape (blocks, ...).
-
-        Raises:
-            UnsupportedError: kvtier does not know such memory, or it does not fit the slots.
-        """
-        groups = len(self._options.groups)
-        self._open(blocks_of_one_tensor(kv_cache, groups=groups, blocks=self._options.blocks))
 
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
         """Submit deferred stores and wait for those whose blocks are about to be overwritten.
 
-        One that does not end in time never counts as whole.
+        One that does not end in time never counts as whole, and neither does one of
+        ``lost_stores``.
         """
         flush = metadata.jobs_to_flush
-        self._flushed = flush & metadata.store_jobs.keys()
-        for job_id in sorted(self._flushed):
-            self._defer(job_id, metadata.store_jobs[job_id])
-        self._submit_deferred()
+        for job_id in sorted(flush & metadata.store_jobs.keys()):
+            self._deferred[job_id] = metadata.store_jobs[job_id]
+        lost = metadata.lost_stores
+        if lost:
+            retracted = self._device.retract(lost)
+            self._submit_deferred(lost=lost - retracted)
+        else:
+            self._submit_deferred()
         if flush:
-            self._opened.wait(flush)
+            self._device.wait(flush)
 
     def start_load(self, metadata: ConnectorMetadata) -> None:
         """Start loading, behind the stores that were deferred."""
         self._submit_deferred()
         for job_id, job in metadata.load_jobs.items():
-            self._submit(job_id, job, Why.LOAD)
+            self._loads[job_id] = (job, None)
+            self._submit(job_id, job, Why.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
         """Note what is to be stored from the next step on."""
         for job_id, job in metadata.store_jobs.items():
-            if job_id not in self._flushed:
-                self._defer(job_id, job)
-        self._flushed = frozenset()
+            if job_id not in metadata.jobs_to_flush:
+                self._deferred[job_id] = job
 
-    def get_finished(
-        self, finished_req_ids: AbstractSet[RequestId]
-    ) -> tuple[set[RequestId], set[RequestId]]:
-        """Collect what ended.
-
-        Args:
-            finished_req_ids: Requests that ended since the last call.
-
-        Returns:
-            Requests that ended and whose stores have all ended, in this call or before; each
-            once, and only if it had stores. And requests whose load ended, whether it worked or
-            not; :meth:`take_output` tells.
-        """
-        loaded = {
-            request_id for result in self._opened.poll() for request_id in self._note(result)
+    def get_finished(self) -> set[RequestId]:
+        """Return requests whose load ended since the last call, whether it worked or not."""
+        if not self._submitted:
+            return set()
+        return {
+            request_id for result in self._device.poll() for request_id in self._note(result)
         }
-        self._ended |= finished_req_ids & self._stores.keys()
-        stored = {request_id for request_id in self._ended if not self._stores[request_id]}
-        self._ended -= stored
-        for request_id in stored:
-            del self._stores[request_id]
-        return stored, loaded
 
-    def take_output(self) -> WorkerOutput:
-        """Return what happened since the last call."""
+    def take_output(self) -> WorkerOutput | None:
+        """Return what happened since the last call; None for nothing."""
+        if not self._completed:
+            return None
         output = WorkerOutput(
             # Those planned first come first: heads of prefixes are to be published before
             # their tails, whichever thread was quicker.
@@ -191,70 +152,72 @@ class ConnectorWorker:
         self._failed = {}
         return output
 
+    def wait_for_stores(self) -> None:
+        """Block until no store reads blocks any more: their memory may be taken away."""
+        self._submit_deferred()
+        self._device.wait_for_stores()
+
     def shutdown(self) -> None:
         """Let running copies end and release the memory. Idempotent."""
         self._deferred.clear()
-        if self._device is None:
-            self._region.close()
-        else:
-            self._device.close()
+        self._device.close()
 
     # -- internals -----------------------------------------------------------------------------
 
-    @property
-    def _opened(self) -> DeviceEngine:
-        if self._device is None:
-            raise KvtierError("no KV caches were registered with the connector's worker half")
-        return self._device
-
-    def _open(self, kv: KVBlocks) -> None:
-        if self._device is not None:
-            raise KvtierError("the connector's worker half has its KV caches already")
-        options = self._options
-        self._device = DeviceEngine(
-            kv,
-            self._region,
-            rank=options.rank,
-            share=options.share or shard_of(options.rank),
-            blocks_per_chunk=options.blocks_per_chunk,
-            close_timeout_s=options.close_timeout_s,
-        )
-
-    def _defer(self, job_id: JobId, job: TransferJob) -> None:
-        self._deferred[job_id] = job
-        self._stores.setdefault(job.request_id, set()).add(job_id)
-
-    def _submit_deferred(self) -> None:
+    def _submit_deferred(self, lost: frozenset[JobId] = frozenset()) -> None:
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
-            self._submit(job_id, job, Why.STORE)
+            start = self._start_lost if job_id in lost else self._start_store
+            self._submit(job_id, job, Why.STORE, start)
 
-    def _submit(self, job_id: JobId, job: TransferJob, why: Why) -> None:
-        if job.slots.tier != "ram":
-            raise UnsupportedError(
-                f"job {job_id} moves chunks of tier {job.slots.tier}; workers know ram only"
-            )
-        device, blocks, slots = self._opened, job.blocks, job.slots
-        plan = device.plan(
-            blocks.block_ids, blocks.group_sizes, blocks.first_blocks, slots.slots
+    def _submit(
+        self, job_id: JobId, job: TransferJob, why: Why, start: Callable[[JobId, TransferJob], None]
+    ) -> None:
+        """Start a job; one that cannot be started ends as one that failed."""
+        self._submitted += 1
+        try:
+            start(job_id, job)
+        except Exception as error:  # noqa: BLE001 - reported as a job that failed
+            if isinstance(error, KvtierError):
+                logger.warning("%s %d was not started: %s", why.name.lower(), job_id, error)
+            else:
+                logger.error("%s %d was not started", why.name.lower(), job_id, exc_info=error)
+            self._device.fail(job_id, why, job.slots.slots, job.slots.generations, error)
+
+    def _start_store(self, job_id: JobId, job: TransferJob) -> None:
+        self._device.store(job_id, self._plan(job), job.slots.generations)
+
+    def _start_lost(self, job_id: JobId, job: TransferJob) -> None:
+        raise UnsupportedError(
+            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store began"
         )
-        self._running[job_id] = _Transfer(job.request_id, plan)
-        if why is Why.STORE:
-            device.store(job_id, plan, slots.generations)
-        else:
-            device.load(job_id, plan, slots.generations, wait_s=slots.wait_s)
 
-    def _note(self, result: DeviceResult) -> Sequence[RequestId]:
+    def _start_load(self, job_id: JobId, job: TransferJob) -> None:
+        plan = self._plan(job)
+        self._loads[job_id] = (job, plan)
+        self._device.load(job_id, plan, job.slots.generations, wait_s=job.slots.wait_s)
+
+    def _plan(self, job: TransferJob) -> BlockCopyPlan:
+        blocks, slots = job.blocks, job.slots.slots
+        return self._device.plan(
+            blocks.block_ids, blocks.group_sizes, blocks.first_blocks, slots
+        )
+
+    def _note(self, result: DeviceResult) -> tuple[RequestId, ...]:
         """Note how a job ended; return the request if it was a load."""
-        job = self._running.pop(result.job_id)
+        self._submitted -= 1
         self._completed.add(result.job_id)
         if result.why is Why.STORE:
             self._stats.record_transfer(result.nbytes, result.seconds, ("gpu", "ram"))
-            self._stores[job.request_id].discard(result.job_id)
             return ()
         self._stats.record_transfer(result.nbytes, result.seconds, ("ram", "gpu"))
+        job, plan = self._loads.pop(result.job_id)
         if not result.is_whole:
-            blocks = blocks_not_loaded(job.plan, result.outcomes)
-            self._failed[result.job_id] = FailedLoad(job.request_id, blocks, result.error)
+            missing = (
+                frozenset(job.blocks.block_ids)
+                if plan is None
+                else blocks_not_loaded(plan, result.outcomes)
+            )
+            self._failed[result.job_id] = FailedLoad(job.request_id, missing, result.error)
             logger.warning("request %s: not loaded: %s", job.request_id, result.error)
         return (job.request_id,)

@@ -30,7 +30,6 @@ from kvtier.manager.estimates import LoadPrice
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
-    Lookup,
     ManagerLimits,
     ManagerSnapshot,
     SlotTruth,
@@ -48,7 +47,6 @@ __all__ = [
     "LoadPlan",
     "LoadPrice",
     "LoadWorth",
-    "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
     "RequestTerms",

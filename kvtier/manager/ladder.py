@@ -10,7 +10,7 @@ from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
-from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
+from kvtier.manager.reuse import ReuseGaps
 from kvtier.manager.run import Run
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
@@ -160,34 +160,6 @@ class Ladder:
         """Let go of leaving copies that nothing keeps any more, and record it."""
         tier.let_go(run)
         self._left(tier, run.keys)
-
-    def lead_below(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the tiers of the leading ``keys`` that are not in RAM but whole below it.
-
-        They are noted as wanted, like those of :meth:`asked`.
-        """
-        tiers = self._lead_of_slower(keys)
-        in_ram = self.ram.copies
-        if not in_ram.keys().isdisjoint(keys[: len(tiers)]):
-            del tiers[next(at for at, key in enumerate(keys) if key in in_ram) :]
-        if self.follows_reuse:
-            for key in keys[: len(tiers)]:
-                if not key[SAMPLING_BYTE] & self._sampling:
-                    self.asked(key)
-        return tiers
-
-    def _lead_of_slower(self, keys: Iterable[ChunkKey]) -> list[int]:
-        """Return the first slower tier that has it whole for each of the leading ``keys``."""
-        if len(self.slower) == 1:
-            (slower,) = self.slower
-            return [slower.index] * len(slower.lead_of(keys))
-        tiers: list[int] = []
-        for key in keys:
-            found = first_whole(self.slower, key)
-            if found is None:
-                break
-            tiers.append(found[0].index)
-        return tiers
 
     def find_below(
         self, keys: Sequence[ChunkKey], within: Collection[int] | None

@@ -5,7 +5,7 @@ again and be loaded by another request while the first one's workers still read 
 slot, and each load must take back its own pins.
 
 **Streamed loads.** A chunk that only a slower tier has may be a hit at once, if a RAM slot can
-be promised for it (:mod:`kvtier.manager.promises`). The load that is planned next, in the same
+be promised for it (:mod:`kvtier.manager.lookup`). The load that is planned next, in the same
 step, allots the slots, plans the jobs that fill them, and tells the workers which slots and
 which stamps to expect; a worker copies each chunk as soon as its slot bears its stamp. So a
 chunk goes from the disk to the device within one job of the worker, without a scheduling step
@@ -26,8 +26,8 @@ from kvtier.keys import ChunkKey, of_one_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
+from kvtier.manager.lookup import HitLookup
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
-from kvtier.manager.promises import Promises
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.promotion_jobs import PromotionJobs
 from kvtier.manager.requests import RequestState
@@ -72,7 +72,7 @@ class Loader:
         ladder: Ladder,
         *,
         grants: Grants,
-        promises: Promises,
+        lookup: HitLookup,
         promotions: PromotionJobs,
         promoter: Promoter,
         demoter: Demoter,
@@ -80,7 +80,7 @@ class Loader:
         self._ladder = ladder
         self._ram = ladder.ram
         self._grants = grants
-        self._promises = promises
+        self._lookup = lookup
         self._promotions = promotions
         self._promoter = promoter
         self._demoter = demoter
@@ -134,7 +134,7 @@ class Loader:
         """Forget every load; for a reset of the cache, after which no completion comes."""
         self._loads.clear()
         self._grants.streaming = 0
-        self._promises.end_step()
+        self._lookup.end_step()
 
     def _use(self, copies: Sequence[ChunkCopy], *, pinned: bool = False) -> None:
         """Pin resident ``copies``, unless they are, and count them as used."""
@@ -162,7 +162,7 @@ class Loader:
 
     def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
         self._loads.setdefault(req_id, []).append(load)
-        self._promises.redeem(request)
+        self._lookup.redeem(request)
         self._grants.streaming += load.streamed
         if request is not None:
             self._promoter.release(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ __all__ = [
     "NO_GENERATION",
     "NO_SLOT",
     "LoadPlan",
-    "Lookup",
     "ManagerLimits",
     "ManagerSnapshot",
     "SlotTruth",
@@ -29,21 +27,6 @@ NO_SLOT: Final = -1
 """Stands for a slot in a :class:`LoadPlan`; the load of its chunk fails."""
 NO_GENERATION: Final = 0
 """The stamp of no write."""
-
-
-class Lookup(enum.Enum):
-    """What the manager says about one chunk to a request that wants to start."""
-
-    HIT = "hit"
-    """Can be loaded now: whole in RAM, where it stays until the current scheduling step is
-    over, or in a slower tier with a slot promised for it until then."""
-    MISS = "miss"
-    """Recompute it."""
-    PENDING = "pending"
-    """Found, and to be loaded soon: it counts where hits must follow one another, but the
-    request is to ask again at the next step."""
-    RETRY = "retry"
-    """The request waits for what it found; ask again at the next step."""
 
 
 class StorePlan(NamedTuple):

@@ -49,39 +49,22 @@ class Promoter:
         self._ram = ladder.ram
         self._grants = grants
         self._jobs = jobs
-        self._asking: dict[RequestState, None] = {}
         self._queue: dict[RequestState, None] = {}
 
-    def asked_for(self) -> Iterable[RequestState]:
-        """Return the requests that found something in this step and were not granted it yet."""
-        return self._asking
-
-    def note(self, request: RequestState, key: ChunkKey) -> None:
-        """Note that ``request`` found ``key`` somewhere."""
-        asked = request.asked
-        if not asked:
-            self._asking[request] = None
-        asked[key] = None
-
-    def note_many(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
-        """Do :meth:`note` for ``keys``, at least one."""
-        self._asking[request] = None
-        noted = dict.fromkeys(keys)
-        if request.asked:
-            request.asked.update(noted)
-        else:
-            request.asked = noted
+    def enqueue(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """Queue ``request`` for the chunks that its load needs; granted when the step ends."""
+        request.asked = list(keys)
+        request.phase = Phase.QUEUED
+        request.queued_s = self._ladder.ctx.now
+        self._queue[request] = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests ask, wait or are kept anything."""
-        grants = self._grants
-        return bool(self._asking or self._queue or grants.waiting or grants.settled)
+        """Whether requests wait or are kept anything."""
+        return bool(self._queue or self._grants.waiting or self._grants.settled)
 
     def end_step(self) -> None:
         """Grant what this step's requests asked for, first come first served."""
-        if self._asking:
-            self._queue_up()
         if self._grants.waiting:
             self._grants.end_waits()
         if self._grants.settled:
@@ -91,9 +74,8 @@ class Promoter:
 
     def release(self, request: RequestState) -> None:
         """End whatever is kept or planned for ``request``; it may ask afresh afterwards."""
-        if request.phase == Phase.ASKING and not request.asked:
+        if request.phase == Phase.ASKING:
             return
-        self._asking.pop(request, None)
         self._queue.pop(request, None)
         self._grants.release(request)
         for job_id in request.jobs:
@@ -102,8 +84,6 @@ class Promoter:
                 self._ladder.ledger.cancel(job_id)
         request.jobs.clear()
         request.asked.clear()
-        request.deferred.clear()
-        request.wanting = False
         request.lookups = 0
         request.too_dear = None
         if request.phase != Phase.FAILED:
@@ -120,20 +100,8 @@ class Promoter:
 
     def clear(self) -> None:
         """Forget every grant and every waiting request; for a reset of the cache."""
-        self._asking.clear()
         self._queue.clear()
         self._grants.clear()
-
-    def _queue_up(self) -> None:
-        """Let the requests that want something brought up wait for their turn."""
-        for request in self._asking:
-            if request.wanting:
-                request.phase = Phase.QUEUED
-                request.queued_s = self._ladder.ctx.now
-                self._queue[request] = None
-            else:
-                request.asked.clear()
-        self._asking.clear()
 
     def _serve(self) -> None:
         """Grant what those in the queue asked for, as far as the budget goes."""
@@ -203,7 +171,6 @@ class Promoter:
         self._grants.give_back(request, found.stranded(brought))
         self._ladder.worth.skip(choice)
         request.asked.clear()
-        request.wanting = False
         request.lookups = 0
         self._grants.await_arrival(request)
         return True

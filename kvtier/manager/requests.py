@@ -20,7 +20,7 @@ class Phase:
     """Where a request stands between being looked up and being loaded."""
 
     ASKING: ClassVar[int] = 0
-    """Answers show what every tier has; what is not in RAM is noted as wanted."""
+    """Lookups see every tier."""
     QUEUED: ClassVar[int] = 1
     """Wants chunks brought up and waits for its turn."""
     WAITING: ClassVar[int] = 2
@@ -42,14 +42,11 @@ class RequestState:
         req_id: The engine's id.
         terms: What it may do with the tiers.
         phase: One of :class:`Phase`.
-        asked: Chunks found somewhere in this scheduling step, in the order asked.
+        asked: Chunks that it waits to be granted, in the order of its load.
         asked_at: Step of its last lookup since it settled.
-        wanting: Whether one of them is not whole in RAM.
         granted: RAM copies kept for it until it loads or ends.
         pending: How many of them are not whole yet.
         jobs: Promotion jobs made for it alone.
-        deferred: While it waits: the keys that opened this step's pass, per KV cache group.
-        deferred_at: The step ``deferred`` belongs to.
         lookups: Steps it has been waiting for its turn.
         queued_s: When it began to wait for it.
         too_dear: What of the budget was held when all it asked for was more than the rest;
@@ -66,8 +63,6 @@ class RequestState:
         "asked",
         "asked_at",
         "broken",
-        "deferred",
-        "deferred_at",
         "granted",
         "has_kv",
         "is_stale",
@@ -82,21 +77,17 @@ class RequestState:
         "tails",
         "terms",
         "too_dear",
-        "wanting",
     )
 
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
         self.req_id = req_id
         self.terms = terms
         self.phase = Phase.ASKING
-        self.asked: dict[ChunkKey, None] = {}
+        self.asked: list[ChunkKey] = []
         self.asked_at = 0
-        self.wanting = False
         self.granted: dict[ChunkCopy, None] = {}
         self.pending = 0
         self.jobs: set[JobId] = set()
-        self.deferred: dict[bytes, list[ChunkKey]] = {}
-        self.deferred_at = 0
         self.lookups = 0
         self.queued_s = 0.0
         self.too_dear: BudgetUse | None = None

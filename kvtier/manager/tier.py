@@ -252,11 +252,11 @@ class TierState(Holds):
             self.leaving.discard(copy)
             self._enter_order(copy, ctx)
 
-    def lead(self, keys: Sequence[ChunkKey], ctx: PolicyContext) -> int:
-        """Return how many leading ``keys`` are hits, and keep those that were leaving."""
-        found = self.lead_of(keys)
-        self._keep(found, ctx)
-        return len(found)
+    def keep(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Do :meth:`stay` for ``copies``."""
+        if not self.leaving.isdisjoint(copies):
+            for copy in copies:
+                self.stay(copy, ctx)
 
     def lead_of(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
         """Return the copies of the leading ``keys`` that are whole here."""
@@ -307,7 +307,7 @@ class TierState(Holds):
 
     def use(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of one resident copy after the other."""
-        self._keep(copies, ctx)
+        self.keep(copies, ctx)
         self.eviction.on_hit_many(copies, ctx)
 
     def snapshot(self) -> TierSnapshot:
@@ -322,12 +322,6 @@ class TierState(Holds):
             quarantined=self.quarantined,
             counters=self.counters.snapshot(),
         )
-
-    def _keep(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Do :meth:`stay` for ``copies``."""
-        if not self.leaving.isdisjoint(copies):
-            for copy in copies:
-                self.stay(copy, ctx)
 
     def _take_over(self, slots: Sequence[int]) -> list[ChunkCopy]:
         """Return the copy object of each of ``slots``; those not there yet are made.

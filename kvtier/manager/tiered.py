@@ -21,27 +21,26 @@ from itertools import chain
 from mypy_extensions import mypyc_attr
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.answers import Answers
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.demotion_jobs import DemotionJobs
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.grants import Grants
+from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.loader import Loader
+from kvtier.manager.lookup import HitLookup
 from kvtier.manager.plans import (
     NOTHING_TO_STORE,
     LoadPlan,
-    Lookup,
     ManagerLimits,
     ManagerSnapshot,
     SlotTruth,
     StorePlan,
 )
-from kvtier.manager.promises import Promises
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.promotion_jobs import PromotionJobs
 from kvtier.manager.quarantine import Quarantine
-from kvtier.manager.requests import DEFERRED, RequestState
+from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.reserves import Reserves
 from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
@@ -69,6 +68,7 @@ class TieredOffloadingManager:
         record_events: Whether :meth:`take_events` has anything to return.
         follow_reuse: Whether :meth:`take_reuse_gaps` has.
         worth: Says which loads are worth their time; all of them when omitted.
+        groups: What each KV cache group needs of a prefix.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
 
@@ -82,6 +82,7 @@ class TieredOffloadingManager:
         record_events: bool = False,
         follow_reuse: bool = True,
         worth: LoadWorth | None = None,
+        groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
     ) -> None:
         self._ladder = ladder = Ladder(
@@ -99,8 +100,7 @@ class TieredOffloadingManager:
         self._grants = Grants(ladder)
         self._promotions = PromotionJobs(ladder, self._grants)
         self._promoter = Promoter(ladder, self._grants, self._promotions)
-        self._promises = Promises(ladder, self._grants, self._promoter)
-        self._answers = Answers(ladder, self._promoter, self._promises)
+        self._lookup = HitLookup(ladder, HitRules(groups), self._grants, self._promoter)
         self._demotions = DemotionJobs(ladder)
         self._reserves = Reserves(ladder, self._demotions)
         self._demoter = Demoter(ladder, self._demotions, self._reserves)
@@ -108,7 +108,7 @@ class TieredOffloadingManager:
         self._loader = Loader(
             ladder,
             grants=self._grants,
-            promises=self._promises,
+            lookup=self._lookup,
             promotions=self._promotions,
             promoter=self._promoter,
             demoter=self._demoter,
@@ -131,33 +131,50 @@ class TieredOffloadingManager:
 
     # -- lookup and load --------------------------------------------------------------------
 
-    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
-        """Return whether ``key`` can be loaded for ``req_id`` now, later or not at all.
+    def lookup(self, req_id: str, prompt: Prompt) -> int | None:
+        """Return how many tokens after the local ones can be loaded for a waiting request.
 
-        A HIT holds until the step ends: nothing is evicted between the lookups of a request
-        and the ``prepare_load`` that follows them in the same step.
+        The answer holds until the step ends: nothing is evicted between the lookup of a request
+        and the ``prepare_load`` that follows it in the same step.
+
+        Returns:
+            The tokens; None if the request is to ask again at the next step, because chunks are
+            on their way to RAM for it.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
-        return self._answers.one(request, key)
+        return self._lookup.lookup(request, prompt)
 
-    def lookup_prefix(self, keys: Sequence[ChunkKey], req_id: str) -> int | None:
-        """Return how many leading ``keys`` can be loaded now, or None to be asked again.
+    # For an engine that asks chunk by chunk, and says at the end of a step what it found.
 
-        The batch form of :meth:`lookup` for a full-attention prefix.
+    def residence(self, key: ChunkKey, req_id: str) -> int | None:
+        """Return the index of the fastest tier that can serve ``key``; None for a miss.
+
+        0 means whole in RAM. It stays there until the step ends.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
-        return self._answers.lead(request, keys)
+        return self._lookup.residence(request, key)
+
+    def is_deferred(self, req_id: str) -> bool:
+        """Return whether the request waits for chunks, so that asking for it is no use."""
+        request = self._requests.get(req_id)
+        return request is not None and request.phase in DEFERRED
+
+    def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
+        """Queue a request for ``keys``, all that it found; it is deferred until they are in RAM."""
+        request = self._requests.get(req_id)
+        if request is not None and request.phase == Phase.ASKING:
+            self._promoter.enqueue(request, keys)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin ``keys``, which lookups of this step called hits, and say where they are.
+        """Pin ``keys``, which a lookup of this step found, and return where they are.
 
-        With ``limits.streams`` some may be in slower tiers: the jobs that bring them up are
-        planned with the load, and are to be taken at once, for the workers will wait for them.
+        With ``limits.streams`` some may be in slower tiers. The jobs that promote them are
+        planned with the load. Take them at once: the workers will wait for them.
 
         Raises:
-            KeyError: A key is not resident, and ``limits.streams`` is off: the caller did not
-                look it up in this step. Loading anything else in its place would be a wrong
-                token, so there is no other answer.
+            KeyError: A key is not resident and ``limits.streams`` is off: the caller did not
+                look it up in this step. Loading another chunk in its place would be a wrong
+                token.
         """
         request = self._requests.get(req_id)
         if request is not None:
@@ -170,16 +187,6 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             self._promoter.give_up(request)
-
-    def in_ram(self, keys: Iterable[ChunkKey]) -> bool:
-        """Return whether all ``keys`` are whole in RAM, and not merely promised."""
-        copies = map(self._resident.get, keys)
-        return all(copy is not None and copy.state == _RESIDENT for copy in copies)
-
-    def load_source(self, key: ChunkKey) -> int:
-        """Return the index of the tier that the bytes of ``key``, now in RAM, came from."""
-        copy = self._ram.copies.get(key)
-        return 0 if copy is None else copy.origin
 
     def complete_load(self, req_id: str) -> None:
         """End the oldest load of ``req_id``, which may have ended itself.
@@ -262,7 +269,7 @@ class TieredOffloadingManager:
         if ladder.limits.retained:
             ladder.retention.expire(now)
         self._promoter.end_step()
-        self._promises.end_step()
+        self._lookup.end_step()
         self._demoter.flush()
         if ladder.follows_reuse:
             self._note_reuse(now)

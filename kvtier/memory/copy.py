@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy as shallow_copy
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,7 +26,6 @@ from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.streams import Fence, open_stream
 
 __all__ = [
-    "ALL_PAGES",
     "BlockCopier",
     "BlockCopyPlan",
     "GroupCopy",
@@ -40,8 +38,6 @@ __all__ = [
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-ALL_PAGES = slice(None)
-"""Every page of a block: all of its layers."""
 _STAGING_NBYTES = 64 << 20
 """Most device memory a copy borrows: the engine leaves little, a long prefix is gigabytes."""
 _KEPT_NBYTES = 8 << 20
@@ -261,38 +257,14 @@ class BlockCopier:
                 for part, place in self._places(copy, staged):
                     self._copy(place, part)
 
-    def load(
-        self, plan: BlockCopyPlan, *, after: Fence | None, pages: slice = ALL_PAGES
-    ) -> None:
-        """Copy slots to blocks; returns when the bytes are there.
-
-        Args:
-            plan: What to copy where.
-            after: What the copy must come after.
-            pages: Which of each block's pages to copy, in the order of ``kv.groups``; the
-                others are left as they are.
-        """
+    def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
+        """Copy slots to blocks; returns when the bytes are there."""
         with self._stream.after(after):
             for copy in self._pieces(plan, None):
-                staged = self._staging(copy, pages)
-                for part, place in self._places(copy, staged, pages):
+                staged = self._staging(copy)
+                for part, place in self._places(copy, staged):
                     self._copy(part, place)
-                self._scatter(copy, staged, pages)
-
-    def page_nbytes(self, group: int) -> list[int]:
-        """Return the bytes of each page of a block of ``group``."""
-        return [page * self._word.itemsize for _, page in self._pages[group]]
-
-    def beside(self) -> BlockCopier:
-        """Return a copier of the same memory for another thread, whose copies need not wait.
-
-        To be closed before this one is.
-        """
-        other = shallow_copy(self)
-        other._stream = self._stream.beside()  # noqa: SLF001 - one of its own kind
-        if other._kept is not None:  # noqa: SLF001
-            other._kept = torch.empty(0, dtype=self._word)  # noqa: SLF001
-        return other
+                self._scatter(copy, staged)
 
     def close(self) -> None:
         """Unpin the slots and let go of them. Idempotent; no copy may be running."""
@@ -319,23 +291,21 @@ class BlockCopier:
                 yield whole.part(slice(at, at + step))
 
     def _places(
-        self, copy: GroupCopy, staged: torch.Tensor, pages: slice = ALL_PAGES
+        self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parts of the staging tensor and where in the slots each belongs."""
-        first = self._width(copy, slice(pages.start)) if pages.start else 0
-        at = first // len(self._share.stripes)
-        words = slice(at, at + staged.shape[2])
+        words = slice(staged.shape[2])
         for rows, slots, sub in _runs(copy):
             for parts, stripes in self._share.runs():
                 yield staged[rows, parts], self._host[slots, stripes, sub, words]
 
-    def _width(self, copy: GroupCopy, pages: slice = ALL_PAGES) -> int:
-        """Return the words of a block's ``pages``."""
-        return sum(page for _, page in self._pages[copy.group][pages])
+    def _width(self, copy: GroupCopy) -> int:
+        """Return the words of a block's pages."""
+        return sum(page for _, page in self._pages[copy.group])
 
-    def _staging(self, copy: GroupCopy, pages: slice = ALL_PAGES) -> torch.Tensor:
+    def _staging(self, copy: GroupCopy) -> torch.Tensor:
         parts = len(self._share.stripes)
-        shape = (len(copy.blocks), parts, self._width(copy, pages) // parts)
+        shape = (len(copy.blocks), parts, self._width(copy) // parts)
         if self._kept is None:
             return torch.empty(shape, dtype=self._word, device=self._device)
         words = math.prod(shape)
@@ -350,17 +320,17 @@ class BlockCopier:
             torch.index_select(rows, 0, blocks, out=part)
         return staged
 
-    def _scatter(self, copy: GroupCopy, staged: torch.Tensor, pages: slice) -> None:
+    def _scatter(self, copy: GroupCopy, staged: torch.Tensor) -> None:
         blocks = torch.from_numpy(copy.blocks).to(self._device)
-        for rows, part in self._layers(copy, staged, pages):
+        for rows, part in self._layers(copy, staged):
             rows.index_copy_(0, blocks, part)
 
     def _layers(
-        self, copy: GroupCopy, staged: torch.Tensor, pages: slice = ALL_PAGES
+        self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each layer's pages, cut in parts, and their place in the staging tensor."""
         at, parts = 0, len(self._share.stripes)
-        for tensor, page in self._pages[copy.group][pages]:
+        for tensor, page in self._pages[copy.group]:
             width = page // parts
             rows = _in_parts(self._tensors[tensor][:, :page], parts)
             yield rows, staged[:, :, at : at + width]

@@ -1,67 +1,61 @@
-"""The recommended door: vLLM's OffloadingConnector, plus the means to say that a load failed.
+"""kvtier behind vLLM's connector interface: ``KVTierConnector``.
 
-vLLM's scheduler half and worker half do what they always do, and are not asked where nothing
-would come of it (:mod:`kvtier.vllm.shortcuts`). What is added is in the worker: a job that did
-not work is acknowledged like any other, so nothing in vLLM's half asserts on it, and vLLM's
-scheduler is told what did not arrive: it computes that (``kv_load_failure_policy: recompute``)
-or fails the request alone (``fail``). With one KV cache group of full attention it is told the
-blocks, so what came before the first bad one is kept. With several a block's number does not
-say whose it is; and of a window, or of a state, only the end was to be loaded, so before a bad
-block there is nothing to go on from. There the request is named, which vLLM knows since 0.30,
-and computed from its start.
+vLLM builds one object in the scheduler's process and one in every worker. Each is a thin layer
+over kvtier's own scheduler side and worker side, which know nothing of vLLM
+(:mod:`kvtier.connector.scheduler`, :mod:`kvtier.connector.worker`).
 
-With ``transfer.load_mode: layerwise`` requests whose chunks are whole in RAM are loaded within
-the forward pass of their first step (:mod:`kvtier.vllm.in_step`). When that fails, the pass has
-computed from KV that was not there: what it would have stored is not, and vLLM computes the
-request again from the first bad block.
-
-That the chunks must not be tried again for this request goes another way, through the control
-block: the worker has written there which stamps it could not load, and vLLM calls
-``complete_load`` when every rank is done, before it asks for the request again.
+**Failed loads.** A worker acknowledges every load, and vLLM's scheduler is told what did not
+arrive: it computes that (``kv_load_failure_policy: recompute``) or fails the request alone
+(``fail``). With one KV cache group of full attention it is told the blocks, so what came before
+the first bad one is kept. With several groups, windows or states it is told the request: a
+block's number does not say whose it is, and of a window only the end was loaded.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Iterable, Mapping
-from itertools import chain
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
-
-from kvtier.config import KvtierConfig, load_config
-from kvtier.errors import UnsupportedError
-from kvtier.manager.estimates import prompt_tokens
-from kvtier.vllm import compat
-from kvtier.vllm.adapters import AdapterContents
-from kvtier.vllm.connector_contract import (
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
-    OffloadingConnector,
-    OffloadingConnectorMetadata,
-    TransferJob,
-    TransferResults,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from kvtier.vllm.contract import OffloadingConnectorStats
-from kvtier.vllm.corrections import Corrections, late_stores_refused
-from kvtier.vllm.in_step import InStepLoads, why_not_in_step
-from kvtier.vllm.late_flushes import LateFlushes, overwritten_stores
-from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.metrics import add_device_transfers, latest_of_front_ends
-from kvtier.vllm.recomputed import RecomputedChunks
-from kvtier.vllm.shortcuts import BusyRequests
-from kvtier.vllm.spec import KVTierConnectorSpec
-from kvtier.vllm.worker import KVTierWorker
-from kvtier.vllm.worker_loads import WorkerLoads
+
+from kvtier.config import KvtierConfig, environment, load_config, own_paths, resolve_load_path
+from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
+from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
+from kvtier.connector.requests import chunk_positions
+from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import open_storage
+from kvtier.connector.worker import ConnectorWorker, WorkerOptions
+from kvtier.errors import ConfigError
+from kvtier.keys import group_of, without_adapter
+from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager.hits import Reach
+from kvtier.memory import HostRegion
+from kvtier.vllm.adapters import AdapterContents
+from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_vllm_config
+from kvtier.vllm.kinds import cache_groups
+from kvtier.vllm.layout import fingerprint, require_supported_layout
+from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsReporter
+from kvtier.vllm.pages import find_pages, share_slots
+from kvtier.vllm.regions import MEET_TIMEOUT_S, offer_region, require_same_file
+from kvtier.vllm.steps import StepReader
+from kvtier.vllm.versions import hit_sources, require_supported_vllm
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorMetadata,
-        KVConnectorTransferResults,
-    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -69,7 +63,8 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -80,391 +75,395 @@ __all__ = ["KVTierConnector"]
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
 
-class KVTierConnector(OffloadingConnector):
+@dataclass(frozen=True, slots=True)
+class _Metadata(KVConnectorMetadata):
+    """What the workers are to do in one step."""
+
+    jobs: ConnectorMetadata
+
+
+_NOTHING = _Metadata(NOTHING_TO_DO)
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerMetadata(KVConnectorWorkerMetadata):
+    """What happened in one rank or, aggregated, in all."""
+
+    output: WorkerOutput
+
+    @override
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Return what both ranks say together."""
+        assert isinstance(other, _WorkerMetadata)
+        return _WorkerMetadata(self.output.aggregate(other.output))
+
+
+_workers: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()
+"""Workers of this process. An engine in the process of its ``LLM`` sleeps without waiting for
+its connector, so a reset, which comes before, waits for their stores."""
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """kvtier behind vLLM's connector interface; loaded by ``kv_connector_module_path``.
 
     Args:
         vllm_config: vLLM's configuration; ``kv_connector_extra_config["kvtier_config"]`` is
             the path of kvtier's own file.
-        role: Which half this is.
+        role: Which side this is.
         kv_cache_config: The engine's KV cache groups.
 
     Raises:
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
-        UnsupportedError: This vLLM or this layout is not supported.
+        UnsupportedError: This vLLM, model or layout is not supported.
     """
-
-    _adapters: AdapterContents | None = None
-    _recomputed: RecomputedChunks | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        compat.require_supported_vllm(type(self))
-        compat.require_members(OffloadingConnectorMetadata, "load_jobs", "store_jobs")
-        compat.require_members(TransferJob, "req_id", "src_spec", "dst_spec")
-        compat.require_known_groups(kv_cache_config)
-        super().__init__(_with_spec(vllm_config, kv_cache_config), role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            compat.require_members(self.connector_scheduler, "manager")
-        else:
-            compat.require_members(self.connector_worker, "worker")
-        self._names_blocks = _names_blocks(kv_cache_config)
+        require_supported_vllm(type(self))
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._vllm = vllm_config
+        self._kv = kv_cache_config
+        self._groups = cache_groups(kv_cache_config)
+        self._engine = read_vllm_config(vllm_config, kv_cache_config, self._groups)
+        self._settings = _settings(self._engine)
+        require_supported_layout(self._engine, self._settings)
         transfer = vllm_config.kv_transfer_config
-        self._transfer = _settings(transfer.kv_connector_extra_config).transfer
-        self._wants_layers = self._transfer.load_mode == "layerwise"
-        self._recomputes = transfer.kv_load_failure_policy != "fail"
-        self._loads = WorkerLoads(names_blocks=self._names_blocks, recomputes=self._recomputes)
-        self._skips = compat.source_was_read()
-        events = vllm_config.kv_events_config
-        self._listens = events is not None and events.enable_kv_cache_events
-        self._has_deferred = False
-        self._stepping: KVTierWorker | None = None
-        """The worker, if it is to load within the forward pass."""
-        self._planned: set[str] = set()
-        """Requests with a load in the step that is being scheduled."""
-        self._kvtier: KVTierManager | None = None
-        self._busy: BusyRequests | None = None
-        self._in_step: InStepLoads | None = None
-        self._corrections: Corrections | None = None
-        self._late: LateFlushes | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._open_scheduler(vllm_config, kv_cache_config)
+        assert transfer is not None
+        reach = [group.reach for group in self._groups]
+        self._names_blocks = reach == [Reach.PREFIX] == reach[: len(kv_cache_config.kv_cache_groups)]
+        self._worker: ConnectorWorker | None = None
+        self._bound: _Metadata = _NOTHING
+        self._output: WorkerOutput | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy == "fail":
+                logger.warning(
+                    "kvtier: kv_load_failure_policy is fail, vLLM's default: a request whose "
+                    "chunks cannot be loaded ends with an error; with recompute it is computed"
+                )
+            self._open_scheduler()
 
-    def _open_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        if not self._recomputes:
-            logger.warning(
-                "kv_load_failure_policy is fail, vLLM's default: a request whose chunks cannot "
-                "be loaded ends with an error; with recompute it is computed instead"
-            )
-        half = self.connector_scheduler
-        manager = half.manager
-        _require_no_late_stores(half, vllm_config, kv_cache_config)
-        astray = compat.parts_go_astray(vllm_config, kv_cache_config)
-        self._corrections = Corrections(half, parts_go_astray=astray)
-        moving = compat.moving_states(kv_cache_config)
-        comes_late = compat.writes_to_blocks_first(vllm_config, kv_cache_config)
-        self._late = LateFlushes(half, moving) if comes_late else None
-        if not isinstance(manager, KVTierManager):
-            return
-        self._kvtier = manager
-        manager.believes_tables = self._corrections.knows_tables
-        if self._recomputes:
-            self._recomputed = RecomputedChunks(half)
-        self._adapters = AdapterContents(vllm_config.lora_config)
-        if self._skips:
-            self._busy = BusyRequests(half)
-            logger.info("vLLM's offloading half is asked only where it has something to do")
-        else:
-            logger.info(
-                "vLLM's offloading half is asked everything at every step, for its source is "
-                "not one that kvtier knows; that costs some time and nothing else"
-            )
-        if not self._wants_layers:
-            return
-        reason = why_not_in_step(vllm_config, kv_cache_config, half)
-        if reason:
-            logger.warning(
-                "transfer.load_mode: layerwise is not possible, so ahead: %s", reason
-            )
-        else:
-            self._in_step = InStepLoads(half, manager)
+    @property
+    @override
+    def requires_kv_delivery(self) -> bool:
+        """Whether a store must reach its destination: no, this is a cache."""
+        return False
 
-    # -- scheduler half ------------------------------------------------------------------------
+    # -- scheduler side: requests --------------------------------------------------------------
+
+    def _open_scheduler(self) -> None:
+        """Attach to the workers' memory and open the tiers."""
+        settings, engine = self._settings, self._engine
+        options = _scheduler_options(self._vllm, engine, self._groups, settings)
+        # The workers chose the region's shape: only they see how the KV memory is laid out.
+        region = HostRegion.attach(engine.engine_id, timeout_s=MEET_TIMEOUT_S)
+        try:
+            require_same_file(region.geometry, engine, settings)
+            storage = open_storage(
+                settings,
+                region,
+                fingerprint(engine, settings, region.geometry),
+                tokens_per_chunk=engine.chunk_tokens,
+                groups=[layout.reach for layout in build_layouts(options)],
+                counting_group=options.counting_group,
+                record_events=engine.records_events,
+                positions=chunk_positions,
+            )
+        except BaseException:
+            region.close()
+            raise
+        self._cache = CacheService(
+            storage,
+            tokens_per_chunk=engine.chunk_tokens,
+            retain_s=settings.placement.retain_s or 0.0,
+            close_timeout_s=settings.transfer.close_timeout_s,
+        )
+        self._scheduler = ConnectorScheduler(self._cache, options)
+        self._steps = StepReader(self._vllm, self._kv)
+        self._adapters = AdapterContents(self._vllm.lora_config)
+        enabled = settings.metrics.enabled
+        self._reporter = StatsReporter(self._scheduler) if enabled else None
+        _warn_of_unstable_hashes(self._vllm, persistent=bool(storage.tiers))
+
+    @override
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Take the engine's block tables."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._tables = self._scheduler.tables = kv_cache_manager
 
     @override
     def on_new_request(self, request: Request) -> None:
-        """Note a request that arrives, and what its adapter holds if it has one."""
-        adapter, manager, contents = request.lora_request, self._kvtier, self._adapters
-        if adapter is None or manager is None or contents is None:
-            super().on_new_request(request)
-            return
-        with manager.adapting(contents.of(adapter)):
-            super().on_new_request(request)
+        """Start following a request."""
+        adapter = request.lora_request
+        if adapter is None:
+            self._scheduler.on_new_request(request)
+        else:
+            content = self._adapters.of(adapter)
+            self._scheduler.on_new_request(
+                request, name_chunk=content.key, may_store=content.is_current
+            )
 
     @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how much can be loaded, and whether that is done before the request runs."""
-        loads = self._in_step
-        if loads is not None and loads.fills_blocks_of(request, num_computed_tokens):
-            return None, False
-        tokens: int | None
-        tokens, ahead = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if loads is not None and tokens and ahead:
-            now = loads.offer(request, num_computed_tokens, tokens)
-            tokens, ahead = (now, False) if now else (tokens, ahead)
-        return tokens, ahead
+        """Return how many tokens can be loaded, and whether that happens between steps."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @override
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the load into the blocks that a request got."""
-        loads = self._in_step
-        unhashed = loads.take(request, blocks) if loads and num_external_tokens else None
-        if self._busy is not None:
-            self._busy.forget(request.request_id)
-        if num_external_tokens:
-            self._planned.add(request.request_id)
-        elif self._corrections is not None:
-            self._corrections.note_blocks(request, blocks)
-        super().update_state_after_alloc(request, unhashed or blocks, num_external_tokens)
-        if self._recomputed is not None and num_external_tokens:
-            self._recomputed.planned(request, blocks)
-        if loads is not None and unhashed is not None:
-            loads.planned(request, blocks)
+        self._steps.note_allocation(blocks)
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Return the loaded tokens by where they came from."""
+        host, disk = hit_sources()
+        found: dict[Any, int] = {}
+        for tier, tokens in self._scheduler.load_sources(request.request_id).items():
+            source = disk if tier else host
+            found[source] = found.get(source, 0) + tokens
+        return found if num_external_tokens else {}
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers are to do, and note how much is computed meanwhile."""
-        if self._kvtier is not None:
-            tokens = scheduler_output.num_scheduled_tokens
-            generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
-            self._kvtier.computing(0 if generates else prompt_tokens(tokens.values()))
-        busy, in_step = self._busy, self._in_step
-        if busy is not None and self._rests and busy.is_quiet(scheduler_output):
-            return busy.nothing()
-        if in_step is not None:
-            in_step.end_offers()
-        self._show_again(self._recomputed.go_back() if self._recomputed else ())
-        output = self._corrected(scheduler_output)
-        shown = output if busy is None else busy.of(output)
-        if busy is not None and shown is None:
-            return busy.pass_over()
-        if in_step is not None:
-            in_step.hide()
-        metadata = super().build_connector_meta(shown)
-        if in_step is not None:
-            in_step.show()
-        if busy is not None:
-            busy.looked_at(shown)
-        return metadata if self._late is None else self._late.told(metadata, output)
-
-    @property
-    def _rests(self) -> bool:
-        """Whether a step that means nothing to vLLM's half means nothing to anybody."""
-        manager, corrections, recomputed = self._kvtier, self._corrections, self._recomputed
-        return (
-            manager is not None
-            and manager.rests
-            and self._in_step is None
-            and (corrections is None or corrections.is_idle)
-            and (recomputed is None or not recomputed.is_waiting)
-        )
-
-    def _corrected(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Return a step as vLLM's half is to see it: without those who came back in it.
-
-        These are preempted requests that load in the same step: vLLM preempts all that run when
-        its prefix cache is reset by force, and lets them in again at once. Such a request has
-        no stores in flight, or it would not load yet, and these are all that the half looks
-        for; it asserts that it finds no load.
-        """
-        corrections = self._corrections
-        if corrections is not None:
-            corrections.forget_told(output)
-            output = corrections.completed(output)
-            corrections.strike_out_given(output)
-        if not self._planned:
-            return output
-        loading, self._planned = self._planned, set()
-        preempted = output.preempted_req_ids or set()
-        if loading.isdisjoint(preempted):
-            return output
-        shown = copy.copy(output)
-        shown.preempted_req_ids = preempted - loading
-        return shown
+        """Return what the workers are to do in this step."""
+        tokens = scheduler_output.num_scheduled_tokens
+        generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
+        self._cache.computing(0 if generates else prompt_tokens(tokens.values()))
+        step = self._steps.read(scheduler_output, self._tables)
+        jobs = self._scheduler.build_connector_meta(step)
+        return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers did into account."""
-        if self._in_step is not None and connector_output.invalid_block_ids:
-            self._in_step.unhash(connector_output.invalid_block_ids, self._kv_cache_manager)
-        if self._recomputed is not None:
-            self._show_again(self._recomputed.note_failed(connector_output))
-        if not (self._skips and connector_output.kv_connector_worker_meta is None):
-            super().update_connector_output(connector_output)
-        if self._in_step is not None:
-            self._in_step.forget_ended()
-
-    def _show_again(self, req_ids: Iterable[str]) -> None:
-        """Show requests to vLLM's half that has to offer more of them than it thought."""
-        for req_id in req_ids:
-            if self._busy is not None:
-                self._busy.forget(req_id)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, _WorkerMetadata):
+            self._scheduler.update_connector_output(metadata.output)
 
     @override
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note that a request ended, and how far it got."""
-        if self._corrections is not None:
-            self._corrections.bound_last_stores(request)
-            self._corrections.strike_out_lost(request, (block_ids,))
-        answer: tuple[bool, dict[str, Any] | None] = super().request_finished(
-            request, block_ids
-        )
-        return answer
+        """Note that a request ended; its blocks may be freed."""
+        self._scheduler.request_finished(request)
+        return False, None
 
     @override
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do so for a model with several KV cache groups."""
-        if self._corrections is not None:
-            self._corrections.bound_last_stores(request)
-            self._corrections.strike_out_lost(request, block_ids)
-        answer: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(
-            request, block_ids
-        )
-        return answer
-
-    @override
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return what became resident or ceased to be."""
-        if not self._listens:
-            return ()
-        before = () if self._corrections is None else self._corrections.take_events()
-        return chain(before, super().take_events())
+        """Note that a request ended; its blocks may be freed."""
+        self._scheduler.request_finished(request)
+        return False, None
 
     @override
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping while no request runs."""
-        if self._corrections is not None and self._corrections.has_events:
-            return True
-        pending: bool = super().has_pending_push_work()
-        return pending
+        return self._scheduler.has_pending_work()
+
+    # -- scheduler side: events, figures, reset ------------------------------------------------
 
     @override
-    def reset_cache(self) -> bool | None:
-        """Make everything in every tier a miss; a success only if a restart finds it so too."""
-        if self._busy is not None:
-            self._busy.clear()
-        if self._recomputed is not None:
-            self._recomputed.clear()
-        reset = super().reset_cache
-        answer = reset() if self._corrections is None else self._corrections.reset(reset)
-        return False if self._kvtier is not None and self._kvtier.owes_reset else answer
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Yield what became resident or left, removals before what took the room."""
+        if not self._engine.records_events:
+            return ()
+        return self._events()
+
+    def _events(self) -> Iterable[KVCacheEvent]:
+        from vllm.distributed.kv_events import (  # noqa: PLC0415 - where somebody listens
+            MEDIUM_CPU,
+            MEDIUM_STORAGE,
+            BlockRemoved,
+            BlockStored,
+        )
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: PLC0415
+
+        names = [tier.name for tier in self._settings.tiers]
+        for event in self._scheduler.take_events():
+            where = {
+                "medium": MEDIUM_STORAGE if event.tier else MEDIUM_CPU,
+                "ownership": names[event.tier] if event.tier else None,
+            }
+            by_group: dict[int, list[Any]] = {}
+            for key in event.keys:
+                block_hash = without_adapter(key)[:-4]
+                by_group.setdefault(group_of(key), []).append(
+                    maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
+                )
+            for group, hashes in by_group.items():
+                if event.removed:
+                    yield BlockRemoved(block_hashes=hashes, group_idx=group, **where)
+                    continue
+                yield BlockStored(
+                    block_hashes=hashes,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=0,
+                    lora_id=None,
+                    lora_name=None,
+                    group_idx=group,
+                    **where,
+                )
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what changed since the last call, in vLLM's names and in kvtier's."""
-        if self.connector_scheduler is None:
+        """Return what changed since the last call; vLLM asks once after each step."""
+        if self._role is not KVConnectorRole.SCHEDULER:
             return None
-        manager = self._kvtier
-        if manager is not None:
-            manager.computed()
-            if self._skips and not manager.has_stats():
-                return None  # the half keeps its own figures until then
-        stats = super().get_kv_connector_stats()
-        if isinstance(stats, OffloadingConnectorStats):
-            add_device_transfers(stats)
-        return stats
+        self._cache.computed()
+        reporter = self._reporter
+        return reporter.report() if reporter is not None and reporter.is_due() else None
 
-    # -- worker half ---------------------------------------------------------------------------
+    @override
+    def reset_cache(self) -> bool | None:
+        """Make everything in every tier a miss; True only if a restart finds it so too."""
+        for worker in list(_workers):
+            worker.wait_for_stores()
+        return self._scheduler.reset_cache()
+
+    @override
+    def shutdown(self) -> None:
+        """Write what is owed to slower tiers, close them and free the memory. Idempotent."""
+        if self._worker is not None:
+            _workers.discard(self._worker)
+            self._worker.shutdown()
+        if self._role is KVConnectorRole.SCHEDULER:
+            self._scheduler.shutdown()
+
+    # -- worker side ---------------------------------------------------------------------------
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the engine's KV memory."""
-        super().register_kv_caches(kv_caches)
-        if not self._wants_layers:
-            return
-        self._stepping = worker = self._worker
-        if worker is not None and self._names_blocks:
-            (group,) = self._kv_cache_config.kv_cache_groups
-            worker.open_steps(group.layer_names, timeout_s=self._transfer.load_timeout_s)
+        """Take the rank's KV memory; the first rank creates the RAM tier, the others attach.
+
+        Raises:
+            UnsupportedError: The memory is of a kind that kvtier does not store.
+        """
+        engine, settings = self._engine, self._settings
+        kv = find_pages(kv_caches, self._kv, engine.group_ids)
+        shape = share_slots(
+            self._vllm,
+            self._kv,
+            kv_caches,
+            kv,
+            engine.group_ids,
+            blocks_per_chunk=engine.blocks_per_chunk,
+        )
+        content = kv_content(self._vllm, engine)
+        region = offer_region(engine, settings, shape, content=content)
+        options = WorkerOptions(
+            rank=engine.rank,
+            share=shape.share,
+            blocks_per_chunk=engine.blocks_per_chunk,
+            close_timeout_s=settings.transfer.close_timeout_s,
+        )
+        try:
+            self._worker = ConnectorWorker(kv, region, options)
+        except BaseException:
+            region.close()
+            raise
+        _workers.add(self._worker)
+
+    @override
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the scheduler side's orders for this step."""
+        assert isinstance(connector_metadata, _Metadata)
+        self._bound = connector_metadata
+
+    @override
+    def clear_connector_metadata(self) -> None:
+        """Forget the orders of the step that is over."""
+        self._bound = _NOTHING
+
+    @override
+    def has_connector_metadata(self) -> bool:
+        """Whether the model stops at each layer for this connector: it never does."""
+        return False
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the stores of the step before, and wait for those that must end now."""
-        if self._stepping is not None:
-            self._loads.spoil_stores(kv_connector_metadata, self._stepping)
-        overwritten = overwritten_stores(kv_connector_metadata)
-        if overwritten and self._worker is not None:
-            self._worker.give_up(overwritten)
-        if self._skips and not (self._has_deferred or kv_connector_metadata.jobs_to_flush):
-            return
-        super().handle_preemptions(kv_connector_metadata)
-        self._has_deferred = False
+        assert isinstance(kv_connector_metadata, _Metadata)
+        if self._worker is not None:
+            self._worker.handle_preemptions(kv_connector_metadata.jobs)
 
     @override
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start this step's loads, and remember whose they are."""
-        metadata = self._connector_metadata
-        if not self._skips or self._has_deferred or metadata.load_jobs:
-            self._loads.begin(metadata)
-            super().start_load_kv(forward_context, **kwargs)
-            self._has_deferred = False
-        if self._stepping is not None:
-            self._stepping.start_step()
+        """Start this step's loads."""
+        if self._worker is not None:
+            self._worker.start_load(self._bound.jobs)
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Block until the model may read a layer, or waited for it in vain."""
-        if self._stepping is not None:
-            self._stepping.wait_for_layer(layer_name)
+        """Return at once: loads end before their request runs."""
 
     @override
-    def has_connector_metadata(self) -> bool:
-        """Say whether the model is to stop before and after each layer.
-
-        vLLM asks for nothing else, once a layer, and its two calls would find nothing to do.
-        """
-        return self._wants_layers and super().has_connector_metadata()
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Return at once: stores begin when the step is over."""
 
     @override
     def wait_for_save(self) -> None:
-        """End the loads within the step, and keep what it computed until the next one."""
-        metadata = self._connector_metadata
-        if self._stepping is not None:
-            self._loads.spoil(self._stepping.end_step())
-            self._loads.spoil_stores(metadata, self._stepping)
-        if not self._skips or metadata.store_jobs:
-            super().wait_for_save()
-            self._has_deferred = True
+        """Note this step's stores; they begin with the next one."""
+        if self._worker is not None:
+            self._worker.defer_stores(self._bound.jobs)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return requests whose transfers are over, well or not."""
-        worker = self._worker
-        self._loads.forget_spoiled(finished_req_ids)
-        sent, received = super().get_finished(finished_req_ids)
-        if received and worker is not None:
-            received -= self._loads.end(worker)
-        return sent, received
+        """Return requests whose load is over, whether it worked or not."""
+        results = self.get_transfer_results(finished_req_ids)
+        return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return requests whose transfers are over, and those of them whose load failed."""
-        worker = self._worker
-        if self._skips and worker is not None and worker.is_idle:
-            self._loads.forget_spoiled(finished_req_ids)
-            return TransferResults()
-        results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self._loads.take_failed(results.finished_recving)
-        return results
+        """Return requests whose load is over, and those of them whose load failed."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        loaded = self._worker.get_finished()
+        self._output = output = self._worker.take_output()
+        if output is None:
+            return KVConnectorTransferResults()
+        failed = set() if self._names_blocks else set(output.failed_requests)
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks whose content must not be used."""
-        return self._loads.take_lost_blocks()
+        if self._output is None or not self._names_blocks:
+            return set()
+        return set(self._output.invalid_block_ids)
 
-    @property
-    def _worker(self) -> KVTierWorker | None:
-        worker = self.connector_worker.worker
-        return worker if isinstance(worker, KVTierWorker) else None
+    @override
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what happened in this rank since the last step; None for nothing."""
+        output, self._output = self._output, None
+        return None if output is None else _WorkerMetadata(output)
 
     # -- front end -----------------------------------------------------------------------------
 
     @classmethod
     @override
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether the model must stop before each layer, also in CUDA graphs."""
-        # vLLM asks before it builds the spec, which says so if there is no file.
-        has_file = bool(extra_config.get("kvtier_config"))
-        return has_file and _settings(extra_config).transfer.load_mode == "layerwise"
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the KV cache layout that makes slots readable for any number of ranks."""
+        return "LBHNC"
+
+    @classmethod
+    @override
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return statistics from their plain data."""
+        return KVTierStats(data=data or {})
 
     @classmethod
     @override
@@ -475,65 +474,62 @@ class KVTierConnector(OffloadingConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """Declare kvtier's metrics beside vLLM's own."""
-        return super().build_prom_metrics(
-            _with_spec(vllm_config),
-            latest_of_front_ends(metric_types),
-            labelnames,
-            per_engine_labelvalues,
-        )
+        """Declare kvtier's metrics."""
+        return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _settings(extra_config: Mapping[str, Any]) -> KvtierConfig:
-    """Return kvtier's own file."""
-    return load_config(extra_config["kvtier_config"])
-
-
-def _names_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether vLLM goes on rightly if it is told blocks that were not loaded.
+def _settings(engine: EngineFacts) -> KvtierConfig:
+    """Return kvtier's own file, with the paths of this data-parallel rank.
 
     Raises:
-        UnsupportedError: It does not, and cannot be told requests either.
+        ConfigError: vLLM was not told of a file, or the file is wrong.
     """
-    full_groups = compat.full_attention_groups(kv_cache_config)
-    names_blocks = len(kv_cache_config.kv_cache_groups) == len(full_groups) == 1
-    if not (names_blocks or TransferResults):
-        raise UnsupportedError(
-            "before vLLM 0.30 a load that fails can be reported only for models with one KV "
-            "cache group, of full attention: use what `kvtier vllm-args --door spec` prints"
+    path = engine.extra_config.get("kvtier_config")
+    if not path:
+        raise ConfigError(
+            "kv_connector_extra_config has no kvtier_config: start vLLM with what "
+            "`kvtier vllm-args FILE` prints"
         )
-    return names_blocks
+    return own_paths(resolve_load_path(load_config(path)), rank=engine.data_parallel_rank)
 
 
-def _require_no_late_stores(
-    half: Any,  # noqa: ANN401 - vLLM's
+def _scheduler_options(
     vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-) -> None:
-    """Refuse an engine whose half makes late stores and cannot be corrected."""
-    if compat.blocks_can_be_struck_out(half):
-        return
-    kinds = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
-    groups = ((kind.block_size, kind) for kind in kinds)
-    settings = _settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    blocks_per_chunk = settings.engine.blocks_per_chunk
-    if compat.offers_late(vllm_config, groups, blocks_per_chunk=blocks_per_chunk):
-        raise late_stores_refused()
+    engine: EngineFacts,
+    groups: tuple[CacheGroup, ...],
+    settings: KvtierConfig,
+) -> SchedulerOptions:
+    cache = vllm_config.cache_config
+    return SchedulerOptions(
+        groups=groups,
+        tokens_per_hash=engine.tokens_per_hash,
+        blocks_per_chunk=engine.blocks_per_chunk,
+        ranks=engine.world_size,
+        store_decode=settings.engine.store_decode,
+        retention_tokens=cache.prefix_cache_retention_interval,
+        shares_blocks=bool(cache.enable_prefix_caching),
+        trusts_later_parts=not _loses_parts(vllm_config, groups),
+    )
 
 
-def _with_spec(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
-) -> VllmConfig:
-    """Return a copy of ``vllm_config`` that names the spec of this door, and tells it more."""
-    transfer = copy.copy(vllm_config.kv_transfer_config)
-    transfer.kv_connector_extra_config = {
-        **transfer.kv_connector_extra_config,
-        "spec_name": KVTierConnectorSpec.__name__,
-        "spec_module_path": KVTierConnectorSpec.__module__,
-    }
-    if kv_cache_config is not None:
-        groups = compat.full_attention_groups(kv_cache_config)
-        transfer.kv_connector_extra_config[compat.FULL_GROUPS] = groups
-    changed = copy.copy(vllm_config)
-    changed.kv_transfer_config = transfer
-    return changed
+def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> bool:
+    """Return whether vLLM may compute later parts of a streamed prompt from wrong KV.
+
+    Such a request goes on without the last token it generated. Under async scheduling a
+    recurrent state has that token in it; otherwise accepted guesses behind it count as computed.
+    """
+    has_states = any(group.reach is Reach.STATE for group in groups)
+    if vllm_config.scheduler_config.async_scheduling:
+        return has_states
+    return vllm_config.speculative_config is not None
+
+
+def _warn_of_unstable_hashes(vllm_config: VllmConfig, *, persistent: bool) -> None:
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    seeded = environment().python_hash_seed is not None
+    if persistent and not seeded and not algorithm.startswith("sha256"):
+        logger.warning(
+            "kvtier: vLLM seeds %s block hashes at random, so nothing stored is found after a "
+            "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
+            algorithm,
+        )

@@ -9,11 +9,10 @@ from kvtier.config import KvtierConfig, check_chunk_fits, environment
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
-from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
+from kvtier.vllm.compat.engine import EngineFacts
 from kvtier.vllm.model_files import model_files
 
 __all__ = [
-    "block_hashes_are_stable",
     "fingerprint",
     "require_supported_layout",
 ]
@@ -82,12 +81,3 @@ def fingerprint(
             "hash_seed": environment().python_hash_seed or "",
         }
     )
-
-
-def block_hashes_are_stable() -> bool:
-    """Return whether a restarted engine will give the same tokens the same keys.
-
-    vLLM seeds its block hashes while the engine starts, after its connectors are built, so this
-    is to be asked when the first request arrives.
-    """
-    return environment().python_hash_seed is not None or not hashes_are_seeded_at_random()

@@ -1,16 +1,21 @@
 """kvtier's numbers in vLLM's metrics.
 
-vLLM's front end asserts that every name it is sent was declared, and dies otherwise, so
-definitions and values both come from :mod:`kvtier.connector.metrics`.
+vLLM carries a connector's statistics as plain data from the engine to its front ends, which
+build Prometheus metrics from them. Names, kinds and meanings come from
+:mod:`kvtier.connector.metrics`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge, Histogram
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvtier.connector.metrics import (
     METRICS,
@@ -21,82 +26,63 @@ from kvtier.connector.metrics import (
     Changes,
     Kind,
     Metric,
+    Series,
 )
 from kvtier.connector.report.reporter import Reporter, StatisticsSource
-from kvtier.connector.stats import ConnectorStats
-from kvtier.vllm.contract import (
-    OffloadingConnectorStats,
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
-    OffloadingHistogramMetadata,
-    OffloadingMetricMetadata,
-)
 
-__all__ = [
-    "StatsReporter",
-    "add_device_transfers",
-    "latest_of_front_ends",
-    "metric_definitions",
-]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
-_DEVICE_TRANSFERS: Final = {"load": "ram_to_gpu", "store": "gpu_to_ram"}
-"""vLLM's word for what workers copy, and kvtier's."""
+__all__ = ["KVTierPromMetrics", "KVTierStats", "StatsReporter"]
+
+_Row = tuple[str, tuple[str, ...], Any]
+"""A metric's name, the values of its labels, and what changed: a number, or observations."""
 
 
-def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return every metric kvtier may report, for vLLM's front end."""
-    return {name: _definition(metric) for name, metric in METRICS.items()}
+class KVTierStats(KVConnectorStats):
+    """What changed in one engine since the last report."""
 
+    @property
+    def rows(self) -> list[_Row]:
+        """The changes."""
+        rows: list[_Row] = self.data.setdefault("rows", [])
+        return rows
 
-def _definition(metric: Metric) -> OffloadingMetricMetadata:
-    match metric.kind:
-        case Kind.COUNTER:
-            return OffloadingCounterMetadata(metric.help, metric.labels)
-        case Kind.GAUGE:
-            return OffloadingGaugeMetadata(metric.help, metric.labels)
-        case Kind.HISTOGRAM:
-            return OffloadingHistogramMetadata(metric.help, metric.labels, metric.buckets)
+    def add(self, series: Series, value: float | list[float]) -> None:
+        """Add what a counter grew by, what a gauge is, or observations of a histogram."""
+        self.rows.append((series.metric.name, series.labels, value))
 
+    @override
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
 
-def latest_of_front_ends(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return vLLM's classes of metrics with one of gauges that have one value, the latest.
+    @override
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add later changes of the same engine, or those of another one."""
+        if isinstance(other, KVTierStats):
+            self.rows.extend(other.rows)
+        return self
 
-    With ``--api-server-count`` vLLM tells each reading to one front end. Unless they are told
-    otherwise, all would go on exporting the gauge that each was told last.
+    @override
+    def reduce(self) -> dict[str, int | float]:
+        """Return what the counters grew by, for vLLM's log line; nothing that did not."""
+        grown: dict[str, float] = {}
+        for name, labels, value in self.rows:
+            if METRICS[name].kind is Kind.COUNTER and value:
+                key = f"{name}{{{','.join(labels)}}}" if labels else name
+                grown[key] = grown.get(key, 0) + value
+        return {key: round(value, 3) for key, value in grown.items()}
 
-    Args:
-        metric_types: vLLM's classes, by those of prometheus-client.
-    """
-    gauge = partial(metric_types[Gauge], multiprocess_mode="mostrecent")
-    return {**metric_types, Gauge: gauge}
-
-
-def add_device_transfers(stats: OffloadingConnectorStats) -> None:
-    """Report what vLLM's workers copied under kvtier's names by transfer type, too."""
-    reported = dict(stats.data.get("data", {}))
-    for word, transfer_type in _DEVICE_TRANSFERS.items():
-        labels = (transfer_type,)
-        for name, suffix in ((TRANSFER_BYTES.name, "bytes"), (TRANSFER_TIME.name, "time")):
-            for value in reported.get(f"vllm:kv_offload_{word}_{suffix}", {}).values():
-                stats.increase_counter(name, value, labels)
-        for sizes in reported.get(f"vllm:kv_offload_{word}_size", {}).values():
-            for size in sizes:
-                stats.observe_histogram(TRANSFER_SIZE.name, size, labels)
-
-
-def _add_transfers(stats: OffloadingConnectorStats, transfers: ConnectorStats) -> None:
-    for transfer_type, operations in transfers.data.items():
-        labels = (transfer_type,)
-        sizes = [operation["op_size"] for operation in operations]
-        seconds = sum(operation["op_time"] for operation in operations)
-        stats.increase_counter(TRANSFER_BYTES.name, sum(sizes), labels)
-        stats.increase_counter(TRANSFER_TIME.name, seconds, labels)
-        for size in sizes:
-            stats.observe_histogram(TRANSFER_SIZE.name, size, labels)
+    @override
+    def is_empty(self) -> bool:
+        """Return whether nothing changed."""
+        return not self.rows
 
 
 class StatsReporter:
-    """Tells vLLM what changed since it was told last.
+    """Reports what changed since the last report.
 
     Args:
         source: Whose figures they are.
@@ -110,21 +96,83 @@ class StatsReporter:
         self.is_due = self._reporter.is_due
         self._changes: Changes | None = None
 
-    def report(self) -> OffloadingConnectorStats | None:
+    def report(self) -> KVTierStats | None:
         """Return the changes; None when there are none or it is too early to look."""
         report = self._reporter.take()
         if report is None:
             return None
         if self._changes is None:
             self._changes = Changes(report.now)
-        stats = OffloadingConnectorStats()
-        for (metric, labels), value in self._changes.take(report.now):
-            if metric.kind is Kind.COUNTER:
-                stats.increase_counter(metric.name, value, labels)
-            else:
-                stats.set_gauge(metric.name, value, labels)
+        stats = KVTierStats()
+        for series, value in self._changes.take(report.now):
+            stats.add(series, value)
         for tier, gaps in zip(report.now.tiers, report.reuse_gaps, strict=True):
-            for gap_s in gaps:
-                stats.observe_histogram(REUSE_GAP.name, gap_s, (tier.name,))
-        _add_transfers(stats, report.transfers)
+            if gaps:
+                stats.add(Series(REUSE_GAP, (tier.name,)), list(gaps))
+        for transfer_type, operations in report.transfers.data.items():
+            labels = (transfer_type,)
+            sizes: list[float] = [operation["op_size"] for operation in operations]
+            stats.add(Series(TRANSFER_BYTES, labels), sum(sizes))
+            seconds = sum(operation["op_time"] for operation in operations)
+            stats.add(Series(TRANSFER_TIME, labels), seconds)
+            stats.add(Series(TRANSFER_SIZE, labels), sizes)
         return None if stats.is_empty() else stats
+
+
+class KVTierPromMetrics(KVConnectorPromMetrics):
+    """Prometheus metrics of all engines that one front end serves.
+
+    With ``--api-server-count`` vLLM sends each report to one front end. Gauges therefore export
+    the latest value of all, in place of one value for each front end.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        makers: dict[Kind, Any] = {
+            Kind.COUNTER: metric_types[Counter],
+            Kind.GAUGE: partial(metric_types[Gauge], multiprocess_mode="mostrecent"),
+            Kind.HISTOGRAM: metric_types[Histogram],
+        }
+        self._engine_labels = per_engine_labelvalues
+        self._metrics: dict[str, Any] = {
+            name: _declare(makers[metric.kind], metric, labelnames)
+            for name, metric in METRICS.items()
+        }
+        self._children: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+
+    @override
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take the report of one engine."""
+        for name, labels, value in transfer_stats_data.get("rows", ()):
+            child = self._child(engine_idx, name, tuple(labels))
+            kind = METRICS[name].kind
+            if kind is Kind.COUNTER:
+                child.inc(value)
+            elif kind is Kind.GAUGE:
+                child.set(value)
+            else:
+                for observation in value:
+                    child.observe(observation)
+
+    def _child(self, engine: int, name: str, labels: tuple[str, ...]) -> Any:  # noqa: ANN401
+        key = (engine, name, labels)
+        if key not in self._children:
+            values = [*self._engine_labels[engine], *labels]
+            self._children[key] = self._metrics[name].labels(*values)
+        return self._children[key]
+
+
+def _declare(make: Any, metric: Metric, labelnames: list[str]) -> Any:  # noqa: ANN401
+    buckets = {"buckets": metric.buckets} if metric.buckets else {}
+    return make(
+        name=metric.name,
+        documentation=metric.help,
+        labelnames=[*labelnames, *metric.labels],
+        **buckets,
+    )

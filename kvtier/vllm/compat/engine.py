@@ -6,30 +6,21 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from kvtier.config import environment
 from kvtier.errors import UnsupportedError
+from kvtier.connector.groups import CacheGroup
 from kvtier.keys import counting_group
-from kvtier.vllm.compat.checks import SUPPORTED, Load
+from kvtier.manager.hits import Reach
 from kvtier.vllm.compat.layers import layer_content
 from kvtier.vllm.compat.meaning import kv_meaning
 from kvtier.vllm.compat.sharing import require_shareable_kv
+from kvtier.vllm.versions import SUPPORTED
 
-__all__ = [
-    "FULL_GROUPS",
-    "EngineFacts",
-    "adopt_chunk_size",
-    "full_attention_groups",
-    "kv_content",
-    "read_engine",
-]
-
-FULL_GROUPS: Final = "kvtier_full_attention_groups"
-"""Under this name the connector tells its spec :func:`full_attention_groups`."""
-
+__all__ = ["EngineFacts", "kv_content", "read_offloading_config", "read_vllm_config"]
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -87,51 +78,60 @@ class EngineFacts:
         return tokens_per_block * self.blocks_per_chunk
 
 
-def adopt_chunk_size(spec: Any, arguments: Sequence[Any]) -> None:  # noqa: ANN401 - a spec
-    """Give a spec of vLLM 0.25 the chunk size that later ones read from the configuration.
-
-    Args:
-        spec: kvtier's spec, whose base class was just initialised.
-        arguments: What vLLM built it with.
-    """
-    wanted = spec.extra_config.get("blocks_per_chunk")
-    if len(arguments) == 2 and wanted is not None:
-        spec.block_size_factor = int(wanted)
-
-
-def read_engine(
-    spec: Any,  # noqa: ANN401 - a spec
-    arguments: Sequence[Any],
-    *,
-    load: Load = importlib.import_module,
+def read_vllm_config(
+    vllm_config: Any,  # noqa: ANN401 - vLLM's
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    groups: Sequence[CacheGroup],
 ) -> EngineFacts:
-    """Return what kvtier needs to know of the engine.
+    """Return what kvtier needs to know of an engine that builds a connector.
 
     Args:
-        spec: kvtier's spec, whose base class was just initialised.
-        arguments: What vLLM built it with: its offloading configuration, or its own
-            configuration and that of its KV cache.
-        load: Imports a module.
-
-    Raises:
-        UnsupportedError: They are something else.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: Its KV cache groups.
+        groups: Those that kvtier stores.
     """
-    try:
-        if len(arguments) == 1:
-            return _from_offloading_config(arguments[0])
-        if len(arguments) == 2:
-            vllm_config, kv_cache_config = arguments
-            full = full_attention_groups(kv_cache_config, load=load)
-            return _from_vllm_config(spec, vllm_config, kv_cache_config, full)
-    except AttributeError as error:
-        raise UnsupportedError(
-            f"this vLLM's configuration is not one kvtier can read ({error}): {SUPPORTED}"
-        ) from error
-    kinds = ", ".join(type(argument).__name__ for argument in arguments)
-    raise UnsupportedError(f"this vLLM builds an offloading spec from ({kinds}): {SUPPORTED}")
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: PLC0415
+
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    cache, events = vllm_config.cache_config, vllm_config.kv_events_config
+    _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    dtype = vllm_config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+    extra_config = transfer.kv_connector_extra_config
+    return EngineFacts(
+        engine_id=transfer.engine_id,
+        extra_config=extra_config,
+        records_events=events is not None and events.enable_kv_cache_events,
+        model_name=vllm_config.model_config.model,
+        kv_dtype=str(dtype).removeprefix("torch."),
+        kv_layout=kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "",
+        canonical_layout=bool(extra_config.get("canonical_layout", False)),
+        groups=tuple(
+            (
+                group.tokens_per_block,
+                tuple(kv_cache_config.kv_cache_groups[group.index].layer_names),
+            )
+            for group in groups
+        ),
+        group_ids=tuple(group.index for group in groups),
+        counting_group=_counting_group(
+            [group.index for group in groups],
+            [group.index for group in groups if group.reach is Reach.PREFIX],
+        ),
+        tokens_per_hash=tokens_per_hash,
+        blocks_per_chunk=int(extra_config.get("blocks_per_chunk", 1)),
+        worker_kv_bytes_per_block=_bytes_per_block(kv_cache_config),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=parallel.prefill_context_parallel_size,
+        dcp_size=parallel.decode_context_parallel_size,
+        data_parallel_rank=_data_parallel_rank(parallel, transfer.engine_id),
+    )
 
 
-def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
+def read_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
+    """Return what kvtier needs to know of an engine that builds an offloading spec."""
     parallel = config.parallel
     group_ids = tuple(
         getattr(group, "group_id", at)  # named since 0.30
@@ -152,7 +152,7 @@ def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM'
         ),
         group_ids=group_ids,
         counting_group=_counting_group(
-            group_ids, config.extra_config.get(FULL_GROUPS, group_ids)
+            group_ids, group_ids
         ),
         tokens_per_hash=config.cache.tokens_per_hash,
         blocks_per_chunk=config.cache.blocks_per_chunk,
@@ -164,40 +164,6 @@ def _from_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM'
         pcp_size=parallel.pcp_size,
         dcp_size=parallel.dcp_size,
         data_parallel_rank=_data_parallel_rank(parallel, config.engine_id),
-    )
-
-
-def _from_vllm_config(
-    spec: Any,  # noqa: ANN401 - a spec
-    vllm_config: Any,  # noqa: ANN401 - vLLM's
-    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
-    full_groups: Collection[int],
-) -> EngineFacts:
-    parallel = vllm_config.parallel_config
-    engine_id = vllm_config.kv_transfer_config.engine_id
-    groups = zip(spec.gpu_block_size, kv_cache_config.kv_cache_groups, strict=True)
-    group_ids = tuple(range(len(kv_cache_config.kv_cache_groups)))
-    return EngineFacts(
-        engine_id=engine_id,
-        extra_config=spec.extra_config,
-        records_events=spec.kv_events_config.enable_kv_cache_events,
-        model_name=vllm_config.model_config.model,
-        kv_dtype=str(vllm_config.cache_config.cache_dtype).removeprefix("torch."),
-        kv_layout=None,
-        canonical_layout=False,
-        groups=tuple((tokens, tuple(group.layer_names)) for tokens, group in groups),
-        group_ids=group_ids,
-        counting_group=_counting_group(group_ids, full_groups),
-        tokens_per_hash=spec.hash_block_size,
-        blocks_per_chunk=spec.block_size_factor,
-        worker_kv_bytes_per_block=_bytes_per_block(kv_cache_config),
-        rank=parallel.rank,
-        world_size=parallel.world_size,
-        tp_size=parallel.tensor_parallel_size,
-        pp_size=parallel.pipeline_parallel_size,
-        pcp_size=parallel.prefill_context_parallel_size,
-        dcp_size=parallel.decode_context_parallel_size,
-        data_parallel_rank=_data_parallel_rank(parallel, engine_id),
     )
 
 
@@ -214,46 +180,21 @@ def _data_parallel_rank(parallel: Any, engine_id: str) -> int | None:  # noqa: A
     return number if number or is_named or several else None
 
 
-def full_attention_groups(
-    kv_cache_config: Any,  # noqa: ANN401 - vLLM's
-    *,
-    load: Load = importlib.import_module,
-) -> list[int]:
-    """Return the indices of the KV cache groups whose layers read the whole prefix.
-
-    Since 0.26 a spec is told the groups but not this. A connector is, and tells its spec.
-    """
-    full = load("vllm.v1.kv_cache_interface").FullAttentionSpec
-    kinds = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
-    return [number for number, kind in enumerate(kinds) if isinstance(_of_a_layer(kind), full)]
-
-
-def _of_a_layer(kind: Any) -> Any:  # noqa: ANN401 - vLLM's
-    """Return what a group's layers keep, all of one type, for the first of them."""
-    each = getattr(kind, "kv_cache_specs", None)
-    return next(iter(each.values())) if each else kind
-
-
 def _counting_group(group_ids: Sequence[int], full_groups: Collection[int]) -> int:
     return counting_group({group: group in full_groups for group in group_ids})
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:  # noqa: ANN401 - vLLM's
     """Return what one worker keeps for a block, all layers."""
-    tensors = kv_cache_config.kv_cache_tensors
-    if not kv_cache_config.num_blocks:
-        return 0
-    # A tensor with a block stride is a window into one allocation that holds all of them.
-    packed = any(tensor.block_stride for tensor in tensors)
-    nbytes = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
-    return int(nbytes // kv_cache_config.num_blocks)
+    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    return int(tensors[0].size // blocks) if tensors and blocks else 0
 
 
 def kv_content(
     config: Any,  # noqa: ANN401 - vLLM's
     engine: EngineFacts,
     *,
-    load: Load = importlib.import_module,
+    load: Callable[[str], Any] = importlib.import_module,
 ) -> str:
     """Return what the bytes of each layer are and mean, which no configuration of a spec tells.
 
@@ -263,10 +204,6 @@ def kv_content(
     (:func:`~kvtier.vllm.compat.layers.layer_content`); and equal bytes mean something else
     under other settings of the model (:func:`kv_meaning`). The ranks of an engine come to the
     same answer, whatever their number if no layer keeps states.
-
-    Before vLLM 0.29 the layout is not told either. It then follows from a setting and vLLM's
-    version, so a store is bound to these: who changes one finds an empty store, not bytes that
-    mean something else.
 
     Args:
         config: vLLM's configuration in a worker
@@ -285,15 +222,11 @@ def kv_content(
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
-        told = engine.kv_layout is not None
         content = [
-            layer_content(name, layers[name], config, layout_is_told=told, load=load)
+            layer_content(name, layers[name], config, load=load)
             for name in names
         ]
         what = [_digest(json.dumps(content)), _digest(kv_meaning(config))]
-        if engine.kv_layout is None:
-            layout = load("vllm.v1.attention.backends.utils").get_kv_cache_layout()
-            what = [str(layout), str(load("vllm").__version__), *what]
         element = str(config.model_config.dtype)
         _require_one_scheduler(config, engine)
         _require_certain_kv(config)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
-from kvtier.vllm.compat.checks import Load
 
-__all__ = ["layer_content", "settle_layers"]
-
-_OWN_SCALES = "_per_token_head"
-"""How element types end that keep a scale for every token and head, in the page itself."""
+__all__ = ["layer_content"]
 
 
 def layer_content(
@@ -18,8 +15,7 @@ def layer_content(
     layer: Any,  # noqa: ANN401 - vLLM's
     config: Any,  # noqa: ANN401 - vLLM's
     *,
-    layout_is_told: bool,
-    load: Load = importlib.import_module,
+    load: Callable[[str], Any] = importlib.import_module,
 ) -> list[str]:
     """Return a layer's name, its backend, the element types it is known to have, their order.
 
@@ -35,7 +31,6 @@ def layer_content(
         name: What the layer is called.
         layer: The layer, once it has its KV memory.
         config: vLLM's configuration.
-        layout_is_told: Whether vLLM names the axes of the KV memory, which is since 0.29.
         load: Imports a module.
     """
     states = getattr(layer, "get_state_dtype", None)
@@ -44,13 +39,11 @@ def layer_content(
         types += [*states(), _convolution_layout(load), _state_shapes(layer)]
     if str(types[0]).startswith("fp8"):
         types += _kind_of_fp8(load)
-    order = [getattr(layer, "isa", "")]
-    if layout_is_told:
-        order += _of_pages(layer, config)
+    order = [getattr(layer, "isa", ""), *_of_pages(layer, config)]
     return [name, layer.get_attn_backend().get_name(), *map(str, [*types, *order])]
 
 
-def _kind_of_fp8(load: Load) -> list[str]:
+def _kind_of_fp8(load: Callable[[str], Any]) -> list[str]:
     """Return what 8 bits stand for where that is not what most devices take them for.
 
     AMD's gfx94 has an exponent that is off by one: the same bits are half the number, and what
@@ -60,7 +53,7 @@ def _kind_of_fp8(load: Load) -> list[str]:
     return ["fnuz"] if platform.is_fp8_fnuz() else []
 
 
-def _convolution_layout(load: Load) -> str:
+def _convolution_layout(load: Callable[[str], Any]) -> str:
     """Return how the state of a convolution is laid out; nothing where there is one way."""
     utilities = load("vllm.model_executor.layers.mamba.mamba_utils")
     layout = getattr(utilities, "get_conv_state_layout", str)
@@ -95,22 +88,3 @@ def _of_pages(layer: Any, config: Any) -> list[object]:  # noqa: ANN401 - vLLM's
     if getattr(getattr(layer, "impl", None), "nvfp4_fa2", False):
         found += ["fa2"]
     return found
-
-
-def settle_layers(config: Any) -> None:  # noqa: ANN401 - vLLM's
-    """Let layers make their views of the KV memory before anything is loaded into it.
-
-    vLLM's Triton backend makes those of scales that each token has in the first forward pass
-    that it computes, and sets all of them to 1. Where no warm-up computes attention, which is
-    so with ``--enforce-eager``, that is the pass of a request whose chunks were loaded: it
-    would read them with scales that are not theirs.
-
-    Args:
-        config: vLLM's configuration in a worker, once the layers have their KV memory.
-    """
-    for layer in config.compilation_config.static_forward_context.values():
-        settle = getattr(getattr(layer, "impl", None), "_ensure_scale_caches", None)
-        cache = getattr(layer, "kv_cache", None)
-        has_scales = str(getattr(layer, "kv_cache_dtype", "")).endswith(_OWN_SCALES)
-        if settle is not None and has_scales and getattr(cache, "ndim", 0) > 2:
-            settle(cache)

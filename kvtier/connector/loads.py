@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.connector.groups import ceil_div
 from kvtier.connector.metadata import BlockSpec
 from kvtier.connector.protocols import AllocatedBlocks, Block
-from kvtier.connector.schedule.groups import ceil_div
-from kvtier.connector.schedule.tracking import GroupTrack, TrackedRequest
+from kvtier.connector.requests import TrackedRequest
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey
 
@@ -21,7 +21,7 @@ class PlannedLoad:
 
     Attributes:
         keys: Chunks, group after group.
-        blocks: Where they go; the first and the last chunk of a group may be partial.
+        blocks: Where they go; the first chunk of a group may be partial.
     """
 
     keys: Sequence[ChunkKey]
@@ -44,19 +44,20 @@ def plan_load(
     block_ids: list[int] = []
     sizes: list[int] = []
     firsts: list[int] = []
-    for group in tracked.groups:
-        layout = group.layout
+    for layout, group_keys in zip(tracked.layouts, tracked.keys, strict=True):
+        tokens_per_block = layout.group.tokens_per_block
         blocks = allocated.blocks[layout.index]
-        end = ceil_div(end_tokens, layout.tokens_per_block)
-        if len(blocks) < end or tracked.local_tokens % layout.tokens_per_block:
+        end = ceil_div(end_tokens, tokens_per_block)
+        end_chunk = ceil_div(end_tokens, layout.tokens_per_chunk)
+        if len(blocks) < end or len(group_keys) < end_chunk:
             raise UnsupportedError(
-                f"request {tracked.req_id}: the engine asks for tokens "
-                f"{tracked.local_tokens} to {end_tokens} of group {layout.index} and has "
-                f"{len(blocks)} blocks of {layout.tokens_per_block} tokens for it"
+                f"request {tracked.req_id}: the engine asks for tokens {tracked.local_tokens} "
+                f"to {end_tokens} of group {layout.index} and has {len(blocks)} blocks of "
+                f"{tokens_per_block} tokens and {len(group_keys)} chunks for it"
             )
-        first = _first_fresh(blocks, tracked.local_tokens // layout.tokens_per_block, end)
+        first = _first_fresh(blocks, tracked.local_tokens // tokens_per_block, end)
         if first < end:
-            keys += _chunks(group, first, end_tokens)
+            keys += group_keys[first // layout.blocks_per_chunk : end_chunk]
             block_ids += [block.block_id for block in blocks[first:end]]
         sizes.append(end - first)
         firsts.append(first)
@@ -70,13 +71,3 @@ def _first_fresh(blocks: Sequence[Block], start: int, end: int) -> int:
         if not block.is_null and block.block_hash is None:
             return number
     return end
-
-
-def _chunks(group: GroupTrack, first_block: int, end_tokens: int) -> list[ChunkKey]:
-    layout = group.layout
-    end = ceil_div(end_tokens, layout.tokens_per_chunk)
-    if end > len(group.keys):
-        raise UnsupportedError(
-            f"the engine asks for {end} chunks of a request that has {len(group.keys)}"
-        )
-    return group.keys[first_block // layout.blocks_per_chunk : end]

@@ -1,0 +1,131 @@
+"""KV cache groups as the scheduler side sees them: blocks, hashes and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import UnsupportedError
+from kvtier.keys import counting_group
+from kvtier.manager.hits import GroupReach, Reach
+
+__all__ = ["CacheGroup", "GroupLayout", "SchedulerOptions", "build_layouts", "ceil_div"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One KV cache group as its engine describes it.
+
+    Attributes:
+        tokens_per_block: Tokens of one block.
+        index: Which of the engine's block tables is the group's, and the index in its keys.
+        reach: Which part of a prefix its layers read.
+        window_tokens: Of a sliding window, or of a chunk of local attention.
+        is_draft: Whether a draft model's layers are in it. Their KV of the newest tokens may
+            still be rewritten.
+        is_handed_over: Whether the engine says in each step which blocks to store, in
+            ``boundary_states``; the block table does not tell.
+    """
+
+    tokens_per_block: int
+    index: int = 0
+    reach: Reach = Reach.PREFIX
+    window_tokens: int = 0
+    is_draft: bool = False
+    is_handed_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """How an engine is set up, as far as the scheduler side must know.
+
+    Attributes:
+        groups: The KV cache groups whose blocks are kept.
+        tokens_per_hash: Tokens that each of a request's block hashes adds.
+        blocks_per_chunk: Blocks that are stored and loaded together.
+        ranks: Workers that must acknowledge a job.
+        store_decode: Whether chunks that hold generated tokens are stored.
+        retention_tokens: The tails of windows are stored before every multiple of it, before
+            the end of the prompt, and where the prompt leaves another request's. 0: before the
+            last two only. None: before every token where a hit can end.
+        shares_blocks: Whether requests share blocks in the engine. Of two requests for the same
+            chunks the second then waits for the first one's load.
+        trusts_later_parts: Whether KV is right after a streamed prompt was continued.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    tokens_per_hash: int
+    blocks_per_chunk: int = 1
+    ranks: int = 1
+    store_decode: bool = False
+    retention_tokens: int | None = None
+    shares_blocks: bool = True
+    trusts_later_parts: bool = True
+
+    @property
+    def counting_group(self) -> int:
+        """Index of the group whose chunks stand for tokens."""
+        return counting_group({each.index: each.reach is Reach.PREFIX for each in self.groups})
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """A group in chunks.
+
+    Attributes:
+        group: The group.
+        reach: What it needs of a prefix.
+        tokens_per_chunk: Tokens of one chunk.
+        hashes_per_chunk: Block hashes of one chunk.
+        blocks_per_chunk: Blocks of one chunk.
+    """
+
+    group: CacheGroup
+    reach: GroupReach
+    tokens_per_chunk: int
+    hashes_per_chunk: int
+    blocks_per_chunk: int
+
+    @property
+    def index(self) -> int:
+        """Which of the engine's block tables is the group's, and the index in its keys."""
+        return self.group.index
+
+
+def ceil_div(number: int, by: int) -> int:
+    """Return ``number / by`` rounded up."""
+    return -(-number // by)
+
+
+def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
+    """Return the groups of ``options`` in chunks, in the same order.
+
+    Raises:
+        UnsupportedError: There is no group, or hashes, blocks and chunks do not fit together.
+    """
+    if not options.groups:
+        raise UnsupportedError("the engine has no KV cache group that kvtier can store")
+    return tuple(_layout(group, options) for group in options.groups)
+
+
+def _layout(group: CacheGroup, options: SchedulerOptions) -> GroupLayout:
+    if group.tokens_per_block % options.tokens_per_hash:
+        raise UnsupportedError(
+            f"KV cache group {group.index} has blocks of {group.tokens_per_block} tokens and the "
+            f"engine hashes {options.tokens_per_hash} tokens at a time: a block must be a whole "
+            "number of hashes"
+        )
+    if group.reach is Reach.STATE and options.blocks_per_chunk > 1:
+        raise UnsupportedError(
+            "this model keeps recurrent states, and only the last state of a chunk could be "
+            "used: set engine.blocks_per_chunk: 1"
+        )
+    tokens_per_chunk = group.tokens_per_block * options.blocks_per_chunk
+    return GroupLayout(
+        group=group,
+        reach=GroupReach(tokens_per_chunk, group.reach, group.window_tokens),
+        tokens_per_chunk=tokens_per_chunk,
+        hashes_per_chunk=tokens_per_chunk // options.tokens_per_hash,
+        blocks_per_chunk=options.blocks_per_chunk,
+    )
+

@@ -1,0 +1,155 @@
+"""What the scheduler side remembers of a request: its keys, and how far it was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from kvtier.connector.context import RequestContext
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.protocols import EngineRequest
+from kvtier.errors import UnsupportedError
+from kvtier.keys import ChunkKey, make_key
+from kvtier.manager.hits import Prompt
+from kvtier.types import JobId
+
+__all__ = ["TrackedRequest", "chunk_positions"]
+
+NameChunk = Callable[[ChunkKey], ChunkKey]
+"""Returns kvtier's key of a chunk that the engine knows by another one."""
+
+
+class TrackedRequest:
+    """One request from its arrival until its last job is acknowledged.
+
+    It is the :class:`~kvtier.connector.context.RequestContext` that the cache sees.
+
+    Attributes:
+        request: The engine's own object.
+        layouts: The KV cache groups.
+        keys: Keys of its whole chunks known so far, per group.
+        offered_tokens: Per group, tokens whose chunks were offered for storing.
+        next_offer_tokens: Tokens with which there may be a chunk to offer; 0 to look.
+        local_tokens: Tokens the engine had in its own cache at the last lookup.
+        jobs: Jobs in flight: one load, or stores.
+        has_blocks: Whether it was scheduled and has its blocks since.
+        may_store: Returns whether its KV still is what its keys say; None where it always is.
+        store_limit: Tokens after which nothing is stored, None for any.
+        load_sources: Loaded tokens by index of the tier that they came from.
+    """
+
+    __slots__ = (
+        "_known_hashes",
+        "_last_hash",
+        "_load_limit",
+        "_name_chunk",
+        "has_blocks",
+        "jobs",
+        "keys",
+        "layouts",
+        "load_sources",
+        "local_tokens",
+        "may_store",
+        "next_offer_tokens",
+        "offered_tokens",
+        "request",
+        "store_limit",
+    )
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        layouts: Sequence[GroupLayout],
+        *,
+        name_chunk: NameChunk | None = None,
+        may_store: Callable[[], bool] | None = None,
+    ) -> None:
+        params = request.kv_transfer_params or {}
+        self.request = request
+        self.layouts = layouts
+        self.keys: list[list[ChunkKey]] = [[] for _ in layouts]
+        self.offered_tokens = [0] * len(layouts)
+        self.next_offer_tokens: float = 0
+        self.local_tokens = 0
+        self.jobs: set[JobId] = set()
+        self.has_blocks = False
+        self.store_limit = _tokens(params, "max_offload_tokens")
+        self.load_sources: Mapping[int, int] = {}
+        self.may_store = may_store
+        self._load_limit = _tokens(params, "max_load_tokens")
+        self._name_chunk = name_chunk
+        self._known_hashes = 0
+        self._last_hash = b""
+
+    @property
+    def req_id(self) -> str:
+        """The engine's name for it."""
+        return self.request.request_id
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What whoever sent it asks of the KV cache."""
+        return self.request.kv_transfer_params
+
+    def extend_keys(self) -> None:
+        """Name the chunks that became whole since the last call."""
+        hashes = self.request.block_hashes
+        known, count = self._known_hashes, len(hashes)
+        if known and (count < known or hashes[known - 1] != self._last_hash):
+            self._forget_replaced()
+        elif count == known:
+            return
+        self._known_hashes = count
+        self._last_hash = hashes[-1] if count else b""
+        for layout, keys in zip(self.layouts, self.keys, strict=True):
+            step = layout.hashes_per_chunk
+            new = islice(hashes, step * len(keys) + step - 1, None, step)
+            named = (make_key(block_hash, layout.index) for block_hash in new)
+            keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
+
+    def key_at(self, group: int, tokens: int) -> ChunkKey:
+        """Return the key of what group number ``group`` keeps for the first ``tokens`` tokens."""
+        layout = self.layouts[group]
+        tokens_per_hash = layout.tokens_per_chunk // layout.hashes_per_chunk
+        key = make_key(self.request.block_hashes[tokens // tokens_per_hash - 1], layout.index)
+        return key if self._name_chunk is None else self._name_chunk(key)
+
+    def prompt(self, *, recompute_tokens: int) -> Prompt:
+        """Return the chunks that could be loaded.
+
+        Args:
+            recompute_tokens: Last tokens that the engine must compute in any case.
+        """
+        limit = self.request.num_tokens - recompute_tokens
+        if self._load_limit is not None:
+            limit = min(limit, self.local_tokens + self._load_limit)
+        return Prompt(self.keys, self.local_tokens, limit)
+
+    def _forget_replaced(self) -> None:
+        """Forget keys of tokens that the engine replaced when it continued a streamed prompt."""
+        valid = self.request.num_computed_tokens
+        for group, layout in enumerate(self.layouts):
+            del self.keys[group][valid // layout.tokens_per_chunk :]
+            self.offered_tokens[group] = min(self.offered_tokens[group], valid)
+
+
+def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
+    """Return a tracked request's chunks, root to leaf, and the token each ends before.
+
+    Raises:
+        UnsupportedError: ``context`` is not from this scheduler side.
+    """
+    if not isinstance(context, TrackedRequest):
+        raise UnsupportedError(f"{type(context).__name__} does not say which chunks it has")
+    return {
+        key: (number + 1) * layout.tokens_per_chunk
+        for layout, keys in zip(context.layouts, context.keys, strict=True)
+        for number, key in enumerate(keys)
+    }
+
+
+def _tokens(params: Mapping[str, Any], name: str) -> int | None:
+    """Return a limit that a request sets; any other value sets none."""
+    limit = params.get(name)
+    return limit if type(limit) is int and limit >= 0 else None

@@ -1,0 +1,220 @@
+"""Which of a request's chunks to offer for storing, and where their blocks are.
+
+Chunks are offered once, in order, in the step that computes their last token: the worker copies
+them after it. A chunk is stored whole or not at all.
+
+Groups of full attention offer every chunk. Of a window, or of a recurrent state, only the chunks
+before a token where a later hit can end are of use, so they are offered when the request reaches
+such a token: the window still has all their blocks then. Where hits can end is said by the
+engine's retention interval: before its multiples, before the end of the prompt, and where the
+prompt leaves another request's. Generated tokens, if they are stored, are kept before every
+token where a hit can end.
+
+The engine's block table is read when a chunk is offered and never remembered: blocks that a
+window has left behind are null in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.connector.groups import GroupLayout, SchedulerOptions
+from kvtier.connector.metadata import BlockSpec
+from kvtier.connector.protocols import AllocatedBlocks, BoundaryState, EngineRequest
+from kvtier.connector.requests import TrackedRequest
+from kvtier.keys import ChunkKey
+from kvtier.manager.hits import Reach
+
+__all__ = ["Offer", "StoreRules", "computed_tokens"]
+
+
+@dataclass(slots=True)
+class Offer:
+    """Chunks of one request that the cache may want.
+
+    Attributes:
+        keys: Their keys, group after group.
+        blocks: Blocks of each.
+        places: Of each, its group's number and the index of its first block in the request.
+        groups: Number of groups.
+        ends: Per group, tokens whose chunks have been offered with this.
+    """
+
+    keys: list[ChunkKey]
+    blocks: list[Sequence[int]]
+    places: list[tuple[int, int]]
+    groups: int
+    ends: list[int]
+
+    def add(
+        self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int
+    ) -> None:
+        """Offer one more chunk, of the same group as the last one or a later one."""
+        self.keys.append(key)
+        self.blocks.append(blocks)
+        self.places.append((group, first_block))
+
+    def source_of(self, accepted: Iterable[ChunkKey]) -> BlockSpec:
+        """Return the blocks of ``accepted``, a subsequence of the keys."""
+        wanted = set(accepted)
+        block_ids: list[int] = []
+        sizes = [0] * self.groups
+        firsts = [0] * self.groups
+        for key, blocks, (group, first) in zip(
+            self.keys, self.blocks, self.places, strict=True
+        ):
+            if key in wanted:
+                if not sizes[group]:
+                    firsts[group] = first
+                sizes[group] += len(blocks)
+                block_ids += blocks
+        return BlockSpec(tuple(block_ids), tuple(sizes), tuple(firsts))
+
+
+class StoreRules:
+    """Says which chunks to offer.
+
+    Args:
+        options: How the engine is set up.
+        layouts: Its KV cache groups.
+    """
+
+    def __init__(self, options: SchedulerOptions, layouts: Sequence[GroupLayout]) -> None:
+        self._layouts = layouts
+        self._store_decode = options.store_decode
+        self._retention_tokens = options.retention_tokens
+        self._alignment_tokens = math.lcm(*(layout.tokens_per_chunk for layout in layouts))
+
+    def offer(
+        self,
+        tracked: TrackedRequest,
+        tokens: int,
+        table: AllocatedBlocks,
+        states: Iterable[BoundaryState] = (),
+    ) -> Offer:
+        """Return the chunks of the first ``tokens`` tokens that were not offered yet.
+
+        Args:
+            tracked: The request.
+            tokens: Tokens whose KV the engine has after this step.
+            table: The request's blocks now.
+            states: Recurrent states that the engine hands over in this step.
+        """
+        tokens = int(min(tokens, self.limit_tokens(tracked)))
+        ends = [self._end(tracked, number, tokens) for number in range(len(self._layouts))]
+        offer = Offer([], [], [], len(self._layouts), ends)
+        for number, layout in enumerate(self._layouts):
+            if layout.group.is_handed_over:
+                final = (state for state in states if state.tokens <= tokens)
+                self._add_states(offer, tracked, number, final)
+            else:
+                self._add_chunks(offer, tracked, number, table)
+        return offer
+
+    def limit_tokens(self, tracked: TrackedRequest) -> float:
+        """Return how many leading tokens of a request may be stored."""
+        limit = math.inf if self._store_decode else tracked.request.num_prompt_tokens
+        return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
+
+    def next_offer_tokens(self, tracked: TrackedRequest) -> float:
+        """Return with how many computed tokens a request has a new chunk; infinite for never."""
+        prompt = tracked.request.num_prompt_tokens
+        limit = self.limit_tokens(tracked)
+        following: list[int] = []
+        for layout, offered in zip(self._layouts, tracked.offered_tokens, strict=True):
+            size = layout.tokens_per_chunk
+            end = offered - offered % size + size
+            if layout.group.is_draft and end + size > prompt:
+                end += size  # it is final one chunk later
+            following.append(end)
+        tokens = min(following)
+        return tokens if tokens <= limit else math.inf
+
+    def _end(self, tracked: TrackedRequest, number: int, tokens: int) -> int:
+        """Return up to which token a group's chunks are final."""
+        layout, request = self._layouts[number], tracked.request
+        end = min(tokens, len(tracked.keys[number]) * layout.tokens_per_chunk)
+        is_decoding = tokens > request.num_prompt_tokens and not request.is_finished()
+        if layout.group.is_draft and is_decoding:
+            end -= layout.tokens_per_chunk
+        return max(end, tracked.offered_tokens[number])
+
+    def _add_chunks(
+        self, offer: Offer, tracked: TrackedRequest, number: int, table: AllocatedBlocks
+    ) -> None:
+        layout, keys = self._layouts[number], tracked.keys[number]
+        per_chunk = layout.blocks_per_chunk
+        blocks = table.blocks[layout.index]
+        for chunk in self._new_chunks(tracked, number, offer.ends[number]):
+            first = chunk * per_chunk
+            some = blocks[first : first + per_chunk]
+            if len(some) < per_chunk or any(block.is_null for block in some):
+                continue
+            offer.add(keys[chunk], [block.block_id for block in some], number, first)
+
+    def _add_states(
+        self,
+        offer: Offer,
+        tracked: TrackedRequest,
+        number: int,
+        states: Iterable[BoundaryState],
+    ) -> None:
+        layout = self._layouts[number]
+        size = layout.tokens_per_chunk
+        for state in states:
+            if state.group == layout.index and not state.tokens % size:
+                key = tracked.key_at(number, state.tokens)
+                offer.add(key, (state.block_id,), number, state.tokens // size - 1)
+
+    def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
+        """Return the chunks of a group before token ``end`` that later hits can use."""
+        layout = self._layouts[number]
+        size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
+        if layout.group.reach is Reach.PREFIX:
+            return range(offered // size, end // size)
+        chunks: dict[int, None] = {}
+        for boundary in self._boundaries(tracked.request, offered, end):
+            first = max(layout.reach.first_token(boundary), 0) // size
+            chunks.update(dict.fromkeys(range(first, boundary // size)))
+        return chunks
+
+    def _boundaries(self, request: EngineRequest, start: int, end: int) -> Iterator[int]:
+        """Yield, ascending, where hits can end after token ``start`` and by token ``end``."""
+        step, retention = self._alignment_tokens, self._retention_tokens
+        if retention is None:
+            yield from _multiples(step, start, end)
+            return
+        prompt = request.num_prompt_tokens
+        found = {
+            mark - mark % step
+            for mark in (prompt - 1, min(request.shared_prefix_boundary, prompt))
+        }
+        if retention:
+            interval = math.lcm(retention, step)
+            found.update(_multiples(interval, start, min(end, prompt)))
+        if self._store_decode:
+            found.update(_multiples(step, max(start, prompt), end))
+        yield from (at for at in sorted(found) if start < at <= end)
+
+
+def computed_tokens(request: EngineRequest, scheduled: int) -> int:
+    """Return how many leading tokens' KV the engine has after this step.
+
+    Args:
+        request: The request.
+        scheduled: Tokens that this step computes for it.
+    """
+    if request.is_finished():
+        # The last token was sampled and need not have been computed; and a request that was
+        # aborted may not have computed its prompt.
+        known = max(request.num_prompt_tokens, request.num_tokens - 1)
+        return min(request.num_computed_tokens, known)
+    # Under async scheduling tokens are scheduled before anybody knows them.
+    return min(request.num_computed_tokens + scheduled, request.num_tokens)
+
+
+def _multiples(step: int, start: int, end: int) -> range:
+    """Return the multiples of ``step`` after ``start`` and up to ``end``."""
+    return range(start - start % step + step, end + 1, step)

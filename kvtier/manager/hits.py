@@ -1,0 +1,154 @@
+"""How much of a prompt can be loaded: the longest prefix that every KV cache group can serve.
+
+A model's layers fall into KV cache groups, and each kind of group needs other chunks of a
+prefix that ends at token ``end``:
+
+==========  ======================================================================
+reach       chunks that a group needs
+==========  ======================================================================
+``PREFIX``  all of them: full attention reads the whole prefix
+``WINDOW``  those of the last ``window_tokens - 1`` tokens: a sliding window
+``LOCAL``   those since the last multiple of ``window_tokens``: chunked local attention
+``STATE``   the one that ends at ``end``: recurrent layers carry one state
+==========  ======================================================================
+
+A hit ends where every group has the end of a chunk, at a multiple of the least common multiple
+of their chunk lengths, as in vLLM's own prefix cache. The search only ever shortens the prefix:
+``PREFIX`` groups cut it to their first missing chunk, and a chunk that another group misses cuts
+it to the start of that chunk. Then all groups are asked again, so it ends after at most as many
+rounds as there are chunks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtier.keys import ChunkKey
+
+__all__ = ["GroupReach", "HitRules", "Presence", "Prompt", "Reach"]
+
+
+class Reach(enum.Enum):
+    """Which chunks of a prefix the layers of a group read."""
+
+    PREFIX = "prefix"
+    WINDOW = "window"
+    LOCAL = "local"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReach:
+    """What one KV cache group needs of a prefix.
+
+    Attributes:
+        chunk_tokens: Tokens of a chunk.
+        reach: Which chunks its layers read.
+        window_tokens: Of a sliding window, or of a chunk of local attention; the token that
+            reads is counted.
+    """
+
+    chunk_tokens: int
+    reach: Reach = Reach.PREFIX
+    window_tokens: int = 0
+
+    def first_token(self, end: int) -> int:
+        """Return the first token of a prefix of ``end`` tokens that the group reads."""
+        if self.reach is Reach.PREFIX:
+            return 0
+        if self.reach is Reach.STATE:
+            return end - self.chunk_tokens
+        if self.reach is Reach.LOCAL:
+            return end - end % self.window_tokens
+        return max(end - self.window_tokens + 1, 0)
+
+
+class Prompt(NamedTuple):
+    """The chunks of a request that could be loaded.
+
+    Attributes:
+        keys: Keys of its whole chunks, per group, root to leaf.
+        local_tokens: Tokens that the engine has in its own prefix cache.
+        limit_tokens: Longest prefix that is of use.
+    """
+
+    keys: Sequence[Sequence[ChunkKey]]
+    local_tokens: int
+    limit_tokens: int
+
+
+class Presence(Protocol):
+    """Tells which chunks there are."""
+
+    def lead(self, keys: Sequence[ChunkKey]) -> int:
+        """Return how many leading ``keys`` there are."""
+
+    def has(self, key: ChunkKey) -> bool:
+        """Return whether there is ``key``."""
+
+
+class HitRules:
+    """Finds the longest hit for the KV cache groups of one engine.
+
+    Args:
+        groups: The groups, in the order of :attr:`Prompt.keys`.
+
+    Attributes:
+        groups: The same.
+        alignment_tokens: Every hit ends at a multiple of it.
+    """
+
+    def __init__(self, groups: Sequence[GroupReach]) -> None:
+        self.groups = tuple(groups)
+        self.alignment_tokens = math.lcm(*(group.chunk_tokens for group in groups))
+        self._prefixes = self._select(is_prefix=True)
+        self._others = self._select(is_prefix=False)
+
+    def _select(self, *, is_prefix: bool) -> list[tuple[int, GroupReach]]:
+        return [
+            (number, group)
+            for number, group in enumerate(self.groups)
+            if (group.reach is Reach.PREFIX) == is_prefix
+        ]
+
+    def longest(self, prompt: Prompt, presence: Presence) -> int:
+        """Return where the longest hit ends, in tokens; the local tokens if there is none."""
+        local, end = prompt.local_tokens, prompt.limit_tokens
+        for number, group in self._prefixes:
+            size, keys = group.chunk_tokens, prompt.keys[number]
+            first = local // size
+            end = min(end, (first + presence.lead(keys[first : end // size])) * size)
+        end -= end % self.alignment_tokens
+        while end - local >= self.alignment_tokens:
+            missing = self._missing_before(end, prompt, presence)
+            if missing is None:
+                return end
+            end = missing - missing % self.alignment_tokens
+        return local
+
+    def needed(self, prompt: Prompt, end: int) -> list[ChunkKey]:
+        """Return the keys of the chunks that a hit of ``end`` tokens loads, group by group."""
+        local = prompt.local_tokens
+        needed: list[ChunkKey] = []
+        for group, keys in zip(self.groups, prompt.keys, strict=True):
+            size = group.chunk_tokens
+            first = max(group.first_token(end), local) // size
+            needed += keys[first : end // size]
+        return needed
+
+    def _missing_before(self, end: int, prompt: Prompt, presence: Presence) -> int | None:
+        """Return the first token of a missing chunk that a hit of ``end`` tokens needs."""
+        for number, group in self._others:
+            size, keys = group.chunk_tokens, prompt.keys[number]
+            last = end // size
+            if last > len(keys):
+                return len(keys) * size
+            first = max(group.first_token(end), prompt.local_tokens) // size
+            for chunk in range(last - 1, first - 1, -1):
+                if not presence.has(keys[chunk]):
+                    return chunk * size
+        return None

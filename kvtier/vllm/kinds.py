@@ -1,0 +1,132 @@
+"""KV cache groups of vLLM as kvtier's: which kinds are stored, and what a hit needs of them.
+
+What a layer keeps, and when its blocks are given away, follows from the class of its
+``KVCacheSpec``. A platform or a model may derive one of its own with other rules: one that
+evicts tokens from the middle of a prompt is full attention by ``isinstance``. So classes are
+compared, not their parents, and an unknown one is refused at start.
+
+Not stored although vLLM has them: ``RSWASpec`` and ``CrossAttentionSpec``, whose KV no other
+request can use, and ``SinkFullAttentionSpec``, whose manager cannot be built in vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1 import kv_cache_interface
+
+from kvtier.connector.groups import CacheGroup
+from kvtier.errors import UnsupportedError
+from kvtier.manager.hits import Reach
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+__all__ = ["cache_groups", "layer_specs", "require_known_specs"]
+
+_REACH: Final[Mapping[str, Reach]] = {
+    "FullAttentionSpec": Reach.PREFIX,
+    "HiddenStateCacheSpec": Reach.PREFIX,
+    "MLAAttentionSpec": Reach.PREFIX,
+    "SlidingWindowSpec": Reach.WINDOW,
+    "SlidingWindowMLASpec": Reach.WINDOW,
+    "ChunkedLocalAttentionSpec": Reach.LOCAL,
+    "MambaSpec": Reach.STATE,
+}
+_NOT_STORED: Final = ("CircularBufferSpec", "KpoolTailSpec")
+"""Buffers of one request. vLLM makes no prefix-cacheable group of them."""
+
+
+def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """Return what each layer of a group keeps, by the layer's name."""
+    spec: Any = group.kv_cache_spec
+    each = getattr(spec, "kv_cache_specs", None)
+    return dict(each) if each else dict.fromkeys(group.layer_names, spec)
+
+
+def require_known_specs(specs: Mapping[str, KVCacheSpec]) -> None:
+    """Refuse layers that keep anything of an unknown kind.
+
+    Args:
+        specs: What each layer keeps, by the layer's name.
+
+    Raises:
+        UnsupportedError: One does; the message names it.
+    """
+    known = _classes((*_REACH, *_NOT_STORED))
+    for layer, spec in specs.items():
+        own = type(spec)
+        if own not in known:
+            raise UnsupportedError(
+                f"layer {layer} keeps {own.__module__}.{own.__qualname__}, a kind of KV cache "
+                "that kvtier does not store; start vLLM without kvtier"
+            )
+
+
+def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """Return the KV cache groups that kvtier stores: those that vLLM can find by hash.
+
+    Raises:
+        UnsupportedError: A kind is not stored, or a hit could end where a group has nothing.
+    """
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise UnsupportedError("kvtier does not store HiSparse caches; start vLLM without them")
+    for group in kv_cache_config.kv_cache_groups:
+        require_known_specs(layer_specs(group))
+    stored = kv_cache_config.prefix_cacheable_group_ids
+    groups = tuple(
+        _cache_group(index, kv_cache_config.kv_cache_groups[index]) for index in stored
+    )
+    _require_whole_rows(kv_cache_config, groups)
+    return groups
+
+
+def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
+    spec: Any = next(iter(layer_specs(group).values()))
+    reach = _REACH[type(spec).__name__]
+    window_tokens = 0
+    if reach is Reach.WINDOW:
+        window_tokens = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    elif reach is Reach.LOCAL:
+        window_tokens = spec.attention_chunk_size
+    return CacheGroup(
+        tokens_per_block=group.kv_cache_spec.block_size,
+        index=index,
+        reach=reach,
+        window_tokens=window_tokens,
+        is_draft=bool(getattr(group, "is_eagle_group", False)),
+        is_handed_over=getattr(spec, "mamba_cache_mode", None) == "align",
+    )
+
+
+def _require_whole_rows(
+    kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Refuse layers that keep one row for several tokens where a hit could end within a row.
+
+    The tokens of an unfinished row are in a buffer that is not stored.
+    """
+    specs = [spec for each in kv_cache_config.kv_cache_groups for spec in layer_specs(each).values()]
+    if all(spec.prefix_cacheable for spec in specs):
+        return
+    rows = {getattr(spec, "tokens_per_state", 1) for spec in specs}
+    for row in sorted(row for row in rows if isinstance(row, int) and row > 1):
+        for group in groups:
+            if group.tokens_per_block % row:
+                raise UnsupportedError(
+                    f"layers of this model keep one row for {row} tokens and others have blocks "
+                    f"of {group.tokens_per_block}: a hit could end within a row; start vLLM "
+                    "without kvtier"
+                )
+
+
+def _classes(names: tuple[str, ...]) -> set[type[Any]]:
+    return set(_found(names))
+
+
+def _found(names: tuple[str, ...]) -> Iterator[type[Any]]:
+    for name in names:
+        found = getattr(kv_cache_interface, name, None)
+        if found is not None:
+            yield found

@@ -1,0 +1,209 @@
+"""Where vLLM keeps each block's pages, and which part of every slot this rank has.
+
+vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins in
+one allocation. So one rule finds attention's pages, those of recurrent states, padded pages, and
+layers side by side in a block.
+
+With tensor parallelism each rank keeps the KV of its own heads. Where a page has heads outermost
+(``LBHNC``), the pages of all ranks one after the other are the page of an engine with one rank,
+and a slot's bytes need not depend on the number of ranks (:mod:`kvtier.memory.slot_layout`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtier.errors import UnsupportedError
+from kvtier.memory.copy import KVBlocks
+from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
+from kvtier.vllm.kinds import layer_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+__all__ = ["SlotShape", "find_pages", "share_slots"]
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShape:
+    """How a slot is cut.
+
+    Attributes:
+        stripes: Parts of a slot.
+        stripe_nbytes: Bytes of a part.
+        share: This rank's parts.
+        is_portable: Whether another number of ranks would store the same bytes.
+    """
+
+    stripes: int
+    stripe_nbytes: int
+    share: RankShare
+    is_portable: bool
+
+
+def find_pages(
+    kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig, group_ids: tuple[int, ...]
+) -> KVBlocks:
+    """Return the KV memory of the groups that are stored.
+
+    Args:
+        kv_caches: What vLLM registers: a tensor, or a list of them, by layer.
+        kv_cache_config: Where vLLM put them.
+        group_ids: The groups that are stored.
+
+    Raises:
+        UnsupportedError: The memory is not as ``kv_cache_config`` says.
+    """
+    groups = [layer_specs(kv_cache_config.kv_cache_groups[index]) for index in group_ids]
+    specs = {layer: spec for group in groups for layer, spec in group.items()}
+    blocks = kv_cache_config.num_blocks
+    tensors: list[torch.Tensor] = []
+    numbers: dict[tuple[int, int], int] = {}
+    pages: dict[str, tuple[int, int]] = {}
+    for placed in kv_cache_config.kv_cache_tensors:
+        for at, layer in enumerate(placed.layers):
+            if layer not in specs:
+                continue
+            offset = placed.offset + at * placed.layer_stride
+            nbytes = _page_nbytes(specs[layer])
+            place = (offset, placed.block_stride)
+            if place not in numbers:
+                numbers[place] = len(tensors)
+                whole = max(nbytes, specs[layer].page_size_bytes)
+                tensors.append(
+                    _view(layer, kv_caches, offset, (blocks, whole), placed.block_stride)
+                )
+            pages[layer] = (numbers[place], nbytes)
+    missing = specs.keys() - pages.keys()
+    if missing:
+        raise UnsupportedError(f"vLLM does not say where layer {min(missing)} keeps its KV")
+    return KVBlocks(tensors, [[pages[layer] for layer in group] for group in groups])
+
+
+def share_slots(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, Any],
+    kv: KVBlocks,
+    group_ids: tuple[int, ...],
+    *,
+    blocks_per_chunk: int,
+) -> SlotShape:
+    """Return how slots are cut for this engine, and this rank's part of them.
+
+    All ranks come to the same answer but for ``share``.
+    """
+    rank = vllm_config.parallel_config.rank
+    ranks = vllm_config.parallel_config.world_size
+    block_nbytes = max(sum(nbytes for _, nbytes in pages) for pages in kv.groups)
+    try:
+        specs = {
+            layer: spec
+            for index in group_ids
+            for layer, spec in layer_specs(kv_cache_config.kv_cache_groups[index]).items()
+        }
+        share = _portable_share(vllm_config, specs, kv_caches)
+    except UnsupportedError as error:
+        logger.info(
+            "kvtier: chunks can be read with --tensor-parallel-size %d only: %s", ranks, error
+        )
+        return SlotShape(ranks, block_nbytes * blocks_per_chunk, shard_of(rank), False)
+    stripe_nbytes = block_nbytes // len(share.stripes) * blocks_per_chunk
+    return SlotShape(STRIPES, stripe_nbytes, share, True)
+
+
+def _view(
+    layer: str, kv_caches: Mapping[str, Any], offset: int, shape: tuple[int, int], stride: int
+) -> torch.Tensor:
+    """Return the pages of a layer as bytes of shape (blocks, page bytes)."""
+    cache = kv_caches.get(layer)
+    first = cache[0] if isinstance(cache, list | tuple) else cache
+    if not isinstance(first, torch.Tensor):
+        raise UnsupportedError(f"vLLM registered no KV cache for layer {layer}")
+    storage = first.untyped_storage()
+    if first.data_ptr() != storage.data_ptr() + offset:
+        raise UnsupportedError(
+            f"the KV cache of layer {layer} does not begin where vLLM says: byte "
+            f"{first.data_ptr() - storage.data_ptr()} instead of {offset}"
+        )
+    if offset + (shape[0] - 1) * stride + shape[1] > storage.nbytes():
+        raise UnsupportedError(f"the KV cache of layer {layer} ends beyond its memory")
+    flat = torch.tensor([], dtype=torch.int8, device=first.device)
+    return flat.set_(storage, offset, shape, (stride, 1))  # type: ignore[call-overload,no-any-return]
+
+
+def _page_nbytes(spec: KVCacheSpec) -> int:
+    """Return the bytes of a page without its padding."""
+    unpadded = getattr(spec, "unpadded_page_size_bytes", None)
+    if unpadded is not None:
+        return int(unpadded)
+    if getattr(spec, "page_size_padded", None) is not None:
+        spec = replace(spec, page_size_padded=None)  # type: ignore[call-arg,type-var]
+    return int(spec.page_size_bytes)
+
+
+def _portable_share(
+    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], kv_caches: Mapping[str, Any]
+) -> RankShare:
+    """Return a rank's share of slots whose bytes do not depend on the number of ranks.
+
+    Raises:
+        UnsupportedError: There is no such share; the message says why.
+    """
+    shares = {
+        _layer_share(vllm_config, layer, spec, kv_caches[layer])
+        for layer, spec in specs.items()
+    }
+    if len(shares) > 1:
+        raise UnsupportedError("layers are split over the ranks in different ways")
+    return shares.pop()
+
+
+def _layer_share(
+    vllm_config: VllmConfig,
+    layer: str,
+    spec: Any,  # noqa: ANN401 - one of vLLM's kinds
+    cache: Any,  # noqa: ANN401 - a tensor or several
+) -> RankShare:
+    parallel = vllm_config.parallel_config
+    tp, rank = parallel.tensor_parallel_size, parallel.rank
+    kind = type(spec).__name__
+    if kind == "MLAAttentionSpec" and spec.tokens_per_state == 1:
+        _require_parts(layer, spec, STRIPES)
+        return RankShare(tuple(range(STRIPES)), writers=tp, writer=rank)
+    if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+        raise UnsupportedError(f"layer {layer} keeps {kind}, which is not split by heads")
+    if spec.kv_quant_mode.is_per_token_head:
+        raise UnsupportedError(f"layer {layer} keeps scales beside its heads")
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    shards = min(heads, tp)
+    replicas = tp // shards
+    even = heads % shards == 0 and tp % shards == 0 and spec.num_kv_heads == heads // shards
+    if not even or STRIPES % shards:
+        raise UnsupportedError(f"{heads} KV heads over {tp} ranks are not whole {STRIPES}ths")
+    outermost = (
+        isinstance(cache, torch.Tensor)
+        and cache.dim() == 4
+        and cache.shape[1] == spec.num_kv_heads
+        and cache[0].is_contiguous()
+    )
+    if not outermost:
+        raise UnsupportedError(f"the heads of layer {layer} are not outermost in a block")
+    each = STRIPES // shards
+    _require_parts(layer, spec, each)
+    first = rank // replicas * each
+    return RankShare(tuple(range(first, first + each)), writers=replicas, writer=rank % replicas)
+
+
+def _require_parts(layer: str, spec: KVCacheSpec, parts: int) -> None:
+    nbytes = _page_nbytes(spec)
+    if nbytes % parts:
+        raise UnsupportedError(f"a page of layer {layer} of {nbytes} bytes has no {parts} parts")

@@ -1,0 +1,128 @@
+"""What vLLM's scheduler decided in a step, as the connector's scheduler side takes it.
+
+**Blocks that are given away.** A store must end before its blocks are written by others, so the
+scheduler side is told of all blocks that requests got since the step before: those of scheduled
+requests, those of requests that wait for a load of this or of another connector, blocks that are
+cleared, and blocks that are copied into. vLLM has no single list of them.
+
+**Writes before the flush.** Model Runner V2 clears blocks, copies into some, and moves recurrent
+states from block to block before it calls ``handle_preemptions``. A store that reads such a block
+copies wrong KV, so these blocks are named apart and their stores fail.
+
+**Boundary states.** Where a model keeps recurrent states, vLLM hands over the block that holds
+the state at the end of a block, in the step that computes it. With several guessed tokens and
+async scheduling it may have freed that block in the same step. Such a state is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from kvtier.connector.protocols import BoundaryState, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["StepReader"]
+
+
+class StepReader:
+    """Reads the steps of one engine.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: The engine's KV cache groups.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._moving = _moving_states(kv_cache_config)
+        self._writes_first = bool(
+            kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner
+        )
+        self._waiting: set[int] = set()
+
+    def note_allocation(self, blocks: KVCacheBlocks) -> None:
+        """Note all blocks of a request that starts, or waits for a load, in the next step."""
+        self._waiting.update(
+            block.block_id for block in chain.from_iterable(blocks.blocks) if not block.is_null
+        )
+
+    def read(self, output: SchedulerOutput, tables: KVCacheManager) -> Step:
+        """Return what ``output`` means for the scheduler side.
+
+        Args:
+            output: vLLM's decisions.
+            tables: vLLM's block tables after them.
+        """
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        preempted = output.preempted_req_ids or ()
+        allocated, self._waiting = self._waiting, set()
+        written = set(output.new_block_ids_to_zero or ())
+        copies = output.kv_cache_block_copies or ()
+        written.update(copy.dst_block_id for copy in copies)
+        for tables_of_request in chain(
+            (request.block_ids for request in new), filter(None, cached.new_block_ids)
+        ):
+            allocated.update(chain.from_iterable(tables_of_request))
+        allocated |= written
+        allocated.discard(0)
+        overwritten: set[int] = set()
+        if self._writes_first:
+            overwritten = written | set(self._moved_into(output))
+        return Step(
+            num_scheduled_tokens=output.num_scheduled_tokens,
+            started=[request.req_id for request in new] if new else (),
+            preempted=preempted,
+            allocated=allocated,
+            overwritten=overwritten,
+            states=self._states(output, tables, copies) if self._moving else {},
+        )
+
+    def _moved_into(self, output: SchedulerOutput) -> Iterator[int]:
+        """Yield the blocks that a step gives to requests for their states."""
+        for group, tokens_per_block in self._moving.items():
+            for new in output.scheduled_new_reqs:
+                yield from new.block_ids[group][new.num_computed_tokens // tokens_per_block :]
+            for given in output.scheduled_cached_reqs.new_block_ids:
+                yield from () if given is None else given[group]
+
+    def _states(
+        self,
+        output: SchedulerOutput,
+        tables: KVCacheManager,
+        copies: Any,  # noqa: ANN401 - vLLM's block copies
+    ) -> Mapping[str, list[BoundaryState]]:
+        """Return the states that are handed over and still in a block of their request."""
+        state = output.kv_connector_block_state
+        if state is None or not state.boundary_state_offloads:
+            return {}
+        sources = {copy.dst_block_id: copy.src_block_id for copy in copies}
+        found: dict[str, list[BoundaryState]] = {}
+        for req_id, entries in state.boundary_state_offloads.items():
+            blocks = tables.get_blocks(req_id).blocks
+            for group, block_id, tokens in entries:
+                if group not in self._moving or not block_id:
+                    continue
+                last = -(-tokens // self._moving[group])
+                held = {block.block_id for block in blocks[group][:last]}
+                if block_id in held or sources.get(block_id) in held:
+                    found.setdefault(req_id, []).append(BoundaryState(group, block_id, tokens))
+        return found
+
+
+def _moving_states(kv_cache_config: KVCacheConfig) -> dict[int, int]:
+    """Return the groups whose states move from block to block, with the tokens of a block."""
+    specs: Iterator[tuple[int, Any]] = (
+        (number, group.kv_cache_spec)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+    return {
+        number: int(spec.block_size)
+        for number, spec in specs
+        if getattr(spec, "mamba_cache_mode", None) == "align"
+    }

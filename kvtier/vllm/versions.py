@@ -1,0 +1,83 @@
+"""Which vLLM this is: recognised by its features, never by its version string.
+
+Forks and nightlies carry any version. What kvtier needs of the public connector contract came
+with vLLM 0.30; a vLLM without it is refused at start with the missing names.
+
+=======  ==========================================================================================
+release  what it added, and what kvtier does about its absence
+=======  ==========================================================================================
+0.30     ``bind_kv_cache_manager``, ``KVConnectorTransferResults``: required
+0.31     circular buffers are not prefix-cacheable: before, a model that has them is refused
+0.32     ``CacheHitSource``: before, nobody asks where hits came from
+=======  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvtier.errors import UnsupportedError
+
+__all__ = ["SUPPORTED", "hit_sources", "require_supported_vllm"]
+
+SUPPORTED: Final = "kvtier works with vLLM 0.30 to 0.33"
+_CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
+_NEEDED: Final[Mapping[str, Sequence[str]]] = {
+    f"{_CONNECTORS}.base": (
+        "KVConnectorBase_V1",
+        "KVConnectorMetadata",
+        "KVConnectorRole",
+        "KVConnectorTransferResults",
+        "KVConnectorWorkerMetadata",
+        "SupportsHMA",
+    ),
+    f"{_CONNECTORS}.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
+    "vllm.v1.core.kv_cache_manager": ("KVCacheManager",),
+    "vllm.v1.core.kv_cache_utils": ("resolve_kv_cache_block_sizes",),
+    "vllm.v1.core.sched.output": ("KVConnectorBlockState", "SchedulerOutput"),
+    "vllm.v1.kv_cache_interface": ("KVCacheConfig", "KVCacheTensor"),
+}
+
+
+def require_supported_vllm(connector: type[Any]) -> None:
+    """Check the installed vLLM against what kvtier's connector implements.
+
+    Args:
+        connector: kvtier's connector class.
+
+    Raises:
+        UnsupportedError: A name is missing, or vLLM added an abstract method.
+    """
+    problems = list(_missing())
+    abstract = sorted(getattr(connector, "__abstractmethods__", ()))
+    if abstract:
+        problems.append(f"asks connectors for {', '.join(abstract)}")
+    if not hasattr(connector, "bind_kv_cache_manager"):
+        problems.append("has no bind_kv_cache_manager")
+    if problems:
+        raise UnsupportedError(f"this vLLM {'; it '.join(problems)}: {SUPPORTED}")
+
+
+def _missing() -> Sequence[str]:
+    problems = []
+    for module_name, names in _NEEDED.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            problems.append(f"has no usable {module_name} ({error})")
+            continue
+        missing = [name for name in names if not hasattr(module, name)]
+        if missing:
+            problems.append(f"has no {', '.join(missing)} in {module_name}")
+    return problems
+
+
+def hit_sources() -> tuple[Any, Any]:
+    """Return what vLLM calls hits in host memory and on disk; None where it does not ask."""
+    try:
+        sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    except ImportError:
+        return None, None
+    return sources.HOST, sources.DISK
