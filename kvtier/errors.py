@@ -17,6 +17,9 @@ A miss is not an error: it is a value.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "CapacityError",
     "ClosedError",
@@ -27,7 +30,14 @@ __all__ = [
     "TierError",
     "TierUnavailableError",
     "UnsupportedError",
+    "did_you_mean",
 ]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean x?``, or nothing if no known word is close."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class KvtierError(Exception):

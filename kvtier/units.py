@@ -133,6 +133,8 @@ def parse_percentage(text: str) -> float:
     0.125
     """
     number, unit = _split(text, kind="percentage", example="50%")
+    if unit not in {"", "%"} and unit not in _SIZES:
+        raise UnitError(f"{unit!r} is not a percent sign", f"write {_plain(number)}%")
     if unit != "%":
         percent = number * 100 if number <= 1 and not unit else number
         raise UnitError(f"{text} has no percent sign", f"write {_plain(percent)}%")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import typer
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, did_you_mean
 
 __all__ = ["choice", "finite"]
 
@@ -20,7 +20,9 @@ def choice(option: str, value: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     if value not in names:
-        raise ConfigError(f"{option} {value}: not a choice; write one of {', '.join(names)}")
+        hint = did_you_mean(value, names)
+        remedy = f"write one of {', '.join(names)}{hint}"
+        raise ConfigError(f"{option} {value}: not a choice; {remedy}")
     return value
 
 

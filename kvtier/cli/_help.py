@@ -22,6 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _TYPE: Final = re.compile(r" <[^<>]*>$")
 _LIMIT: Final = re.compile(r"\bx>=(?=\d)")
+_RANGE: Final = re.compile(r"(?<=\d)<=x<=(?=\d)")
 
 
 class _Command(TyperCommand):
@@ -40,7 +41,7 @@ class _Command(TyperCommand):
             if record is None:
                 continue
             name, text = record
-            text = _LIMIT.sub("at least ", text)
+            text = _RANGE.sub(" to ", _LIMIT.sub("at least ", text))
             if param.param_type_name == "argument":
                 arguments.append((_TYPE.sub("", name), text))
             else:

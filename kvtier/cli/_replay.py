@@ -16,7 +16,7 @@ from kvtier.cli._quantity import quantity
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.cli._signals import ended_in_order
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
-from kvtier.cli._trace import FormatOption, TraceFile, read
+from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import (
     KvtierConfig,
     NvmeTierConfig,
@@ -64,6 +64,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
     format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay TRACE with real bytes, and the simulator's prediction.
@@ -76,7 +77,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
 
     ladder = own_paths(load_config(config), rank=None)
-    loaded = read(trace, format_name)
+    loaded = read(trace, format_name, tokens_per_id)
     given = dict(parse_speed(text) for text in tier_speed or ())
     for name in given:
         choice("--tier-speed", name, [tier.name for tier in ladder.tiers])
@@ -96,9 +97,10 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     with ended_in_order(), show_progress("replaying") as progress:
         result = replay_trace(loaded, ladder, options, progress=progress)
     if as_json:
-        show_json(asdict(result) | {"apart": result.apart()})
+        show_json(asdict(result) | {"apart": result.apart()} | loaded.reading())
         return
     _show(result)
+    show_assumptions(loaded)
 
 
 def _check_beside(config: KvtierConfig) -> None:

@@ -16,7 +16,7 @@ from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._quantity import quantity
 from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
-from kvtier.cli._trace import FormatOption, TraceFile, read
+from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
@@ -75,8 +75,9 @@ Speeds = Annotated[
 ]
 
 
-_BY_POLICY = frozenset({"trace", "format_name", "policy", "capacity", "touch_order"})
-_BY_CONFIG = frozenset({"trace", "format_name", "config", "prefill_rate", "tier_speed"})
+_OF_TRACES = frozenset({"trace", "format_name", "tokens_per_id", "chunk_bytes"})
+_BY_POLICY = _OF_TRACES | {"policy", "capacity", "touch_order"}
+_BY_CONFIG = _OF_TRACES | {"config", "prefill_rate", "tier_speed"}
 _OF_CALLS = frozenset({"trace", "config"})
 """Which parameters the kinds of a run look at, besides those that all do."""
 
@@ -87,6 +88,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
     trace: TraceFile,
     *,
     format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -129,11 +131,11 @@ def run(  # noqa: PLR0913 - each is an option of the command
         return
     if config is None:
         remedy = "replay a ladder with --config"
-        _refuse_others(context, _BY_POLICY | {"chunk_bytes"}, "--policy", remedy)
+        _refuse_others(context, _BY_POLICY, "--policy", remedy)
     else:
         remedy = "try one policy in one tier with --policy"
-        _refuse_others(context, _BY_CONFIG | {"chunk_bytes"}, "--config", remedy)
-    loaded = read(trace, format_name)
+        _refuse_others(context, _BY_CONFIG, "--config", remedy)
+    loaded = read(trace, format_name, tokens_per_id)
     nbytes = chunk_bytes_of(loaded, chunk_bytes)
     if config is not None:
         ladder = load_config(config)
@@ -142,7 +144,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
             whole = simulate_ladder(
                 loaded, ladder, chunk_bytes=nbytes, model=model, progress=progress
             )
-        show_ladder(whole, as_json=as_json)
+        show_ladder(whole, loaded, as_json=as_json)
         return
     with show_progress("replaying") as progress:
         one = simulate_single(
@@ -152,7 +154,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
             touch_order=_order(touch_order),
             progress=progress,
         )
-    show_single(one, as_json=as_json)
+    show_single(one, loaded, as_json=as_json)
 
 
 @sim_app.command("sweep")
@@ -184,6 +186,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes to use.")] = 1,
     format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
     touch_order: Order = "policy",
     chunk_bytes: ChunkBytes = None,
 ) -> None:
@@ -192,7 +195,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     check_outputs(outputs, traces)
     if plot is not None:
         check_plot(plot)
-    loaded = [read(path, format_name) for path in traces]
+    loaded = [read(path, format_name, tokens_per_id) for path in traces]
     with show_progress("sweeping") as progress:
         results = sweep(
             loaded,
@@ -208,6 +211,8 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
         if path is not None:
             write_output(option, path, partial(write, results))
     show_sweep(results)
+    for trace in loaded:
+        show_assumptions(trace)
     for path in filter(None, outputs.values()):
         typer.echo(f"wrote {path}")
 
@@ -223,6 +228,7 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
         Path, typer.Option(metavar="DIR", help="Directory of the store, on that disk.")
     ] = Path("/var/lib/kvtier"),
     format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
 ) -> None:
@@ -230,7 +236,7 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
 
     The output is a YAML file whose comments say what was tried.
     """
-    loaded = read(trace, format_name)
+    loaded = read(trace, format_name, tokens_per_id)
     request = RecommendRequest(
         ram_bytes=quantity("--ram", ram, parse_size),
         nvme_bytes=quantity("--nvme", nvme, parse_size),

@@ -13,24 +13,27 @@ from kvtier.cli._render import (
     show_table,
     show_tiers_apart,
 )
+from kvtier.cli._trace import show_assumptions
 from kvtier.sim.ladder import LadderResult
 from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
 from kvtier.sim.sweep import SweepResult
+from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size
 
 __all__ = ["show_ladder", "show_replay", "show_single", "show_sweep"]
 
 
-def show_single(result: SingleResult, *, as_json: bool) -> None:
-    """Print what one policy did."""
+def show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
+    """Print what one policy did with ``trace``."""
     if as_json:
-        show_json(result.as_dict())
+        show_json(result.as_dict() | trace.reading())
         return
     table = make_table("", numbers=("",))
     for name, value in result.as_dict().items():
         table.add_row(name.replace("_", " "), _text(value))
     show_table(make_console(), table)
+    show_assumptions(trace)
 
 
 def show_sweep(results: Sequence[SweepResult]) -> None:
@@ -49,10 +52,10 @@ def show_sweep(results: Sequence[SweepResult]) -> None:
         show_table(console, table)
 
 
-def show_ladder(result: LadderResult, *, as_json: bool) -> None:
-    """Print what a ladder did."""
+def show_ladder(result: LadderResult, trace: Trace, *, as_json: bool) -> None:
+    """Print what a ladder did with ``trace``."""
     if as_json:
-        show_json(asdict(result))
+        show_json(asdict(result) | trace.reading())
         return
     console = make_console()
     columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
@@ -74,6 +77,7 @@ def show_ladder(result: LadderResult, *, as_json: bool) -> None:
     console.print()
     for line in _summary(result):
         show_line(console, line)
+    show_assumptions(trace)
 
 
 def show_replay(result: ReplayResult, *, as_json: bool) -> None:

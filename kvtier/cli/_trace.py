@@ -11,10 +11,10 @@ import typer
 from kvtier.cli._choice import choice, finite
 from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
-from kvtier.cli._render import make_console, make_table, show_json, show_table
+from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
-    FORMATS,
+    FORMAT_NAMES,
     GENERATORS,
     WRITERS,
     Trace,
@@ -24,7 +24,7 @@ from kvtier.sim.traces import (
     write_trace,
 )
 
-__all__ = ["FormatOption", "TraceFile", "read", "trace_app"]
+__all__ = ["FormatOption", "TokensPerId", "TraceFile", "read", "show_assumptions", "trace_app"]
 
 trace_app = Commands(help="Describe, convert and generate traces.")
 
@@ -33,7 +33,17 @@ TraceFile = Annotated[
     typer.Argument(metavar="TRACE", help="Trace file; may be gzip or zstd.", readable=False),
 ]
 FormatOption = Annotated[
-    str, typer.Option("--format", metavar="NAME", help=f"One of: {', '.join(FORMATS)}.")
+    str, typer.Option("--format", metavar="NAME", help=f"One of: {', '.join(FORMAT_NAMES)}.")
+]
+TokensPerId = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-id",
+        min=1,
+        max=1 << 20,
+        metavar="N",
+        help="Tokens of one chunk id; what the records say if left out.",
+    ),
 ]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; replaced.")
@@ -43,15 +53,23 @@ OutputFormat = Annotated[
 ]
 
 
-def read(path: Path, format_name: str) -> Trace:
-    """Read a trace as the command line names it.
+def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
+    """Read a trace as the command line names it; print its warnings on stderr.
 
     Raises:
         ConfigError: There is no such format.
         TraceError: The trace cannot be read.
     """
-    name = choice("--format", format_name, FORMATS)
-    return read_trace(path, format_name=cast("TraceFormat", name))
+    name = cast("TraceFormat", choice("--format", format_name, FORMAT_NAMES))
+    trace = read_trace(path, format_name=name, tokens_per_id=tokens_per_id)
+    for warning in trace.warnings:
+        typer.echo(f"warning: {path}: {warning}", err=True)
+    return trace
+
+
+def show_assumptions(trace: Trace) -> None:
+    """Print how ``trace`` was read."""
+    show_line(make_console(), f"assumed for {trace.name}: {'; '.join(trace.assumed)}")
 
 
 @trace_app.command()
@@ -59,14 +77,17 @@ def info(
     trace: TraceFile,
     *,
     format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what TRACE holds, and what an infinite cache would hit."""
-    facts = describe(read(trace, format_name))
+    loaded = read(trace, format_name, tokens_per_id)
+    facts = describe(loaded)
     if as_json:
-        show_json(facts)
+        show_json(facts | loaded.reading())
         return
     _show(facts)
+    show_assumptions(loaded)
 
 
 @trace_app.command()
@@ -75,6 +96,7 @@ def convert(
     *,
     output: Output,
     format_name: FormatOption = "auto",
+    tokens_per_id: TokensPerId = None,
     to: OutputFormat = "mooncake",
 ) -> None:
     """Write TRACE in another format.
@@ -84,7 +106,9 @@ def convert(
     """
     choice("--to", to, WRITERS)
     check_outputs({"--output": output}, [trace])
-    _write(read(trace, format_name), output, to)
+    loaded = read(trace, format_name, tokens_per_id)
+    _write(loaded, output, to)
+    show_assumptions(loaded)
 
 
 @trace_app.command("generate")

@@ -6,7 +6,6 @@ and every pydantic error becomes a line of the form ``file:line: key = value: pr
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from kvtier.config._policies import (
     PolicyNames,
 )
 from kvtier.config._yaml import read_yaml
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, did_you_mean
 from kvtier.units import UnitError
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class _Reader:
     def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
         if value in known:
             return True
-        remedy = f"installed: {', '.join(known)}{_did_you_mean(str(value), known)}"
+        remedy = f"installed: {', '.join(known)}{did_you_mean(str(value), known)}"
         self._note(key, f"no such {what} is installed", remedy)
         return False
 
@@ -190,7 +189,7 @@ class _Reader:
 
     def _unknown(self, key: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        remedy = _did_you_mean(name, known).removeprefix("; ") or f"known: {', '.join(known)}"
+        remedy = did_you_mean(name, known).removeprefix("; ") or f"known: {', '.join(known)}"
         self._note(key, "unknown key", remedy)
 
     def _note(self, key: str, problem: str, remedy: str) -> None:
@@ -216,12 +215,6 @@ def _join(prefix: str, location: Iterable[object]) -> str:
     for step in location:
         key += f"[{step}]" if isinstance(step, int) else f".{step}" if key else str(step)
     return key
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return ``; did you mean x?``, or nothing if no known word is close."""
-    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 _BOUNDS: Final = {
@@ -254,6 +247,6 @@ def _describe(details: ErrorDetails) -> tuple[str, str]:
         return f"{problem} {context[bound]:g}", f"{remedy} {context[bound]:g}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        hint = _did_you_mean(str(details["input"]), choices)
+        hint = did_you_mean(str(details["input"]), choices)
         return "not a choice", f"write {' or '.join(choices)}{hint}"
     return _TYPES.get(kind, (details["msg"], "see kvtier schema"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Generic, TypeVar, cast
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, did_you_mean
 from kvtier.policies import eviction
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu
 from kvtier.policies.base import Eviction, Placement
@@ -87,9 +87,10 @@ class PolicyRole(Generic[PolicyT]):
             return EntryPoint(name=name, value=name, group=self.group)
         installed = entry_points(group=self.group)
         if name not in installed.names:
-            known = ", ".join(sorted({*self.built_in, *installed.names}))
-            remedy = "or name a class as module:Class"
-            raise ConfigError(f"unknown {self.what} {name!r}; installed: {known}; {remedy}")
+            known = sorted({*self.built_in, *installed.names})
+            remedy = f"or name a class as module:Class{did_you_mean(name, known)}"
+            problem = f"unknown {self.what} {name!r}; installed: {', '.join(known)}"
+            raise ConfigError(f"{problem}; {remedy}")
         return installed[name]
 
     def _loaded(self, point: EntryPoint) -> type[PolicyT]:

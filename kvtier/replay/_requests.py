@@ -127,7 +127,7 @@ def make_requests(trace: Trace, *, blocks_per_chunk: int) -> Iterator[ReplayRequ
         blocks_per_chunk: Blocks of a chunk.
     """
     numbers = trace.ids.tolist()
-    arrivals = np.maximum.accumulate(trace.timestamps_s - trace.timestamps_s.min()).tolist()
+    arrivals = (trace.timestamps_s - trace.timestamps_s[0]).tolist()
     outputs = trace.output_tokens.tolist()
     sessions = trace.session_names()
     for number, (start, end) in enumerate(pairwise(trace.offsets.tolist())):

@@ -40,7 +40,7 @@ def parse_chunk_bytes(text: str) -> int:
 
 
 def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
-    """Return the chunks that a capacity means; at least 1.
+    """Return the chunks that a capacity means.
 
     Args:
         text: A share of the trace's distinct chunks (``5%``), a number of chunks (``9140``) or
@@ -49,7 +49,7 @@ def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
         chunk_bytes: Bytes of a chunk.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: It is none of these, or less than a chunk.
 
     >>> [
     ...     parse_capacity(text, distinct=200, chunk_bytes=1 << 20)
@@ -61,7 +61,8 @@ def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
     try:
         if plain.endswith("%"):
             share = Decimal(repr(parse_percentage(plain)))
-            return max(1, int(share * distinct + Decimal("0.5")))
+            remedy = f"1 of the trace's {distinct} chunks is {100 / distinct:.2g}%: write more"
+            return _positive(text, int(share * distinct + Decimal("0.5")), remedy)
         if plain.isascii() and plain.isdecimal():
             return _positive(text, int(plain), "write at least 1 chunk")
         chunks = parse_size(plain) // chunk_bytes

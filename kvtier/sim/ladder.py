@@ -246,8 +246,7 @@ def _engine(
 
 def _requests(trace: Trace) -> Iterator[ModelRequest]:
     key_of = chunk_keys(trace.distinct).__getitem__
-    # A queue has an order: a request stamped earlier than the one before it came with it.
-    arrivals = np.maximum.accumulate(trace.timestamps_s).tolist()
+    arrivals = trace.timestamps_s.tolist()
     tokens = trace.input_tokens.tolist()
     outputs = np.maximum(trace.output_tokens, 1).tolist()
     sessions = trace.session_names()
@@ -273,7 +272,7 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
     window_s = trace.duration_s * _WINDOW
     if not window_s:
         return 0.0
-    arrivals = np.maximum.accumulate(trace.timestamps_s)
+    arrivals = trace.timestamps_s
     tokens = np.concatenate(([0], np.cumsum(trace.input_tokens)))
     begins = np.searchsorted(arrivals, arrivals - window_s, side="right")
     peak = int((tokens[1:] - tokens[begins]).max())
@@ -282,12 +281,11 @@ def _peak_load(trace: Trace, model: TimeModel) -> float:
 
 def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
     """Return every request's time to its first token when all prompts are computed."""
-    arrivals = np.maximum.accumulate(trace.timestamps_s)
     services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
     waits = np.zeros(trace.requests)
     free_s = 0.0
     for number, (arrival, service) in enumerate(
-        zip(arrivals.tolist(), services.tolist(), strict=True)
+        zip(trace.timestamps_s.tolist(), services.tolist(), strict=True)
     ):
         free_s = max(free_s, arrival) + service
         waits[number] = free_s - arrival

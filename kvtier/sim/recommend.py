@@ -208,7 +208,9 @@ def _reasons(
     best: _Tried,
 ) -> Iterator[str]:
     model = best.result.time_model
-    yield f"For the traffic of {trace.name} (sha256 {trace.sha256[:16]})."
+    yield f"For the traffic of {trace.name} (sha256 {trace.sha256[:16]}), read as:"
+    yield from (f"  {assumption}" for assumption in trace.assumed)
+    yield from (f"Warning: {warning}." for warning in trace.warnings)
     yield f"Assumed: chunks of {approximate_size(request.chunk_bytes)}, an engine that computes"
     yield f"{model.prefill_tokens_per_s:,.0f} prompt tokens per second, and tiers so fast:"
     for tier, speed in model.speeds.items():

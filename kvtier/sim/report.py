@@ -69,7 +69,7 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
             )
         panel.set(
             title=trace[0],
-            xlabel="size, % of distinct chunks",
+            xlabel=f"size, % of distinct chunks of {_tokens(results, trace)} tokens",
             ylabel="prefix hit ratio, %",
             xscale="log",
             ylim=(0, None),
@@ -80,6 +80,10 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
         panel.grid(visible=True, alpha=0.3)
     panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
+
+
+def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
+    return next(row.chunk_tokens for row in results if row.of == trace)
 
 
 def _size(row: SweepResult) -> str:

@@ -50,7 +50,8 @@ class Cell:
 class SweepResult:
     """One row of a sweep; the fields are the columns of its CSV file.
 
-    Those a :class:`~kvtier.sim.single.SingleResult` has mean the same.
+    Those a :class:`~kvtier.sim.single.SingleResult` has mean the same, ``assumed`` and
+    ``warnings`` are those of the trace.
     """
 
     trace: str
@@ -73,6 +74,8 @@ class SweepResult:
     seconds: float
     refs_per_second: float
     kvtier_version: str
+    assumed: str
+    warnings: str
 
     @property
     def of(self) -> tuple[str, str]:
@@ -165,6 +168,8 @@ class _Bench:
             trace_sha256=trace.sha256,
             format=trace.format,
             chunk_tokens=trace.chunk_tokens,
+            assumed="; ".join(trace.assumed),
+            warnings="; ".join(trace.warnings),
             distinct=trace.distinct,
             capacity=cell.capacity,
             capacity_share=cell.capacity_chunks / trace.distinct,

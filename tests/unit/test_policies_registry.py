@@ -204,6 +204,7 @@ def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
     ("name", "message"),
     [
         ("mru", r"unknown eviction policy 'mru'; installed: .*lru, .*mine.*module:Class"),
+        ("lruu", r"unknown eviction policy 'lruu'; .*; did you mean lru\?$"),
         ("gone", r"'gone' .*does not load: No module.*repair or remove"),
         ("kvtier_mine:Absent", r"does not load: .*Absent.*repair or remove"),
         ("kvtier_away:Lru", r"No module.*; put the directory of kvtier_away on PYTHONPATH$"),

@@ -484,6 +484,9 @@ class TestReplay:
         shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
         assert shown.exit_code == 0, shown.output
         assert "machine does not keep up" in " ".join(shown.output.split())
+        assert "tokens per id: 128 (block_tokens of the records)" in " ".join(
+            shown.output.split()
+        )
         assert max(map(len, shown.output.splitlines())) <= 80
         assert "TTFT p50, ms" in shown.output
         assert "blocks loaded, every byte as it was stored" in shown.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -169,15 +170,30 @@ def test_a_policy_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "chunks"),
-    [("5%", 9140), ("0.1%", 183), ("100%", 182_790), ("0%", 1), ("7", 7), ("1GiB", 16)],
+    [("5%", 9140), ("0.1%", 183), ("100%", 182_790), ("7", 7), ("1GiB", 16)],
 )
 def test_a_capacity_is_a_share_a_number_or_a_size(text: str, chunks: int) -> None:
     assert parse_capacity(text, distinct=182_790, chunk_bytes=64 << 20) == chunks
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "5 %%", "200%", "1KiB", "1GB/s", "x%"])
-def test_what_is_no_capacity_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="capacity"):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "capacity"),
+        ("0", "holds no chunk"),
+        ("0%", "capacity 0%: holds no chunk; 1 of the trace's 100 chunks is 1%: write more"),
+        ("0.4%", "holds no chunk; 1 of the trace's 100 chunks is 1%"),
+        ("-5", "capacity -5: "),
+        ("5%%", "capacity 5%%: '%%' is not a percent sign; write a share"),
+        ("5 %%", "'%%' is not a percent sign"),
+        ("200%", "more than everything"),
+        ("1KiB", "holds no chunk"),
+        ("1GB/s", "capacity 1GB/s: "),
+        ("x%", "capacity x%: "),
+    ],
+)
+def test_what_is_no_capacity_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
         parse_capacity(text, distinct=100, chunk_bytes=64 << 20)
 
 

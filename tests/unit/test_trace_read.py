@@ -103,7 +103,7 @@ def test_lmbench_has_nanoseconds_as_a_string(saved: Save) -> None:
 
 
 def test_bailian_has_seconds_and_small_blocks(saved: Save) -> None:
-    extra = {"chat_id": 5, "parent_chat_id": -1, "type": "text", "turn": 1}
+    extra = {"chat_id": 5, "parent_chat_id": -1, "type": "text", "turn": 1, "input_length": 30}
     trace = read_trace(saved(line(timestamp=10, **extra) + line(timestamp=12.5, **extra)))
     assert trace.format == "bailian"
     assert trace.timestamps_s.tolist() == [0.0, 2.5]
@@ -176,6 +176,112 @@ def test_the_name_is_the_files_without_its_suffixes(tmp_path: Path) -> None:
     assert read_trace(path).name == "monday"
 
 
+# -- tokens per id -----------------------------------------------------------------------------
+
+
+def lengths(
+    *shape: tuple[int, int], apart: int = 1000, stamp: Callable[[int], Any] = int, **more: Any
+) -> str:
+    """Records of so many tokens with so many ids, from the same beginning."""
+    return "".join(
+        line(input_length=tokens, hash_ids=[*range(ids)], timestamp=stamp(at * apart), **more)
+        for at, (tokens, ids) in enumerate(shape)
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "tokens", "origin"),
+    [
+        ([(6758, 14), (1025, 3), (512, 1)], {}, 512, "default; the records agree"),
+        ([(6758, 14), (1025, 3)], {"chat_id": 1, "parent_chat_id": -1}, 512, "derived"),
+        ([(6758, 14), (1025, 3)], {"chat_id": 1}, 512, "default; the records agree"),
+        ([(1000, 63), (500, 32), (48, 3), (49, 4)], {}, 16, "derived"),
+        ([(1000, 20), (500, 10), (95, 1)], {}, 48, "derived"),  # no id for a partial chunk
+        ([(2101, 58), (3650, 106), (377, 21), (254, 9)], {}, 33, "the mean of the records"),
+        ([(0, 2)], {}, 512, "default; the records do not say"),
+        ([(6758, 14)], {"block_tokens": 500}, 500, "block_tokens of the records"),
+    ],
+)
+def test_tokens_per_id_follow_from_the_records(
+    saved: Save, shape: list[tuple[int, int]], more: dict[str, Any], tokens: int, origin: str
+) -> None:
+    trace = read_trace(saved(lengths(*shape, **more)))
+    assert trace.chunk_tokens == tokens
+    assert trace.assumed[-1].startswith(f"tokens per id: {tokens} (")
+    assert origin in trace.assumed[-1]
+
+
+@given(
+    tokens=st.integers(1, 2000),
+    prompts=st.lists(st.integers(1, 60_000), min_size=1, max_size=20),
+    partial=st.booleans(),
+)
+def test_no_number_fits_the_records_better(
+    tokens: int,
+    prompts: list[int],
+    partial: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    # The longest prompt has an id, so that there is one.
+    prompts.append(60_000)
+    counts = [-(-length // tokens) if partial else length // tokens for length in prompts]
+    path = tmp_path_factory.mktemp("lengths") / "x"
+    path.write_text(lengths(*zip(prompts, counts, strict=True)))
+    found = read_trace(path)
+    up = [-(-length // found.chunk_tokens) for length in prompts]
+    down = [length // found.chunk_tokens for length in prompts]
+    known = [number for number, count in enumerate(counts) if count]
+    assert any(all(one[at] == counts[at] for at in known) for one in (up, down))
+
+
+def test_records_that_contradict_the_tokens_per_id_are_counted(saved: Save) -> None:
+    whole = [(512 * ids, ids) for ids in range(1, 20)]
+    assert read_trace(saved(lengths(*whole))).warnings == ()
+    (warning,) = read_trace(saved(lengths(*whole, (40, 9), (9000, 2)))).warnings
+    assert warning.startswith(
+        "2 of 21 requests contradict 512 tokens per id, the first with input_length = 40 and "
+        "9 hash_ids: "
+    )
+    (warning,) = read_trace(saved(lengths(*whole, block_tokens=64))).warnings
+    assert warning.startswith("19 of 19 requests contradict 64 tokens per id")
+
+
+def test_tokens_per_id_may_be_given(saved: Save) -> None:
+    path = saved(lengths((6758, 14), (1025, 3), block_tokens=512))
+    trace = read_trace(path, tokens_per_id=16)
+    assert trace.chunk_tokens == 16
+    assert trace.assumed == (
+        "format: mooncake (detected)",
+        "timestamps in milliseconds",
+        "tokens per id: 16 (given)",
+    )
+    assert "contradict 16 tokens per id" in trace.warnings[0]
+    keys = read_trace(saved("a\nb\n"), tokens_per_id=16)
+    assert keys.input_tokens.tolist() == [16, 16]
+    assert keys.chunk_tokens == 16
+
+
+# -- order -------------------------------------------------------------------------------------
+
+
+def test_a_trace_that_runs_backward_is_sorted_with_a_warning(saved: Save) -> None:
+    first, second, third = (line(timestamp=at, hash_ids=[at]) for at in (1000, 2000, 3000))
+    trace = read_trace(saved(third + first + second))
+    assert trace.timestamps_s.tolist() == [0.0, 1.0, 2.0]
+    assert chains(trace) == chains(read_trace(saved(first + second + third)))
+    assert trace.warnings[0].startswith(
+        "1 of 3 requests have an earlier timestamp than the line before: all lines were sorted"
+    )
+    assert not any("sorted" in text for text in read_trace(saved(first + second)).warnings)
+
+
+def test_sessions_are_found_in_a_trace_that_runs_backward(saved: Save) -> None:
+    chats = [bailian(1, -1, timestamp=1), bailian(2, 1, timestamp=2)]
+    chats.append(bailian(3, 2, timestamp=3))
+    trace = read_trace(saved("".join(reversed(chats))))
+    assert trace.sessions == ("1", "1", "1")
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 
@@ -206,8 +312,14 @@ BAD: list[tuple[str | bytes, str, str, str]] = [
     (line(timestamp="5") + line(), ":2", "no string of digits", "mooncake"),
     (line(timestamp="-5"), ":1", 'timestamp = "-5" is no string of digits', "nanoseconds"),
     (line() + '{"timestamp": 1}\n', ":2", "hash_ids is missing", "a request looks like"),
-    (line(block_tokens=4) + line(), ":2", "block_tokens = 512, 4 before", "split"),
-    (line(block_tokens=0), ":1", "block_tokens = 0", "split"),
+    (line(block_tokens=4) + line(), ":2", "block_tokens = none, 4 before", "split"),
+    (line() + line(block_tokens=4), ":2", "block_tokens = 4, none before", "split"),
+    (line(block_tokens=0), ":1", "block_tokens = 0", "leave it out"),
+    (b'{"session_id": "Andr\xe9"}\n', ":1", "not UTF-8 text", "save it as UTF-8"),
+    (line().encode() + b'{"session_id": "Andr\xe9"}\n', ":2", "not UTF-8 text", "iconv"),
+    (b"a\nschl\xfcssel\n", ":2", "not UTF-8 text", "save it as UTF-8"),
+    ("a\n" + "x" * 5000, ":2", "a line of 5,000 characters, too long for a key", "one key"),
+    ("x" * 100_000, ":1", "a line of 100,000 characters, too long for a key", "one key"),
     ("tiers:\n", ":1", "neither JSON of a request nor one plain word", "--format keys"),
     ("a\n7f/0\nb b\n", ":3", "neither JSON of a request nor one plain", "--format keys"),
     ("a\n\nb\n", ":2", "an empty line between keys", "remove it"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from kvtier.sim.traces._formats import FORMAT_NAMES, TraceFormat
 from kvtier.sim.traces._generate import GENERATORS, Workload, generate
-from kvtier.sim.traces._read import FORMATS, TraceFormat, read_trace
+from kvtier.sim.traces._read import read_trace
 from kvtier.sim.traces._trace import Trace, TraceError
 from kvtier.sim.traces._write import WRITERS, write_trace
 
 __all__ = [
-    "FORMATS",
+    "FORMAT_NAMES",
     "GENERATORS",
     "WRITERS",
     "Trace",

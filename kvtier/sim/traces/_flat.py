@@ -1,7 +1,7 @@
 """Traces without requests: one key a line, or libCacheSim's binary ``oracleGeneral``.
 
-Every reference is a request of its own of one chunk of one token, so the prefix hit ratio
-equals the block hit ratio.
+Every reference is a request of its own of one chunk, so the prefix hit ratio equals the block
+hit ratio.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtier.sim.traces._builder import TraceBuilder
-from kvtier.sim.traces._source import Source
+from kvtier.sim.traces._source import TO_UTF8, Source
 from kvtier.sim.traces._trace import Trace
 
 if TYPE_CHECKING:
@@ -23,32 +23,45 @@ RECORD: Final = np.dtype([("time_s", "<u4"), ("id", "<u8"), ("nbytes", "<u4"), (
 """One ``oracleGeneral`` record."""
 RECORD_NBYTES: Final = RECORD.itemsize
 """Bytes of an ``oracleGeneral`` record."""
+_LONGEST_KEY: Final = 4096
 
 
-def read_keys(source: Source) -> Trace:
+def read_keys(source: Source, tokens: int) -> Trace:
     """Read one key a line.
 
+    Args:
+        source: The file.
+        tokens: Tokens of each request, which is one chunk.
+
     Raises:
-        TraceError: Not UTF-8 text, or an empty line between keys.
+        TraceError: Not UTF-8 text, an empty line between keys, or a line too long for a key.
     """
     try:
         text = source.content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = source.content.count(b"\n", 0, error.start) + 1
-        remedy = "save it as UTF-8, or name its format with --format"
+        remedy = f"{TO_UTF8}, or name its format with --format"
         raise source.error(line, "not UTF-8 text", remedy) from error
     keys = text.rstrip().split("\n")
-    builder = TraceBuilder(chunk_tokens=1)
+    builder = TraceBuilder(chunk_tokens=tokens)
     for number, key in enumerate(keys, start=1):
         name = key.strip()
         if not name:
             raise source.error(number, "an empty line between keys", "remove it")
-        builder.add((name,), timestamp_s=float(number - 1), input_tokens=1)
+        if len(name) > _LONGEST_KEY:
+            problem = f"a line of {len(name):,} characters, too long for a key"
+            remedy = f"write one key of at most {_LONGEST_KEY:,} characters per line"
+            raise source.error(number, problem, remedy)
+        builder.add((name,), timestamp_s=float(number - 1), input_tokens=tokens)
     return builder.build(source, "keys")
 
 
-def read_oracle(source: Source) -> Trace:
+def read_oracle(source: Source, tokens: int) -> Trace:
     """Read 24-byte little-endian records: u32 time, u64 id, u32 size, i64 next access.
+
+    Args:
+        source: The file.
+        tokens: Tokens of each request, which is one chunk.
 
     Raises:
         TraceError: The file is not made of such records, or its times go backwards.
@@ -78,8 +91,8 @@ def read_oracle(source: Source) -> Trace:
         ids=rank[inverse],
         offsets=np.arange(refs + 1, dtype=np.int64),
         timestamps_s=times - times[0],
-        input_tokens=np.ones(refs, dtype=np.int64),
+        input_tokens=np.full(refs, tokens, dtype=np.int64),
         output_tokens=np.zeros(refs, dtype=np.int64),
-        chunk_tokens=1,
+        chunk_tokens=tokens,
         distinct=len(first),
     )

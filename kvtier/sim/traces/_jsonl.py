@@ -1,23 +1,28 @@
 """JSON Lines traces: Mooncake's, LMBench's variant of it, and Qwen-Bailian's.
 
 They agree on ``hash_ids``, ``input_length`` and ``output_length`` and differ in the timestamp's
-unit and in how many tokens an id stands for. A record may say the latter itself, as
-``block_tokens``: kvtier's own recordings do, because an engine's chunks have any size.
+unit. How many tokens an id stands for differs between traces of one format as well. A record
+may say it as ``block_tokens``: kvtier's own recordings do, because an engine's chunks have any
+size. Otherwise it follows from the records.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Any, Final
+
+import numpy as np
 
 from kvtier.recording import CALLS_MARK
 from kvtier.sim.traces._builder import TraceBuilder
-from kvtier.sim.traces._source import Source
+from kvtier.sim.traces._formats import Format
+from kvtier.sim.traces._source import TO_UTF8, Source
+from kvtier.sim.traces._tokens import count_misfits, estimate_tokens_per_id
 from kvtier.sim.traces._trace import Trace
 
-__all__ = ["JSON_FORMATS", "detect_json", "read_json"]
+__all__ = ["detect_json", "read_json"]
 
 _MOST_TOKENS: Final = 1 << 40
 _LATEST: Final = 1 << 63
@@ -26,30 +31,6 @@ _NO_CHAT: Final = "-1"
 _EXAMPLE: Final = (
     '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}'
 )
-
-
-@dataclass(frozen=True, slots=True)
-class JsonFormat:
-    """How one JSON format differs from the others.
-
-    Attributes:
-        name: Its name on the command line.
-        ticks_per_s: Timestamp units per second.
-        block_tokens: Tokens per id where the records do not say.
-        text_timestamp: Whether the timestamp is a string.
-    """
-
-    name: str
-    ticks_per_s: float
-    block_tokens: int
-    text_timestamp: bool = False
-
-
-JSON_FORMATS: Final[Mapping[str, JsonFormat]] = {
-    "mooncake": JsonFormat("mooncake", 1e3, 512),
-    "lmbench": JsonFormat("lmbench", 1e9, 512, text_timestamp=True),
-    "bailian": JsonFormat("bailian", 1.0, 16),
-}
 
 
 def detect_json(source: Source) -> str:
@@ -63,29 +44,65 @@ def detect_json(source: Source) -> str:
     if CALLS_MARK in record:
         remedy = "replay it with kvtier sim run --config, or name its requests-*.jsonl"
         raise source.error(1, "a recording of calls, not a trace of requests", remedy)
-    if "chat_id" in record or "parent_chat_id" in record:
+    if "parent_chat_id" in record:
         return "bailian"
     return "lmbench" if isinstance(record.get("timestamp"), str) else "mooncake"
 
 
-def read_json(source: Source, format_name: str) -> Trace:
-    """Read ``source`` as one of :data:`JSON_FORMATS`.
+def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
+    """Read ``source`` in the format ``kind``, in order of arrival.
+
+    Args:
+        source: The file.
+        kind: One of the JSON formats.
+        tokens_per_id: Tokens per id; None for what the records say.
 
     Raises:
         TraceError: A line is not what the format says; it names the line.
     """
-    kind = JSON_FORMATS[format_name]
+    numbered = enumerate(source.content.split(b"\n"), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    trace = _read_lines(source, kind, lines)
+    warnings = []
+    early = int((np.diff(trace.timestamps_s) < 0).sum())
+    if early:
+        order = np.argsort(trace.timestamps_s, kind="stable").tolist()
+        trace = _read_lines(source, kind, [lines[place] for place in order])
+        warnings.append(
+            f"{early:,} of {trace.requests:,} requests have an earlier timestamp than the line "
+            "before: all lines were sorted by timestamp; if the file joins traces whose clocks "
+            "restart, read each on its own"
+        )
+    ids = np.diff(trace.offsets)
+    tokens, origin = _tokens_per_id(trace, kind, tokens_per_id)
+    misfits, first = count_misfits(trace.input_tokens, ids, tokens)
+    if misfits:
+        warnings.append(
+            f"{misfits:,} of {trace.requests:,} requests contradict {tokens:,} tokens per id, "
+            f"the first with input_length = {trace.input_tokens[first]} and {ids[first]} "
+            "hash_ids: sizes, times and shares of tokens are estimates; name another number "
+            "with --tokens-per-id"
+        )
+    return replace(
+        trace,
+        chunk_tokens=tokens,
+        assumed=(f"tokens per id: {tokens:,} ({origin})",),
+        warnings=tuple(warnings),
+    )
+
+
+def _read_lines(source: Source, kind: Format, lines: Iterable[tuple[int, bytes]]) -> Trace:
+    """Return the trace of numbered ``lines``; ``chunk_tokens`` is 0 if they do not say."""
     builder = TraceBuilder(chunk_tokens=0)
     roots: dict[str, str] = {}
-    for number, line in enumerate(source.content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    before: int | None = None
+    for number, line in lines:
         reader = _Record(source, number, _parse(source, number, line))
-        tokens = reader.count("block_tokens", default=kind.block_tokens)
-        if builder.chunk_tokens not in {0, tokens} or not tokens:
-            problem = f"block_tokens = {tokens}, {builder.chunk_tokens} before"
+        tokens = reader.block_tokens()
+        if before not in {None, tokens}:
+            problem = f"block_tokens = {tokens or 'none'}, {before or 'none'} before"
             raise reader.error(problem, "split the trace: all its chunks have one size")
-        builder.chunk_tokens = tokens
+        before = builder.chunk_tokens = tokens
         builder.add(
             reader.ids(),
             timestamp_s=reader.timestamp(kind),
@@ -93,7 +110,17 @@ def read_json(source: Source, format_name: str) -> Trace:
             output_tokens=reader.count("output_length", default=0),
             session=reader.name("session_id") or _conversation(reader, roots),
         )
-    return builder.build(source, format_name)
+    return builder.build(source, kind.name)
+
+
+def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, str]:
+    """Return the tokens per id of ``trace``, and in words where the number comes from."""
+    if given is not None:
+        return given, "given"
+    if trace.chunk_tokens:
+        return trace.chunk_tokens, "block_tokens of the records"
+    ids = np.diff(trace.offsets)
+    return estimate_tokens_per_id(trace.input_tokens, ids, default=kind.tokens_per_id)
 
 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
@@ -119,7 +146,7 @@ def _parse(source: Source, line: int, raw: bytes) -> dict[str, Any]:
         remedy = f"complete or remove the line; one looks like {_EXAMPLE}"
         raise source.error(line, problem, remedy) from error
     except UnicodeDecodeError as error:
-        remedy = "the file is damaged, or no JSON Lines: see --format"
+        remedy = f"{TO_UTF8}; or it is damaged, or no JSON Lines: see --format"
         raise source.error(line, "not UTF-8 text", remedy) from error
     except (ValueError, RecursionError) as error:
         problem = "a number too long or a list too deep to be read"
@@ -168,6 +195,13 @@ class _Record:
             raise self.error(problem, "write a number of tokens")
         return value
 
+    def block_tokens(self) -> int:
+        """Return the tokens per id that the record names; 0 if it names none."""
+        tokens = self.count("block_tokens", default=0)
+        if not tokens and "block_tokens" in self._values:
+            raise self.error("block_tokens = 0", "write a number of tokens, or leave it out")
+        return tokens
+
     def name(self, key: str) -> str:
         """Return what the record calls itself: a text or a number; empty if nothing."""
         value = self._values.get(key)
@@ -178,7 +212,7 @@ class _Record:
             raise self.error(problem, "write a text or a whole number, or leave it out")
         return str(value)
 
-    def timestamp(self, kind: JsonFormat) -> float:
+    def timestamp(self, kind: Format) -> float:
         """Return the arrival in seconds."""
         value = self._field("timestamp")
         shown = json.dumps(value)[:40]

@@ -3,46 +3,61 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final
 
 from kvtier.sim.traces._flat import RECORD_NBYTES, read_keys, read_oracle
+from kvtier.sim.traces._formats import FORMATS, TraceFormat
 from kvtier.sim.traces._jsonl import detect_json, read_json
 from kvtier.sim.traces._source import Source, open_source
 from kvtier.sim.traces._trace import Trace
 
-__all__ = ["FORMATS", "TraceFormat", "read_trace"]
-
-TraceFormat = Literal["auto", "mooncake", "lmbench", "bailian", "keys", "oracle"]
-FORMATS: Final[tuple[str, ...]] = get_args(TraceFormat)
+__all__ = ["read_trace"]
 
 _SAMPLE_NBYTES: Final = 1 << 16
 _PLAIN_KEY: Final = re.compile(rb"[\w./+=@%~\x80-\xff-]+")
 """What is taken for a key unasked: numbers, hashes, paths and names, in any language."""
 
 
-def read_trace(path: Path | str, *, format_name: TraceFormat = "auto") -> Trace:
+_FLAT: Final[Mapping[str, Callable[[Source, int], Trace]]] = {
+    "keys": read_keys,
+    "oracle": read_oracle,
+}
+"""Formats whose every id is a request."""
+
+
+def read_trace(
+    path: Path | str, *, format_name: TraceFormat = "auto", tokens_per_id: int | None = None
+) -> Trace:
     """Read the trace at ``path``, plain or compressed with gzip or zstd.
 
     Args:
         path: The file.
         format_name: Its format; ``auto`` looks at the content, never at the name.
+        tokens_per_id: Tokens per id; None for what the file says.
 
     Raises:
         TraceError: It cannot be read; the message names the line and a remedy.
     """
     source = open_source(Path(path))
-    name = _detect(source) if format_name == "auto" else format_name
-    if name == "keys":
-        return read_keys(source)
-    if name == "oracle":
-        return read_oracle(source)
-    return read_json(source, name)
+    found = format_name == "auto"
+    kind = FORMATS[_detect(source) if found else format_name]
+    if read_flat := _FLAT.get(kind.name):
+        tokens = tokens_per_id or kind.tokens_per_id
+        origin = "given" if tokens_per_id else "the format's default"
+        trace = read_flat(source, tokens)
+        trace = replace(trace, assumed=(f"tokens per id: {tokens:,} ({origin})",))
+    else:
+        trace = read_json(source, kind, tokens_per_id)
+    name = f"format: {kind.name} ({'detected' if found else 'given'})"
+    return replace(trace, assumed=(name, kind.times, *trace.assumed))
 
 
 def _detect(source: Source) -> str:
     sample = source.content[:_SAMPLE_NBYTES]
-    if _is_binary(sample):
+    if b"\0" in sample:
         if len(source.content) % RECORD_NBYTES:
             problem = f"binary, and its size is no multiple of {RECORD_NBYTES} bytes"
             raise source.error(0, problem, "name its format with --format, or it is damaged")
@@ -75,15 +90,3 @@ def _require_keys(source: Source, sample: bytes) -> None:
             problem = "neither JSON of a request nor one plain word"
             remedy = "name a trace file; if every line of it is a key, add --format keys"
             raise source.error(number, problem, remedy)
-
-
-def _is_binary(sample: bytes) -> bool:
-    """Return whether ``sample`` holds what text does not."""
-    if b"\0" in sample:
-        return True
-    try:
-        sample.decode("utf-8")
-    except UnicodeDecodeError as error:
-        # A character cut off by the end of the sample is no sign of anything.
-        return error.start < len(sample) - 3
-    return False

@@ -10,7 +10,10 @@ from typing import Final
 
 from kvtier.sim.traces._trace import TraceError
 
-__all__ = ["Source", "open_source"]
+__all__ = ["TO_UTF8", "Source", "open_source"]
+
+TO_UTF8: Final = "save it as UTF-8, as with iconv -f LATIN1 -t UTF-8"
+"""Remedy for text in another encoding."""
 
 _GZIP: Final = b"\x1f\x8b"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"

@@ -38,7 +38,7 @@ class TraceError(KvtierError):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in file order, their chunk ids renumbered densely.
+    """Requests in order of arrival, their chunk ids renumbered densely.
 
     A chunk's number is its rank among the first appearances, so numbers index plain lists and
     arrays of length :attr:`distinct`. What an id was in the file is not kept.
@@ -56,6 +56,9 @@ class Trace:
         distinct: Different chunks.
         sessions: What each request belongs to, empty where nobody says; no names at all for a
             trace that says it of none.
+        assumed: How the file was read where it leaves a choice: its format, the unit of its
+            times, the tokens of a chunk.
+        warnings: What in the file contradicts that, or was changed.
     """
 
     name: str
@@ -69,6 +72,8 @@ class Trace:
     chunk_tokens: int
     distinct: int
     sessions: Sequence[str] = ()
+    assumed: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
     @property
     def requests(self) -> int:
@@ -88,6 +93,10 @@ class Trace:
     def session_names(self) -> Sequence[str]:
         """Return what each request belongs to; empty names where nobody says."""
         return self.sessions or ("",) * self.requests
+
+    def reading(self) -> dict[str, list[str]]:
+        """Return ``assumed`` and ``warnings`` as plain values, for JSON."""
+        return {"assumed": list(self.assumed), "warnings": list(self.warnings)}
 
     def chains(self) -> list[list[int]]:
         """Return every request's chunk numbers, root to leaf.

@@ -54,9 +54,7 @@ def _keys(trace: Trace) -> bytes:
 def _oracle(trace: Trace) -> bytes:
     records = np.empty(trace.refs, dtype=RECORD)
     per_request = np.diff(trace.offsets)
-    # Times must not go backwards; a trace whose requests are out of order keeps file order.
-    arrivals = np.maximum.accumulate(trace.timestamps_s)
-    records["time_s"] = np.repeat(arrivals, per_request).astype(np.uint32)
+    records["time_s"] = np.repeat(trace.timestamps_s, per_request).astype(np.uint32)
     records["id"] = trace.ids
     records["nbytes"] = 1
     following = trace.next_uses()

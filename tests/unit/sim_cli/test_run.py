@@ -25,6 +25,8 @@ SINGLE_KEYS = [
     "stranded_hits",
     "seconds",
     "refs_per_second",
+    "assumed",
+    "warnings",
 ]
 TIER_KEYS = {"hits", "hit_ratio", "chunks_written", "chunks_promoted", "evictions"}
 LADDER_KEYS = {"tiers", "total_hit_ratio", "writes_per_ref", "promotions_per_ref"}
@@ -140,7 +142,9 @@ def test_hits_on_the_conversation_trace_are_the_references(
         ((), "name either --policy or --config"),
         (("--policy", "lru", "--config", "x.yaml"), "name either --policy or --config"),
         (("--policy", "lru"), "--capacity is missing"),
+        (("--policy", "lru", "--capacity", "0%"), "capacity 0%: holds no chunk"),
         (("--policy", "best", "--capacity", "5%"), "best"),
+        (("--policy", "lruu", "--capacity", "5%"), "did you mean lru?"),
         (("--policy", "lru", "--capacity", "5 GB/s"), "capacity 5 GB/s"),
         (("--policy", "lru", "--capacity", "5%", "--touch-order", "up"), "--touch-order up"),
         (("--policy", "lru", "--capacity", "5%", "--format", "csv"), "--format csv"),
@@ -180,6 +184,7 @@ def test_an_option_of_the_other_kind_of_run_is_refused(
     ("option", "value"),
     [
         ("--format", "mooncake"),
+        ("--tokens-per-id", "512"),
         ("--chunk-bytes", "1MiB"),
         ("--capacity", "5%"),
         ("--prefill-rate", "5000"),
