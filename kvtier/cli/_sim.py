@@ -15,16 +15,14 @@ from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._quantity import quantity
-from kvtier.cli._sim_render import show_ladder, show_replay, show_single, show_sweep
+from kvtier.cli._sim_render import show_ladder, show_single, show_sweep
 from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
-from kvtier.sim._recording import is_recording
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.ladder import default_time_model, simulate_ladder
 from kvtier.sim.recommend import RecommendRequest, recommend
-from kvtier.sim.recorded import replay_calls
 from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep, write_csv
@@ -78,7 +76,6 @@ Speeds = Annotated[
 _OF_TRACES = frozenset({"trace", "format_name", "tokens_per_id", "chunk_bytes"})
 _BY_POLICY = _OF_TRACES | {"policy", "capacity", "touch_order"}
 _BY_CONFIG = _OF_TRACES | {"config", "prefill_rate", "tier_speed"}
-_OF_CALLS = frozenset({"trace", "config"})
 """Which parameters the kinds of a run look at, besides those that all do."""
 
 
@@ -116,19 +113,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
 ) -> None:
     """Replay TRACE against one policy or a whole ladder.
 
-    With --config the manager of a live engine decides, in model time; no bytes move. A
-    recording of a live engine's calls is replayed with its outcomes: every answer must be the
-    engine's.
+    With --config the manager of a live engine decides, in model time; no bytes move.
     """
     if (policy is None) == (config is None):
         raise ConfigError("name either --policy or --config")
-    if config is not None and is_recording(trace):
-        remedy = "replay the recorded requests to try something else"
-        _refuse_others(context, _OF_CALLS, "a recording of calls", remedy)
-        with show_progress("replaying") as progress:
-            recorded = replay_calls(trace, load_config(config), progress=progress)
-        show_replay(recorded, as_json=as_json)
-        return
     if config is None:
         remedy = "replay a ladder with --config"
         _refuse_others(context, _BY_POLICY, "--policy", remedy)

@@ -15,7 +15,6 @@ from kvtier.cli._render import (
 )
 from kvtier.cli._trace import show_assumptions
 from kvtier.sim.ladder import LadderResult
-from kvtier.sim.recorded import ReplayResult
 from kvtier.sim.single import SingleResult
 from kvtier.sim.sweep import SweepResult
 from kvtier.sim.traces import Trace
@@ -78,29 +77,6 @@ def show_ladder(result: LadderResult, trace: Trace, *, as_json: bool) -> None:
     for line in _summary(result):
         show_line(console, line)
     show_assumptions(trace)
-
-
-def show_replay(result: ReplayResult, *, as_json: bool) -> None:
-    """Print what a recorded engine did."""
-    if as_json:
-        show_json(asdict(result))
-        return
-    console = make_console()
-    numbers = ("chunks", "hits", "written", "promoted", "evicted")
-    tiers = []
-    for tier in result.tiers:
-        counts = (
-            tier.capacity_chunks,
-            tier.hits,
-            tier.chunks_written,
-            tier.chunks_promoted,
-            tier.evictions,
-        )
-        tiers.append((tier.name, tier.eviction, *(f"{count:,}" for count in counts)))
-    show_tiers_apart(console, "tier", "policy", numbers=numbers, tiers=tiers)
-    console.print()
-    replayed = f"{result.calls:,} calls of {result.requests:,} requests replayed"
-    show_line(console, f"{replayed}; all {result.answers:,} answers are the engine's")
 
 
 def _summary(result: LadderResult) -> list[str]:

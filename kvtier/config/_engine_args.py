@@ -35,15 +35,11 @@ def resolve_load_path(config: KvtierConfig, door: Door = Door.CONNECTOR) -> Kvti
     """
     transfer = config.transfer
     if door is Door.SPEC:
-        for key, value, other in (
-            ("load_path", "direct", "staged"),
-            ("load_mode", "layerwise", "ahead"),
-        ):
-            if getattr(transfer, key) == value:
-                problem = "this door cannot report a load that fails on its way"
-                remedy = f"use --door connector of `kvtier vllm-args`, or {key}: {other}"
-                at = f"transfer.{key}"
-                raise ConfigError(config.origin.complain(at, problem, remedy, value=value))
+        if transfer.load_path == "direct":
+            problem = "this entry point cannot report a load that fails on its way"
+            remedy = "use --door connector of `kvtier vllm-args`, or load_path: staged"
+            at = "transfer.load_path"
+            raise ConfigError(config.origin.complain(at, problem, remedy, value="direct"))
     if transfer.load_path != "auto":
         return config
     path = "staged" if door is Door.SPEC else "direct"

@@ -209,8 +209,6 @@ class TransferConfig(_Section):
     """Longest a request waits for a promotion; then it recomputes."""
     load_path: Literal["auto", "direct", "staged"] = "auto"
     """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
-    load_mode: Literal["ahead", "layerwise"] = "ahead"
-    """Load what is in RAM before a request's first step, or within it layer by layer."""
     store_timeout_s: Duration = Field(
         default=60.0, validation_alias="store_timeout", serialization_alias="store_timeout"
     )
@@ -248,14 +246,12 @@ class TraceConfig(_Section):
     record: FilePath | None = None
     """Absolute directory for the recording; kvtier creates it if its parent exists.
     `{data_parallel_rank}` in it becomes the engine's number among data-parallel ones, or 0."""
-    calls: bool = False
-    """Record every call of the scheduler too, for a replay that is equal chunk by chunk."""
     file_size_bytes: Size = Field(
         default=64 << 20, validation_alias="file_size", serialization_alias="file_size"
     )
     """Bytes of one file of the recording."""
     files: int = Field(default=8, ge=1)
-    """Files of requests that are kept, and of calls; the oldest is removed first."""
+    """Files that are kept; the oldest is removed first."""
     queue: int = Field(default=4096, ge=1)
     """Records that may wait to be written; more are dropped and counted, never awaited."""
 
@@ -263,12 +259,6 @@ class TraceConfig(_Section):
     @classmethod
     def _record_is_absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else _absolute(path)
-
-    @model_validator(mode="after")
-    def _calls_have_a_place(self) -> Self:
-        if self.calls and self.record is None:
-            _refuse("calls", "there is no recording", "add record: with a directory")
-        return self
 
 
 class EngineConfig(_Section):

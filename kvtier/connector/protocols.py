@@ -136,7 +136,11 @@ class Step:
 
 
 class Cache(StatisticsSource, Protocol):
-    """What the scheduler half drives: a :class:`~kvtier.connector.service.CacheService`."""
+    """What the scheduler side drives: a :class:`~kvtier.connector.service.CacheService`."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether :meth:`end_step` would find nothing to do."""
 
     def begin_request(self, request: RequestContext) -> None:
         """Start remembering a request."""

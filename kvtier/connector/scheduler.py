@@ -188,6 +188,9 @@ class ConnectorScheduler:
             self._note_starts(step)
         if step.started or step.preempted or not self._cache.rests:
             self._cache.end_step(started=step.started, preempted=step.preempted)
+        if step.allocated:
+            # Before this step's stores are planned: they read what the step computes.
+            self._jobs.flush_readers_of(step.allocated)
         requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
         for req_id, states in step.states.items():
             if req_id in requests:
@@ -198,8 +201,6 @@ class ConnectorScheduler:
                 continue
             if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
                 self._store(tracked, scheduled)
-        if step.allocated:
-            self._jobs.flush_readers_of(step.allocated)
         flush = self._jobs.take_flush()
         if not (self._load_jobs or self._store_jobs or flush):
             return NOTHING_TO_DO

@@ -19,7 +19,7 @@ from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
-from kvtier.recording import ManagerSetup, Recorder
+from kvtier.recording import Recorder
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
@@ -114,8 +114,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         if not all(isinstance(tier, HostedTier) for tier in tiers):
             region.map_pages()
         capacities = [region.geometry.slots, *(tier.capacity_slots for tier in tiers)]
-        setup = ManagerSetup(config, capacities, slot_nbytes, tokens_per_chunk, counting_group)
-        recorder = _open_recorder(setup)
+        recorder = _open_recorder(config)
         observer = build_observer(
             config,
             recorder,
@@ -211,23 +210,21 @@ def _close(tier: StorageTier) -> None:
         logger.exception("tier %s: not closed", tier.name)
 
 
-def _open_recorder(setup: ManagerSetup) -> Recorder | None:
+def _open_recorder(config: KvtierConfig) -> Recorder | None:
     """Start the recording that the configuration asks for.
 
     Raises:
         ConfigError: Its directory cannot be made.
     """
-    options = setup.config.trace
+    options = config.trace
     if options.record is None:
         return None
     try:
-        return Recorder(options.record, options=options, setup=setup)
+        return Recorder(options.record, options=options)
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
         remedy = "name a directory whose parent exists and that the engine may write to"
-        text = setup.config.origin.complain(
-            "trace.record", problem, remedy, value=options.record
-        )
+        text = config.origin.complain("trace.record", problem, remedy, value=options.record)
         raise ConfigError(text) from error
 
 

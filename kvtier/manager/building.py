@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.manager.hits import GroupReach
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
@@ -62,8 +63,8 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     truth: SlotTruth,
     record_events: bool,
     follow_reuse: bool = True,
+    groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     counting_group: int = 0,
-    make: Callable[..., TieredOffloadingManager] = TieredOffloadingManager,
 ) -> TieredOffloadingManager:
     """Build the manager that ``config`` describes.
 
@@ -75,14 +76,14 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         truth: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
         follow_reuse: Whether somebody wants to know how soon chunks are asked for again.
+        groups: What each KV cache group needs of a prefix.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
-        make: What makes the manager: the class, or one derived from it.
 
     Raises:
         ConfigError: A placement or admission policy is not installed, or cannot be made.
     """
     placement, transfer = config.placement, config.transfer
-    return make(
+    return TieredOffloadingManager(
         tiers,
         placement=_build_placement(config, tiers, slot_nbytes),
         limits=ManagerLimits(
@@ -107,6 +108,7 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             recompute_s_per_token=placement.recompute_per_token_s,
             margin=math.inf if placement.load_if == "always" else 1.0,
         ),
+        groups=groups,
         counting_group=counting_group,
     )
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
+from kvtier.manager.hits import Prompt
 from kvtier.policies.terms import terms_of_session
 from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
@@ -233,7 +234,8 @@ class ModelEngine(Engine[TimeModel]):
 
     def _look(self, request: ModelRequest) -> bool:
         """Look ``request`` up, and load what it hits; return whether it need not wait."""
-        hits = self._manager.lookup_prefix(request.keys, request.req_id)
+        prompt = Prompt((request.keys,), 0, len(request.keys))
+        hits = self._manager.lookup(request.req_id, prompt)
         if hits is None:
             return False
         self._may_answer = True

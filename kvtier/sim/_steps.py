@@ -27,6 +27,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan
 from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager.hits import Prompt
 from kvtier.policies.terms import terms_of_session
 from kvtier.sim._engine import Engine, ModelRequest
 from kvtier.sim.timing import TimeModel
@@ -191,7 +192,8 @@ class StepEngine(Engine[StepModel]):
     def _look(self, served: _Served) -> bool:
         """Look a request up, and plan the load of what it hits; return whether it goes on."""
         request = served.request
-        hits = self._manager.lookup_prefix(request.keys, request.req_id)
+        prompt = Prompt((request.keys,), 0, len(request.keys))
+        hits = self._manager.lookup(request.req_id, prompt)
         if hits is None:
             return False
         request.hits = hits

@@ -295,7 +295,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             for key in event.keys:
                 block_hash = without_adapter(key)[:-4]
                 by_group.setdefault(group_of(key), []).append(
-                    maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
+                    maybe_convert_block_hash(block_hash)
                 )
             for group, hashes in by_group.items():
                 if event.removed:

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.recording import CALLS_MARK
 from kvtier.sim.traces._builder import TraceBuilder
 from kvtier.sim.traces._formats import Format
 from kvtier.sim.traces._source import TO_UTF8, Source
@@ -41,9 +40,6 @@ def detect_json(source: Source) -> str:
     """
     first = next(line for line in source.content.splitlines() if line.strip())
     record = _parse(source, 1, first)
-    if CALLS_MARK in record:
-        remedy = "replay it with kvtier sim run --config, or name its requests-*.jsonl"
-        raise source.error(1, "a recording of calls, not a trace of requests", remedy)
     if "parent_chat_id" in record:
         return "bailian"
     return "lmbench" if isinstance(record.get("timestamp"), str) else "mooncake"
