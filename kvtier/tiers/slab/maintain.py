@@ -19,7 +19,6 @@ from kvtier.tiers.slab.inspect import (
     nothing_opened,
 )
 from kvtier.tiers.slab.lock import (
-    LOCK,
     PATIENCE,
     Patience,
     is_tool,
@@ -81,12 +80,9 @@ def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
 
 def _acquire_and_name(space: StoredNamespace) -> int:
     io = BlockIo()
-    fd = try_acquire(space.directory / LOCK, io)
+    fd = try_acquire(space.directory, io)
     try:
-        opened = os.fstat(fd)
-        name_holder(fd, os.getpid(), io, tool=True)
-        # The time of the file tells when an engine last had it, which decides who gives way.
-        os.utime(fd, ns=(opened.st_atime_ns, opened.st_mtime_ns))
+        name_holder(space.directory, os.getpid(), io, tool=True)
     except BaseException:
         io.close(fd)
         raise

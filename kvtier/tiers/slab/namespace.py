@@ -25,6 +25,7 @@ from kvtier.tiers.slab.lock import (
     Patience,
     acquire,
     is_tool,
+    last_opened,
     name_holder,
     passing_holder,
     try_acquire,
@@ -35,7 +36,6 @@ __all__ = [
     "FILES",
     "INDEX",
     "LAYOUT",
-    "ROOT_LOCK",
     "SLOTS",
     "Layout",
     "Namespace",
@@ -52,7 +52,6 @@ __all__ = [
 LAYOUT: Final = "layout.json"
 SLOTS: Final = "slots.bin"
 INDEX: Final = "index.sqlite"
-ROOT_LOCK: Final = "kvtier.lock"
 DAMAGED: Final = f"{INDEX}.damaged"
 _DRAFT: Final = f"{LAYOUT}.draft"
 _SIDE_FILES: Final = ("", "-wal", "-shm", "-journal")
@@ -170,7 +169,7 @@ class Namespace:
         namespace = cls(directory, acquire(tier, directory, io), io)
         namespace._leave_to_parent_at_fork()
         try:
-            name_holder(namespace._lock_fd, owner_pid, io)
+            name_holder(directory, owner_pid, io)
             namespace._bind(tier, layout)
         except BaseException:
             namespace.close()
@@ -189,7 +188,7 @@ class Namespace:
             return None
         try:
             with contextlib.suppress(BlockingIOError):
-                return cls(directory, try_acquire(directory / LOCK, io), io)
+                return cls(directory, try_acquire(directory, io), io)
             return _occupied(directory)
         except OSError:
             return None
@@ -217,7 +216,7 @@ class Namespace:
     @property
     def last_opened(self) -> int:
         """When an engine opened it, comparable with other namespaces' times."""
-        return os.fstat(self._lock_fd).st_mtime_ns
+        return last_opened(self.directory)
 
     def set_index_aside(self) -> Path:
         """Move a damaged index out of the way, over an earlier one; returns where it is now.
@@ -341,7 +340,7 @@ def open_root(
         raise ConfigError(
             f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
         ) from None
-    fd = io.open(root / ROOT_LOCK, os.O_RDWR | os.O_CREAT)
+    fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not patience.take(lambda: io.lock(fd)):
             raise StoreLockedError(tier, root, _OPENER)
@@ -437,13 +436,11 @@ def _is_ours(directory: Path, io: BlockIo) -> bool:
 
 
 def _occupied(directory: Path) -> Occupied | None:
-    holder = passing_holder(directory / LOCK)
+    holder = passing_holder(directory)
     if not holder:
         return None
-    last_opened = (directory / LOCK).stat().st_mtime_ns
-    return Occupied(
-        directory, nbytes_of(directory / SLOTS), last_opened, holder, is_tool(holder)
-    )
+    opened_ns = last_opened(directory)
+    return Occupied(directory, nbytes_of(directory / SLOTS), opened_ns, holder, is_tool(holder))
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:
