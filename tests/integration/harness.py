@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -25,6 +25,7 @@ from kvtier.tiers.slab.lock import (
     name_holder,
     try_acquire,
 )
+from kvtier.tiers.slab.namespace import find_strangers_file
 from kvtier.tiers.slab.trail import Reason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
@@ -50,9 +51,11 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
         patience: For those who only look, and have its lock for a moment.
 
     Raises:
-        ConfigError: It is in use, or just being opened.
+        ConfigError: It is in use, just being opened, or another user's.
         OSError: The file system failed.
     """
+    if stranger := find_strangers_file(space.directory):
+        raise ConfigError(f"{stranger}; run this as the user that runs the engine")
     fd = _acquire(space, remedy, patience)
     try:
         yield

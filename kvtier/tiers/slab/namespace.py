@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.ownership import find_exposure, find_stranger
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (
     LOCK,
@@ -40,6 +41,7 @@ __all__ = [
     "Layout",
     "Namespace",
     "Occupied",
+    "find_strangers_file",
     "is_named_as_one",
     "is_of_later_version",
     "nbytes_of",
@@ -165,6 +167,8 @@ class Namespace:
         with contextlib.suppress(FileExistsError):
             io.make_directory(directory)
         _require_own_files(tier, directory)
+        if stranger := find_strangers_file(directory):
+            raise StoreDamagedError(tier, _unusable(directory, stranger))
         directory.chmod(0o700)
         namespace = cls(directory, acquire(tier, directory, io), io)
         namespace._leave_to_parent_at_fork()
@@ -187,6 +191,8 @@ class Namespace:
         if not _is_ours(directory, io):
             return None
         try:
+            if find_strangers_file(directory):
+                return None
             with contextlib.suppress(BlockingIOError):
                 return cls(directory, try_acquire(directory, io), io)
             return _occupied(directory)
@@ -327,7 +333,7 @@ def open_root(
     """Make ``root`` if needed and keep other processes from opening or removing namespaces.
 
     Raises:
-        ConfigError: ``root`` cannot be made or used.
+        ConfigError: ``root`` cannot be made or used, or others can replace what is in it.
         StoreLockedError: Another process keeps us from it for longer than ``patience`` lasts.
         OSError: The file system failed.
     """
@@ -340,6 +346,8 @@ def open_root(
         raise ConfigError(
             f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
         ) from None
+    if exposure := find_exposure(root):
+        raise ConfigError(f"tier {tier}: {exposure.problem}; {exposure.remedy}")
     fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not patience.take(lambda: io.lock(fd)):
@@ -361,6 +369,15 @@ def _no_directory(tier: str, root: Path) -> str:
 def is_named_as_one(path: Path) -> bool:
     """Return whether ``path`` has such a name as :meth:`LayoutFingerprint.namespace` gives."""
     return _NAME.fullmatch(path.name) is not None
+
+
+def find_strangers_file(directory: Path) -> str:
+    """Return what of a namespace belongs to another user, in words; empty if nothing does.
+
+    Raises:
+        OSError: It may not be looked at.
+    """
+    return find_stranger((directory, *(directory / name for name in FILES)))
 
 
 def nbytes_of(path: Path) -> int:
@@ -411,13 +428,14 @@ def _version_of(directory: Path, io: BlockIo) -> int | None:
 
 
 def why_unreadable(directory: Path, io: BlockIo) -> str:
-    """Return why nobody can tell what is in ``directory``, empty if somebody can.
+    """Return why this user cannot trust or tell what is in ``directory``, empty if it can.
 
     What it says is only of a directory that seems to be a namespace, because it has slots or
     lets nobody look.
     """
     try:
         require_layout(directory, io)
+        return find_strangers_file(directory)
     except PermissionError:
         return "this user may not look into it"
     except (OSError, ValueError, StoreDamagedError):
