@@ -45,11 +45,7 @@ def find_exposure(directory: Path) -> Exposure | None:
     """
     uid = os.geteuid()
     if is_ambiguous(uid):
-        return Exposure(
-            f"{directory} cannot be told from those of others: user {uid} stands for every "
-            "user that this user namespace does not map",
-            "run the engine as a mapped user",
-        )
+        return Exposure(_unmapped(uid), "run the engine as a user that it maps")
     real = Path(os.path.realpath(directory))
     for place in (real, *real.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -62,7 +58,7 @@ def find_exposure(directory: Path) -> Exposure | None:
 
 
 def find_stranger(paths: Iterable[Path]) -> str:
-    """Return which of ``paths`` belongs to another user, in words; empty if none does.
+    """Return which of ``paths`` may belong to another user, in words; empty if none does.
 
     Absent ones are ignored. Symbolic links are not followed.
 
@@ -70,6 +66,8 @@ def find_stranger(paths: Iterable[Path]) -> str:
         OSError: A path may not be looked at.
     """
     uid = os.geteuid()
+    if is_ambiguous(uid):
+        return _unmapped(uid)
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             owner = path.lstat().st_uid
@@ -89,6 +87,13 @@ def is_ambiguous(uid: int) -> bool:
         return is_overflow and _UID_MAP.read_text("ascii").split() != _ALL_USERS
     except OSError:  # no /proc, so no answer: 65534 is the number in every kernel's sources
         return uid == 65534
+
+
+def _unmapped(uid: int) -> str:
+    return (
+        f"this process runs as user {uid}, which stands for every user that this user "
+        "namespace does not map"
+    )
 
 
 def _judge(
