@@ -1,4 +1,7 @@
-"""Pages mapped ahead of their first use.
+"""Shared memory mapped: kept out of core dumps, and its pages ahead of their first use.
+
+The RAM tier is made from the prompts of users, and a core dump goes to whoever looks into
+crashes, so no process that maps the tier has it in its dump.
 
 The RAM tier's pages exist from the start, but a process that maps the file meets each of them
 as a fault when it first touches it, and the kernel does so too, page by page, when it reads
@@ -12,14 +15,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import threading
 from typing import Final
 
-__all__ = ["PageMapper"]
+__all__ = ["PageMapper", "map_shared"]
 
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of linux/mman.h, since 5.14
 _PIECE_NBYTES: Final = 64 << 20
 """Some milliseconds: as long may :meth:`PageMapper.close` wait."""
+
+
+def map_shared(descriptor: int) -> mmap.mmap:
+    """Map all of a memory file that other processes map too; no core dump has it.
+
+    The file may be longer than what is used of it: huge pages are unmapped as a whole.
+
+    Raises:
+        OSError: It cannot be mapped.
+    """
+    mapping = mmap.mmap(descriptor, 0)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
 
 
 class PageMapper:

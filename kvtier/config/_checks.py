@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, cast
@@ -13,6 +13,7 @@ from typing import Final, cast
 from kvtier.config._models import KvtierConfig, NvmeTierConfig
 from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
+from kvtier.ownership import find_exposure
 from kvtier.units import approximate_size, format_size
 
 __all__ = [
@@ -100,7 +101,7 @@ def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
     }
     problems += _store_problems(config, stores)
     recordings = [each.trace.record for each in engines if each.trace.record is not None]
-    problems += _obstacles(config, "trace.record", recordings)
+    problems += _obstacles(config, "trace.record", recordings, _obstacle_at)
     if problems:
         raise ConfigError("\n".join(problems))
     return [*_ladder_warnings(config), *_idle_warnings(config), *_store_warnings(config)]
@@ -121,7 +122,7 @@ def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iter
     """Look at the directories of every tier, one for each rank."""
     on_disks = dict[int, dict[int, list[Path]]]()
     for number, paths in stores.items():
-        obstacles = _obstacles(config, f"tiers[{number}].path", paths)
+        obstacles = _obstacles(config, f"tiers[{number}].path", paths, _obstacle_to_store)
         yield from obstacles
         for path in paths if not obstacles else ():
             on_disk = on_disks.setdefault(_existing(path).stat().st_dev, {})
@@ -157,19 +158,30 @@ def _all_ranks(nbytes: int, ranks: int) -> str:
     return f"{ranks} ranks take {approximate_size(nbytes * ranks)}, and " if ranks > 1 else ""
 
 
-def _obstacles(config: KvtierConfig, key: str, paths: list[Path]) -> list[str]:
+def _obstacles(
+    config: KvtierConfig,
+    key: str,
+    paths: list[Path],
+    look: Callable[[Path], tuple[str, str] | None],
+) -> list[str]:
     """Name what stands against each of ``paths``, what several have in common once."""
-    found = dict.fromkeys(obstacle for path in paths if (obstacle := _obstacle(path)))
+    found = dict.fromkeys(obstacle for path in paths if (obstacle := _obstacle(path, look)))
     return [config.origin.complain(key, *each, value=paths[0]) for each in found]
 
 
-def _obstacle(path: Path) -> tuple[str, str] | None:
-    """Return why there can be no store at ``path``, and what to do; None if there can."""
+def _obstacle(
+    path: Path, look: Callable[[Path], tuple[str, str] | None]
+) -> tuple[str, str] | None:
+    """Return why ``path`` cannot be used, and what to do; None if it can."""
     try:
-        return _obstacle_at(path)
+        return look(path)
     except OSError as error:  # a directory above may not be entered, or the name is too long
         remedy = "run this as the user that runs the engine, or use another path"
         return f"cannot be looked at: {error.strerror}", remedy
+
+
+def _obstacle_to_store(path: Path) -> tuple[str, str] | None:
+    return _obstacle_at(path) or find_exposure(path)
 
 
 def _obstacle_at(path: Path) -> tuple[str, str] | None:

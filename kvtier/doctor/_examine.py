@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -177,8 +176,8 @@ def _store_checks(
 
     def directory() -> Iterator[Finding]:
         status = tier.path.stat() if tier.path.exists() else None
-        uid = os.geteuid()
-        yield _store.check_directory(tier.name, tier.path, status, uid, f"{key}.path")
+        intruder = _store.find_intruder(tier.path)
+        yield _store.check_directory(tier.name, tier.path, status, intruder, f"{key}.path")
 
     def room() -> Iterator[Finding]:
         found = _store.find_room(tier.path, place)

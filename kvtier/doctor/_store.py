@@ -12,7 +12,9 @@ from typing import Literal
 from kvtier.config import held_bytes
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.errors import ConfigError
+from kvtier.ownership import Exposure, find_exposure
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces, holder_of
+from kvtier.tiers.slab.namespace import find_strangers_file, is_named_as_one
 from kvtier.units import approximate_size
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "check_room",
     "check_use",
     "find_holders",
+    "find_intruder",
     "find_room",
     "stored_chunk_nbytes",
 ]
@@ -74,8 +77,22 @@ def check_room(tier: str, room: Room, capacity_bytes: int, key: str) -> Iterator
         yield Finding(check, Verdict.WARNING, found, "remove files, or use another disk", key)
 
 
+def find_intruder(path: Path) -> Exposure | None:
+    """Return how another user can replace what is in the store at ``path``, or did."""
+    if exposure := find_exposure(path):
+        return exposure
+    for directory in filter(is_named_as_one, path.iterdir() if path.is_dir() else ()):
+        if stranger := find_strangers_file(directory):
+            return Exposure(stranger, "an engine does not open it: move it away or remove it")
+    return None
+
+
 def check_directory(
-    tier: str, path: Path, status: os.stat_result | None, uid: int, key: str
+    tier: str,
+    path: Path,
+    status: os.stat_result | None,
+    intruder: Exposure | None,
+    key: str,
 ) -> Finding:
     """Say whether the store's directory is this user's, and this user's only.
 
@@ -83,17 +100,15 @@ def check_directory(
         tier: Name of the tier.
         path: The directory of the store.
         status: Its status; None if it is not there yet.
-        uid: The user that asks, who should be the one that runs the engine.
+        intruder: How another user can replace what is in it.
         key: Key of the path in the configuration.
     """
     check = f"{tier}: directory"
+    if intruder is not None:
+        return Finding(check, Verdict.PROBLEM, intruder.problem, intruder.remedy, key)
     if status is None:
         return Finding(check, Verdict.OK, f"{path} is not there yet; kvtier makes it", key=key)
     mode = stat.S_IMODE(status.st_mode)
-    if uid not in {0, status.st_uid}:
-        found = f"{path} belongs to user {status.st_uid}, this is user {uid}"
-        remedy = f"run this as the user that runs the engine, or: chown -R {uid} {path}"
-        return Finding(check, Verdict.WARNING, found, remedy, key)
     if mode & 0o077:
         found = f"{path} has mode {mode:04o}: others get at what users asked the model"
         return Finding(check, Verdict.WARNING, found, f"chmod 700 {path}", key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.memory.control import ControlBlock
-from kvtier.memory.host_region import HostRegion, RegionGeometry
+from kvtier.memory.host_region import HostRegion
+from kvtier.memory.region_geometry import RegionGeometry
 
 __all__ = ["ControlBlock", "HostRegion", "RegionGeometry"]

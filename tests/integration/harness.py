@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -154,13 +155,16 @@ class Site:
         return (self.directory / f"{name}.log").read_text(errors="replace")
 
     def assert_nothing_held(self) -> None:
-        """No shared memory of ours is left and no file of the store is locked."""
+        """No shared memory of ours is left and nothing in the store is locked."""
         assert [path.name for path in Path("/dev/shm").iterdir() if "kvtier" in path.name] == []
+        # Each raises BlockingIOError while another process holds a lock of its kind.
         for path in self.store.rglob("*"):
-            if path.is_file():
+            if path.is_dir():
+                descriptor = os.open(path, os.O_RDONLY)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.close(descriptor)
+            elif path.is_file():
                 with path.open("rb+") as file:
-                    # Raises BlockingIOError while another process holds a lock of either kind.
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

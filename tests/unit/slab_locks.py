@@ -28,9 +28,9 @@ class Clock:
 
 
 @contextlib.contextmanager
-def held(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the lock of ``path``, as another process would: through another open file."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def held(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock of ``directory``, as another process would: through another open file."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, kind)
         yield

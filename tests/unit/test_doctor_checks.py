@@ -32,6 +32,7 @@ from kvtier.doctor._store import (
     check_use,
 )
 from kvtier.memory.limits import HugePagePool, MemoryLimit
+from kvtier.ownership import Exposure
 
 GIB = 1 << 30
 KEY = "tiers[1].capacity"
@@ -145,20 +146,20 @@ def status(mode: int, uid: int) -> os.stat_result:
 
 
 @pytest.mark.parametrize(
-    ("found", "uid", "verdict", "words"),
+    ("found", "intruder", "verdict", "words"),
     [
-        (None, 1000, "ok", "is not there yet"),
-        (status(0o700, 1000), 1000, "ok", "mode 0700, user 1000"),
-        (status(0o700, 1000), 0, "ok", "mode 0700, user 1000"),
-        (status(0o700, 0), 1000, "warning", "belongs to user 0, this is user 1000"),
-        (status(0o750, 1000), 1000, "warning", "mode 0750: others get at"),
+        (None, None, "ok", "is not there yet"),
+        (None, Exposure("/data has mode 0777", "chmod"), "problem", "/data has mode 0777"),
+        (status(0o700, 1000), None, "ok", "mode 0700, user 1000"),
+        (status(0o700, 0), Exposure("it is root's", "chown"), "problem", "it is root's"),
+        (status(0o750, 1000), None, "warning", "mode 0750: others get at"),
     ],
-    ids=["absent", "own", "root", "foreign", "open to others"],
+    ids=["absent", "below what others fill", "own", "foreign", "open to others"],
 )
 def test_the_directory_is_this_users_and_nobody_elses(
-    found: os.stat_result | None, uid: int, verdict: str, words: str
+    found: os.stat_result | None, intruder: Exposure | None, verdict: str, words: str
 ) -> None:
-    finding = check_directory("nvme", Path("/data/kv"), found, uid, "tiers[1].path")
+    finding = check_directory("nvme", Path("/data/kv"), found, intruder, "tiers[1].path")
     assert finding.verdict == verdict
     assert words in finding.found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.memory.limits import HugePagePool, MemoryLimit, huge_page_pool, memory_limits
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.types import LayoutFingerprint
+from tests.unit.slab_locks import held
 
 QUEUE = {
     "logical_block_size": "512",
@@ -199,9 +199,7 @@ def test_the_engines_that_have_a_store_open_are_named(tmp_path: Path) -> None:
     assert find_holders(tmp_path / "absent") == []
     assert find_holders(tmp_path) == []
     make_namespace(tmp_path, 4096)
-    held = make_namespace(tmp_path, 8192)
-    with (held / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held(make_namespace(tmp_path, 8192)):
         assert find_holders(tmp_path) == ["pid 8192 on host a"]
     assert find_holders(tmp_path) == []
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import resource
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -21,9 +24,27 @@ from typing import cast
 import pytest
 
 from kvtier.errors import CapacityError, UnsupportedError
-from kvtier.memory import HostRegion, RegionGeometry, backing, host_region
+from kvtier.memory import HostRegion, RegionGeometry, backing, hand_over
+from kvtier.memory.hand_over import Listener
+from tests.unit.mappings import flags_of_mappings
+from tests.unit.strangers import STRANGER, give_away
 
 SMALL = RegionGeometry(slots=4, slot_nbytes=8192, stripe_nbytes=4096, stripes=2, ranks=2)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short directory for temporary files: an address has no room for ``tmp_path``."""
+    assert tmp_path.exists()  # so pytest made its own before
+    with tempfile.TemporaryDirectory(prefix="kv") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def sockets(temporary: Path) -> Path:
+    """Where regions are served."""
+    return temporary / f"kvtier-{os.geteuid()}"
 
 
 @pytest.fixture
@@ -113,18 +134,23 @@ def test_a_second_region_of_one_name_is_refused(name: str, region: HostRegion) -
 
 
 def test_a_process_that_dies_while_attaching_leaves_its_place_to_another(
-    name: str, region: HostRegion
+    name: str, region: HostRegion, sockets: Path
 ) -> None:
+    (path,) = sockets.iterdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
-        dying.connect(f"\0kvtier-region-{name}")
+        dying.connect(str(path))
     HostRegion.attach(name, SMALL, timeout_s=10).close()
 
 
-def test_what_a_server_that_listens_no_more_handed_over_is_given_back(name: str) -> None:
+def test_what_a_server_that_listens_no_more_handed_over_is_given_back(
+    name: str, sockets: Path
+) -> None:
+    listening = Listener(name)
+    listening.close()  # only its path is needed
     memory = backing.create_memory(f"kvtier-{name}", SMALL.nbytes, "off")
     hello = json.dumps(asdict(SMALL)).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0kvtier-region-{name}")
+        listener.bind(str(listening.path))
         listener.listen()
 
         def hand_over_and_go() -> None:
@@ -133,6 +159,7 @@ def test_what_a_server_that_listens_no_more_handed_over_is_given_back(name: str)
                 peer.shutdown(socket.SHUT_RD)  # thanks come too late from here on
                 socket.send_fds(peer, [hello], [memory])
             listener.close()
+            listening.path.unlink()
 
         server = threading.Thread(target=hand_over_and_go)
         server.start()
@@ -143,18 +170,139 @@ def test_what_a_server_that_listens_no_more_handed_over_is_given_back(name: str)
     # That no descriptor of it is left is checked after every test.
 
 
+STRANGER_CONNECTS = """
+import os, socket, sys
+os.setegid(int(sys.argv[2]))
+os.seteuid(int(sys.argv[2]))
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+peer.connect(sys.argv[1])
+sys.stdout.write(str(socket.recv_fds(peer, 4096, 1)[:2]))
+"""
+STRANGER_SERVES = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1])
+os.seteuid(int(sys.argv[2]))
+listener.listen()
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def as_stranger(script: str, path: Path) -> list[str]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can run as another user")
+    return [sys.executable, "-c", script, str(path), str(STRANGER)]
+
+
+def test_nobody_else_may_enter_the_directory_of_the_sockets(name: str, sockets: Path) -> None:
+    sockets.mkdir(mode=0o755)
+    sockets.chmod(0o777)
+    with contextlib.closing(HostRegion.create(name, SMALL, attachers=1, timeout_s=10)):
+        assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+        assert len(list(sockets.iterdir())) == 1
+    assert list(sockets.iterdir()) == []
+    assert not any("kvtier" in line for line in abstract_names())
+
+
+def abstract_names() -> list[str]:
+    lines = Path("/proc/net/unix").read_text("ascii").splitlines()
+    return [line for line in lines if " @" in line]
+
+
 def test_another_user_is_given_nothing_and_keeps_nobody_else_from_it(
-    name: str, region: HostRegion, monkeypatch: pytest.MonkeyPatch
+    name: str, region: HostRegion, sockets: Path
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "getuid", lambda: os.geteuid() + 1)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.settimeout(10)
-            stranger.connect(f"\0kvtier-region-{name}")
-            assert socket.recv_fds(stranger, 4096, 1)[:2] == (b"", [])
-        with pytest.raises(UnsupportedError, match="served by another user"):
-            HostRegion.attach(name, SMALL, timeout_s=10)
+    (path,) = sockets.iterdir()
+    command = as_stranger(STRANGER_CONNECTS, path)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "PermissionError" in ran.stderr
+    for place in (path, sockets, sockets.parent):
+        place.chmod(0o777)  # as if the directory had been opened to all
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.stdout == "(b'', [])", ran.stderr
     HostRegion.attach(name, SMALL, timeout_s=10).close()
+
+
+def test_a_region_that_another_user_serves_is_not_taken(name: str, sockets: Path) -> None:
+    listener = Listener(name)
+    listener.close()
+    command = as_stranger(STRANGER_SERVES, listener.path)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        with pytest.raises(UnsupportedError, match="is served by another user"):
+            HostRegion.attach(name, SMALL, timeout_s=10)
+        server.kill()
+
+
+def test_a_name_that_another_user_took_is_not_called_another_engine(
+    name: str, sockets: Path
+) -> None:
+    sockets.mkdir()
+    give_away(sockets)
+    for meet in (create_small, attach_small):
+        with pytest.raises(
+            UnsupportedError, match=f"{sockets} belongs to user {STRANGER}"
+        ) as no:
+            meet(name)
+        assert "another engine" not in str(no.value)
+        assert "TMPDIR" in str(no.value)
+
+
+def test_what_is_in_the_place_of_the_directory_is_named(name: str, sockets: Path) -> None:
+    sockets.touch()
+    for meet in (create_small, attach_small):
+        with pytest.raises(UnsupportedError, match=f"in {sockets}: File exists; remove it"):
+            meet(name)
+
+
+def create_small(name: str) -> HostRegion:
+    return HostRegion.create(name, SMALL, attachers=1, timeout_s=10)
+
+
+def attach_small(name: str) -> HostRegion:
+    return HostRegion.attach(name, SMALL, timeout_s=10)
+
+
+UNMAPPED = """
+import tempfile
+from kvtier.errors import UnsupportedError
+from kvtier.memory import HostRegion, RegionGeometry
+shape = RegionGeometry(4, 8192, stripe_nbytes=4096, stripes=2, ranks=2)
+with tempfile.TemporaryDirectory() as tempfile.tempdir:
+    for meet in (
+        lambda: HostRegion.create("x", shape, attachers=1, timeout_s=1),
+        lambda: HostRegion.attach("x", shape, timeout_s=1),
+    ):
+        try:
+            meet()
+        except UnsupportedError as error:
+            assert "stands for every user" in str(error), error
+        else:
+            raise AssertionError("every unmapped user could have taken it")
+"""
+
+
+def test_the_number_of_every_unmapped_user_is_refused() -> None:
+    command = ["unshare", "--user", sys.executable, "-c", UNMAPPED]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if "unshare" in ran.stderr:
+        pytest.skip("this machine allows no user namespaces")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_no_mapping_of_a_region_is_in_a_core_dump(name: str) -> None:
+    with contextlib.closing(create_small(name)), contextlib.closing(attach_small(name)):
+        flags = flags_of_mappings(os.getpid(), "/memfd:kvtier-test")
+        assert len(flags) >= 2
+        assert all("dd" in each for each in flags)  # which stands for "do not dump"
 
 
 class Peer:
@@ -170,7 +318,7 @@ class Peer:
 
 @pytest.mark.parametrize("uid", [0, 1000, 2**31, 2**32 - 2])
 def test_a_user_may_have_any_number(uid: int) -> None:
-    assert host_region._uid_of(cast("socket.socket", Peer(uid))) == uid
+    assert hand_over._uid_of(cast("socket.socket", Peer(uid))) == uid
 
 
 def test_processes_that_disagree_about_the_shape_are_told_so(
@@ -248,7 +396,9 @@ def test_memory_that_cannot_be_mapped_is_given_back(
 CREATE_AND_WAIT = textwrap.dedent(
     """
     import sys
+    import tempfile
     from kvtier.memory import HostRegion, RegionGeometry
+    tempfile.tempdir = sys.argv[2]
     region = HostRegion.create(
         sys.argv[1],
         RegionGeometry(64, 1 << 20, stripe_nbytes=1 << 20, stripes=1, ranks=1),
@@ -267,11 +417,16 @@ def regions() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.is_dir()}
 
 
-def test_a_killed_process_leaves_nothing_and_its_name_can_be_used_again(name: str) -> None:
+def test_a_killed_process_leaves_no_memory_and_its_name_can_be_used_again(
+    name: str, sockets: Path
+) -> None:
     shared_before = regions()
+    sockets.mkdir(mode=0o700)
+    mine = sockets / "mine"
+    mine.touch()
     for _ in range(2):
         child = subprocess.Popen(
-            [sys.executable, "-c", CREATE_AND_WAIT, name],
+            [sys.executable, "-c", CREATE_AND_WAIT, name, str(sockets.parent)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -279,9 +434,13 @@ def test_a_killed_process_leaves_nothing_and_its_name_can_be_used_again(name: st
         assert child.stdout is not None
         assert child.stdin is not None
         assert child.stdout.readline() == "ready\n"
+        with pytest.raises(UnsupportedError, match="another engine of this user serves"):
+            create_small(name)
         child.send_signal(signal.SIGKILL)
         child.wait(10)
         child.stdout.close()
         child.stdin.close()
         assert regions() == shared_before
-        assert f"kvtier-region-{name}" not in Path("/proc/net/unix").read_text("ascii")
+    with contextlib.closing(create_small(f"{name}-another")):
+        assert len(list(sockets.glob("[!m]*"))) == 1, "the dead one is gone"
+    assert mine.exists()

@@ -32,7 +32,7 @@ def test_an_engine_gives_up_on_a_store_that_another_process_keeps_locked(
     tmp_path: Path, clock: Clock, kind: int
 ) -> None:
     with (
-        held(tmp_path / "kvtier.lock", kind),
+        held(tmp_path, kind),
         pytest.raises(StoreLockedError, match="that is still opening it") as caught,
         open_root("nvme", tmp_path, BlockIo(), clock.patience),
     ):
@@ -45,7 +45,7 @@ def test_an_engine_gives_up_on_a_store_that_another_process_keeps_locked(
 
 def test_an_engine_waits_for_a_store_until_it_is_free(tmp_path: Path, clock: Clock) -> None:
     with contextlib.ExitStack() as other:
-        other.enter_context(held(tmp_path / "kvtier.lock"))
+        other.enter_context(held(tmp_path))
         clock.alarms.append((103, other))
         with open_root("nvme", tmp_path, BlockIo(), clock.patience):
             assert 103 <= clock.now_s < 104
@@ -55,17 +55,17 @@ def test_io_of_an_engine_that_died_is_waited_for_and_not_for_ever(
     tmp_path: Path, clock: Clock
 ) -> None:
     nobody = f"pid {2**22 + 1} on host {os.uname().nodename}"  # beyond the largest there is
-    with held(tmp_path / "lock"):
+    with held(tmp_path):
         (tmp_path / "lock").write_text(nobody)
         with pytest.raises(StoreLockedError, match=nobody) as caught:
             acquire("nvme", tmp_path, BlockIo(), clock.patience)
     assert 110 <= clock.now_s < 111
-    assert f"fuser -v {tmp_path}/lock names who has it" in str(caught.value)
+    assert f"fuser -v {tmp_path} names who has it" in str(caught.value)
     assert "stop the other engine" not in str(caught.value)
 
 
 def test_an_engine_that_lives_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
-    with held(tmp_path / "lock"):
+    with held(tmp_path):
         (tmp_path / "lock").write_text(f"pid {os.getpid()} on host {os.uname().nodename}")
         with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
             acquire("nvme", tmp_path, BlockIo(), clock.patience)
@@ -75,7 +75,7 @@ def test_an_engine_that_lives_is_not_waited_for(tmp_path: Path, clock: Clock) ->
 def test_who_looks_into_a_store_waits_until_it_is_open(store: Store, clock: Clock) -> None:
     store.filled()
     with contextlib.ExitStack() as other:
-        other.enter_context(held(store.root / "kvtier.lock"))
+        other.enter_context(held(store.root))
         clock.alarms.append((103, other))
         assert holder_of(store.directory, clock.patience) is None
     assert 103 <= clock.now_s < 104
@@ -84,7 +84,7 @@ def test_who_looks_into_a_store_waits_until_it_is_open(store: Store, clock: Cloc
 def test_who_looks_into_a_store_gives_up_in_time(store: Store, clock: Clock) -> None:
     store.filled()
     with (
-        held(store.root / "kvtier.lock"),
+        held(store.root),
         pytest.raises(ConfigError, match=f"another process is opening {store.root}; try again"),
     ):
         holder_of(store.directory, clock.patience)
@@ -95,7 +95,7 @@ def test_who_changes_a_store_waits_for_those_who_look(store: Store, clock: Clock
     store.filled()
     (space,) = inspect.find_namespaces(store.root)
     with contextlib.ExitStack() as reader:
-        reader.enter_context(held(store.directory / "lock", fcntl.LOCK_SH))
+        reader.enter_context(held(store.directory, fcntl.LOCK_SH))
         clock.alarms.append((103, reader))
         with maintain.hold(space, "stop it", clock.patience):
             assert 103 <= clock.now_s < 104
@@ -127,7 +127,7 @@ def test_no_command_hangs_on_a_store_that_another_process_keeps_locked(
     monkeypatch.setattr(maintain, "hold", patient_hold)
     store.filled()
     problem = f"another process is opening {store.root}; try again"
-    with held(store.root / "kvtier.lock"):
+    with held(store.root):
         if command == ["stat"]:
             (report,) = shell.json("stat", store.root)["namespaces"]
             assert report["problem"] == problem

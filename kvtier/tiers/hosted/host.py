@@ -14,7 +14,6 @@ import ctypes
 import functools
 import gc
 import logging
-import mmap
 import os
 import signal
 import socket
@@ -29,7 +28,7 @@ from typing_extensions import override
 from kvtier.config import options_of
 from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
-from kvtier.page_mapper import PageMapper
+from kvtier.page_mapper import PageMapper, map_shared
 from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
@@ -284,7 +283,7 @@ def main() -> None:
     os.nice(_NICENESS)
     keep_large_blocks_apart()
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
-    memory = memoryview(mmap.mmap(memory_descriptor, 0))
+    memory = memoryview(map_shared(memory_descriptor))
     os.close(memory_descriptor)
     PageMapper(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
     connection = socket.socket(fileno=descriptor)

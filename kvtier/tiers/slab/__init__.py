@@ -2,11 +2,12 @@
 
 ::
 
-    <path>/kvtier.lock                taken for the moment a namespace is opened or removed
-    <path>/<namespace>/layout.json    meaning of the bytes: fingerprint, slot size, version
+    <path>/                           locked while a namespace is opened or removed
+    <path>/<namespace>/               locked as long as the tier is open
+                       layout.json    meaning of the bytes: fingerprint, slot size, version
                        slots.bin      slot i at byte i * slot_nbytes; payload and nothing else
                        index.sqlite   slot -> key, checksum, generation, last use, hits; trail
-                       lock           held as long as the tier is open; names the holder
+                       lock           names the holder, for people
 
 **Why it cannot serve wrong bytes.** A payload is written first and its row is committed after.
 In between, and after a crash at any point, three things may lie on the disk: a row whose

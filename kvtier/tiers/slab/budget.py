@@ -18,7 +18,7 @@ from typing import Final
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import index_room_nbytes
-from kvtier.tiers.slab.lock import LOCK, try_acquire
+from kvtier.tiers.slab.lock import try_acquire
 from kvtier.tiers.slab.namespace import (
     SLOTS,
     Layout,
@@ -115,7 +115,7 @@ def _look_around(
 def _is_idle(directory: Path, io: BlockIo) -> bool:
     """Return whether no engine has ``directory`` open, of whichever version it is."""
     try:
-        io.close(try_acquire(directory / LOCK, io))
+        io.close(try_acquire(directory, io))
     except OSError:
         return False
     return True

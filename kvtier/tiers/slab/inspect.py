@@ -16,7 +16,6 @@ An engine may start at any time, so who is there is asked again before every que
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import sqlite3
@@ -32,11 +31,10 @@ from kvtier.config import RANK_PLACEHOLDER
 from kvtier.errors import ConfigError, StoreDamagedError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.lock import LOCK, PATIENCE, Patience, read_holder
+from kvtier.tiers.slab.lock import PATIENCE, Patience, read_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,
     LAYOUT,
-    ROOT_LOCK,
     Layout,
     is_named_as_one,
     nbytes_of,
@@ -241,15 +239,14 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
         None if nobody has it open.
 
     Raises:
-        ConfigError: A process keeps us from looking for longer than ``patience`` lasts, or a
-            symbolic link is where a lock belongs.
+        ConfigError: A process keeps us from looking for longer than ``patience`` lasts.
         OSError: The files cannot be read.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(nothing_opened(directory.parent, patience))
-        if stack.enter_context(_shared(directory / LOCK, _AT_ONCE)):
+        if stack.enter_context(_shared(directory, _AT_ONCE)):
             return None
-        return read_holder(directory / LOCK) or "another process"
+        return read_holder(directory) or "another process"
 
 
 @contextlib.contextmanager
@@ -257,11 +254,10 @@ def nothing_opened(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
     """Keep engines from opening or removing a namespace of the store at ``root``, for a moment.
 
     Raises:
-        ConfigError: A process keeps us from it for longer than ``patience`` lasts, or a
-            symbolic link is where a lock belongs.
-        OSError: The file cannot be opened.
+        ConfigError: A process keeps us from it for longer than ``patience`` lasts.
+        OSError: The directory cannot be opened.
     """
-    with _shared(root / ROOT_LOCK, patience) as free:
+    with _shared(root, patience) as free:
         if not free:
             raise ConfigError(f"another process is opening {root}; try again")
         yield
@@ -414,19 +410,9 @@ class IndexReader:
 
 
 @contextlib.contextmanager
-def _shared(path: Path, patience: Patience) -> Iterator[bool]:
-    """Hold the lock of ``path`` together with other readers; yields whether it got free."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True  # a copy, which no engine has ever opened
-        return
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ConfigError(
-            f"{path} is a symbolic link, which is not followed; remove it"
-        ) from error
+def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
+    """Hold the lock of ``directory`` with other readers; yields whether it got free."""
+    fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
     finally:

@@ -19,13 +19,13 @@ from kvtier.tiers.slab.inspect import (
     nothing_opened,
 )
 from kvtier.tiers.slab.lock import (
-    LOCK,
     PATIENCE,
     Patience,
     is_tool,
     name_holder,
     try_acquire,
 )
+from kvtier.tiers.slab.namespace import find_strangers_file
 from kvtier.tiers.slab.trail import Reason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
@@ -51,9 +51,11 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
         patience: For those who only look, and have its lock for a moment.
 
     Raises:
-        ConfigError: It is in use, or just being opened.
+        ConfigError: It is in use, just being opened, or another user's.
         OSError: The file system failed.
     """
+    if stranger := find_strangers_file(space.directory):
+        raise ConfigError(f"{stranger}; run this as the user that runs the engine")
     fd = _acquire(space, remedy, patience)
     try:
         yield
@@ -81,12 +83,9 @@ def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
 
 def _acquire_and_name(space: StoredNamespace) -> int:
     io = BlockIo()
-    fd = try_acquire(space.directory / LOCK, io)
+    fd = try_acquire(space.directory, io)
     try:
-        opened = os.fstat(fd)
-        name_holder(fd, os.getpid(), io, tool=True)
-        # The time of the file tells when an engine last had it, which decides who gives way.
-        os.utime(fd, ns=(opened.st_atime_ns, opened.st_mtime_ns))
+        name_holder(space.directory, os.getpid(), io, tool=True)
     except BaseException:
         io.close(fd)
         raise

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
+from kvtier.ownership import find_exposure, find_stranger
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (
     LOCK,
@@ -25,6 +26,7 @@ from kvtier.tiers.slab.lock import (
     Patience,
     acquire,
     is_tool,
+    last_opened,
     name_holder,
     passing_holder,
     try_acquire,
@@ -35,11 +37,11 @@ __all__ = [
     "FILES",
     "INDEX",
     "LAYOUT",
-    "ROOT_LOCK",
     "SLOTS",
     "Layout",
     "Namespace",
     "Occupied",
+    "find_strangers_file",
     "is_named_as_one",
     "is_of_later_version",
     "nbytes_of",
@@ -52,7 +54,6 @@ __all__ = [
 LAYOUT: Final = "layout.json"
 SLOTS: Final = "slots.bin"
 INDEX: Final = "index.sqlite"
-ROOT_LOCK: Final = "kvtier.lock"
 DAMAGED: Final = f"{INDEX}.damaged"
 _DRAFT: Final = f"{LAYOUT}.draft"
 _SIDE_FILES: Final = ("", "-wal", "-shm", "-journal")
@@ -166,11 +167,13 @@ class Namespace:
         with contextlib.suppress(FileExistsError):
             io.make_directory(directory)
         _require_own_files(tier, directory)
+        if stranger := find_strangers_file(directory):
+            raise StoreDamagedError(tier, _unusable(directory, stranger))
         directory.chmod(0o700)
         namespace = cls(directory, acquire(tier, directory, io), io)
         namespace._leave_to_parent_at_fork()
         try:
-            name_holder(namespace._lock_fd, owner_pid, io)
+            name_holder(directory, owner_pid, io)
             namespace._bind(tier, layout)
         except BaseException:
             namespace.close()
@@ -188,8 +191,10 @@ class Namespace:
         if not _is_ours(directory, io):
             return None
         try:
+            if find_strangers_file(directory):
+                return None
             with contextlib.suppress(BlockingIOError):
-                return cls(directory, try_acquire(directory / LOCK, io), io)
+                return cls(directory, try_acquire(directory, io), io)
             return _occupied(directory)
         except OSError:
             return None
@@ -217,7 +222,7 @@ class Namespace:
     @property
     def last_opened(self) -> int:
         """When an engine opened it, comparable with other namespaces' times."""
-        return os.fstat(self._lock_fd).st_mtime_ns
+        return last_opened(self.directory)
 
     def set_index_aside(self) -> Path:
         """Move a damaged index out of the way, over an earlier one; returns where it is now.
@@ -328,7 +333,7 @@ def open_root(
     """Make ``root`` if needed and keep other processes from opening or removing namespaces.
 
     Raises:
-        ConfigError: ``root`` cannot be made or used.
+        ConfigError: ``root`` cannot be made or used, or others can replace what is in it.
         StoreLockedError: Another process keeps us from it for longer than ``patience`` lasts.
         OSError: The file system failed.
     """
@@ -341,7 +346,9 @@ def open_root(
         raise ConfigError(
             f"tier {tier}: {root.parent} does not exist; create it, or mount the disk there"
         ) from None
-    fd = io.open(root / ROOT_LOCK, os.O_RDWR | os.O_CREAT)
+    if exposure := find_exposure(root):
+        raise ConfigError(f"tier {tier}: {exposure.problem}; {exposure.remedy}")
+    fd = io.open(root.resolve(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not patience.take(lambda: io.lock(fd)):
             raise StoreLockedError(tier, root, _OPENER)
@@ -362,6 +369,15 @@ def _no_directory(tier: str, root: Path) -> str:
 def is_named_as_one(path: Path) -> bool:
     """Return whether ``path`` has such a name as :meth:`LayoutFingerprint.namespace` gives."""
     return _NAME.fullmatch(path.name) is not None
+
+
+def find_strangers_file(directory: Path) -> str:
+    """Return what of a namespace belongs to another user, in words; empty if nothing does.
+
+    Raises:
+        OSError: It may not be looked at.
+    """
+    return find_stranger((directory, *(directory / name for name in FILES)))
 
 
 def nbytes_of(path: Path) -> int:
@@ -412,13 +428,14 @@ def _version_of(directory: Path, io: BlockIo) -> int | None:
 
 
 def why_unreadable(directory: Path, io: BlockIo) -> str:
-    """Return why nobody can tell what is in ``directory``, empty if somebody can.
+    """Return why this user cannot trust or tell what is in ``directory``, empty if it can.
 
     What it says is only of a directory that seems to be a namespace, because it has slots or
     lets nobody look.
     """
     try:
         require_layout(directory, io)
+        return find_strangers_file(directory)
     except PermissionError:
         return "this user may not look into it"
     except (OSError, ValueError, StoreDamagedError):
@@ -437,13 +454,11 @@ def _is_ours(directory: Path, io: BlockIo) -> bool:
 
 
 def _occupied(directory: Path) -> Occupied | None:
-    holder = passing_holder(directory / LOCK)
+    holder = passing_holder(directory)
     if not holder:
         return None
-    last_opened = (directory / LOCK).stat().st_mtime_ns
-    return Occupied(
-        directory, nbytes_of(directory / SLOTS), last_opened, holder, is_tool(holder)
-    )
+    opened_ns = last_opened(directory)
+    return Occupied(directory, nbytes_of(directory / SLOTS), opened_ns, holder, is_tool(holder))
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:

@@ -55,6 +55,10 @@ _REMEDIES: Final[dict[int | None, str]] = {
     errno.ENFILE: "allow the machine more open files (fs.file-max)",
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room on that disk, or raise this user's quota there",
+    **dict.fromkeys(
+        (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
+        "its file system has no locks for directories: use a local disk",
+    ),
 }
 
 

@@ -25,6 +25,7 @@ from kvtier.tiers.hosted import HostedTier, client, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
 from kvtier.types import Outcome, Why
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
+from tests.unit.mappings import flags_of_mappings
 
 
 async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
@@ -42,6 +43,13 @@ async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
     assert await shelf.get(keys, range(4)) == [DONE] * 4
     assert shelf.tier.host_pid != first
     assert "starting its I/O process again" in caplog.text
+
+
+async def test_the_ram_tier_is_in_no_core_dump_of_a_host(shelf: Shelf[HostedTier]) -> None:
+    assert shelf.tier.host_pid is not None
+    flags = flags_of_mappings(shelf.tier.host_pid, "/memfd:kvtier")
+    assert flags
+    assert all("dd" in each for each in flags)  # which stands for "do not dump"
 
 
 async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(

@@ -78,24 +78,6 @@ def test_a_symbolic_link_in_place_of_a_file_is_refused(
     assert target.read_bytes() == b"precious"
 
 
-def test_a_symbolic_link_in_place_of_the_lock_of_the_store_is_refused(
-    open_tier: Opener, root: Path, tmp_path: Path
-) -> None:
-    close(open_tier())
-    target = tmp_path / "target"
-    target.write_bytes(b"precious")
-    lock = root / "kvtier.lock"
-    lock.unlink()
-    lock.symlink_to(target)
-    message = f"{lock} is a symbolic link, which is not followed; remove it"
-    with pytest.raises(StoreDamagedError, match=message):
-        open_tier()
-    (space,) = find_namespaces(root)
-    with pytest.raises(ConfigError, match=message):
-        holder_of(space.directory)
-    assert target.read_bytes() == b"precious"
-
-
 @pytest.mark.parametrize("durability", ["process", "power"])
 @pytest.mark.parametrize("above", [False, True], ids=["the path", "a directory above"])
 def test_a_symbolic_link_at_the_path_or_above_is_followed(

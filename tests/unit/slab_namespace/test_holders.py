@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import StoreLockedError
+from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
 from kvtier.tiers.slab import store
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.inspect import find_namespaces, holder_of
+from kvtier.tiers.slab.lock import Patience
+from kvtier.tiers.slab.maintain import hold
+from kvtier.tiers.slab.namespace import open_root
 from tests.unit.slab_namespace.opening import Opener, close, fill
 
 
@@ -51,6 +56,35 @@ def test_a_second_opener_in_this_process_is_told_who_holds_the_store(
     assert caught.value.holder.startswith(f"pid {os.getpid()} ")
     close(tier)
     open_tier()
+
+
+@pytest.mark.parametrize("name", ["lock", "slots.bin", "index.sqlite", "layout.json"])
+def test_a_deleted_file_lets_no_second_engine_and_no_tool_in(
+    open_tier: Opener, own: Path, name: str
+) -> None:
+    fill(open_tier())
+    (space,) = find_namespaces(own.parent)
+    (own / name).unlink()
+    with pytest.raises(StoreLockedError if name != "layout.json" else StoreDamagedError):
+        open_tier()
+    with pytest.raises(ConfigError, match=r"is in use by .*; stop it"), hold(space, "stop it"):
+        pytest.fail("it was not locked")
+    assert holder_of(own) is not None
+
+
+def test_two_engines_cannot_open_one_store_at_once_whatever_is_deleted(
+    open_tier: Opener, root: Path
+) -> None:
+    close(open_tier())
+    for path in root.glob("*lock*"):
+        path.unlink()
+    with open_root("nvme", root, BlockIo()):
+        assert not list(root.glob("*lock*")), "there is nothing to delete"
+        with (
+            pytest.raises(StoreLockedError),
+            open_root("nvme", root, BlockIo(), Patience(timeout_s=0)),
+        ):
+            pytest.fail("it was not locked")
 
 
 HOLDER = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -183,9 +182,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @contextlib.contextmanager
 def in_hands_of_dead_engine(space: StoredNamespace) -> Iterator[None]:
     """Hold its lock as the I/O of an engine does that died."""
-    lock = space.directory / "lock"
-    lock.write_text(f"pid {2**22 + 1} on host {os.uname().nodename}\n")  # no such pid
-    with held(lock):
+    holder = f"pid {2**22 + 1} on host {os.uname().nodename}\n"  # no such pid
+    (space.directory / "lock").write_text(holder)
+    with held(space.directory):
         yield
 
 
@@ -427,8 +426,7 @@ def test_slots_that_somebody_gave_another_name_keep_what_they_hold(
 def test_what_a_later_version_has_open_counts_against_its_own_engine(
     open_tier: Opener, root: Path, future: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (future / "lock").open("rb+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held(future):
         open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)
     assert warnings_in(caplog) == []
     assert (root / fingerprint("old").namespace()).is_dir()

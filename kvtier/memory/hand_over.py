@@ -1,0 +1,275 @@
+"""How the first worker of an engine hands the region's descriptor to the other processes.
+
+vLLM's processes are not kvtier's children, so nothing can be inherited. The descriptor goes
+through a Unix socket in a directory that only this user may enter, below that for temporary
+files. The file system then says who gets in: no other user, and no other container that has a
+directory for temporary files of its own, even of the same user and on the same network. An
+abstract socket's name is free for all on that network.
+
+Of a process that is killed while it serves, the socket's name stays behind, and nothing else.
+Whoever serves next removes it. The directory is locked for that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from kvtier.errors import UnsupportedError
+from kvtier.iopool import start_thread
+from kvtier.memory.region_geometry import RegionGeometry
+from kvtier.ownership import find_stranger
+
+__all__ = ["Listener", "RegionServer", "receive_region"]
+
+_HELLO_NBYTES = 4096
+_THANKS = b"+"
+_THANKS_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 10.0
+_POLL_S = 0.02
+_LONGEST_ACCEPT_S = 1.0
+_CREDENTIALS = struct.Struct("iII")  # a process, a user and a group
+
+
+class Listener:
+    """A socket that listens under the name of a region.
+
+    Args:
+        name: Unique to the engine on this host.
+
+    Raises:
+        UnsupportedError: Another engine of this user serves a region of this name, or there is
+            no directory that only this user may enter.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.path = _socket_path(name)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with _locked(self.path.parent):
+                _remove_dead(self.path.parent)
+                self._bind(name)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening."""
+        # In this order: once it does not listen, the name may be another's.
+        self.path.unlink(missing_ok=True)
+        self.socket.close()
+
+    def _bind(self, name: str) -> None:
+        try:
+            self.socket.bind(str(self.path))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UnsupportedError(
+                    f"another engine of this user serves a host region {name!r} at "
+                    f"{self.path}: give each engine its own engine_id in --kv-transfer-config"
+                ) from error
+            raise _cannot_use(self.path.parent, error.strerror or str(error)) from error
+        self.socket.listen(64)
+
+
+class RegionServer:
+    """Hands a region's descriptor to whoever attaches, then goes away.
+
+    Args:
+        listener: Where they connect; closed in the end.
+        descriptor: The region's memory; closed in the end.
+        geometry: The region's shape.
+        attachers: How many will attach.
+        timeout_s: How long to serve.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        descriptor: int,
+        geometry: RegionGeometry,
+        attachers: int,
+        timeout_s: float,
+    ) -> None:
+        self._listener = listener
+        self._descriptor = descriptor
+        self._hello = json.dumps(asdict(geometry)).encode()
+        self._attachers = attachers
+        self._deadline = time.monotonic() + timeout_s
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="kvtier-region", daemon=True)
+        start_thread(self._thread)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._stopping = True
+        # A connection wakes a thread that waits in accept.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
+            with contextlib.suppress(OSError):
+                knock.connect(str(self._listener.path))
+            self._thread.join()
+
+    def _serve(self) -> None:
+        with contextlib.closing(self._listener), _closing_descriptor(self._descriptor):
+            served = 0
+            while served < self._attachers:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0 or self._stopping:
+                    return
+                # Somebody may have removed the name, and then no knock arrives.
+                self._listener.socket.settimeout(min(left_s, _LONGEST_ACCEPT_S))
+                try:
+                    peer, _ = self._listener.socket.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return
+                with peer:
+                    served += self._hand_over(peer)
+
+    def _hand_over(self, peer: socket.socket) -> bool:
+        """Give ``peer`` the descriptor, if it belongs to the same user and still listens."""
+        if self._stopping or _uid_of(peer) != os.geteuid():
+            return False
+        try:
+            socket.send_fds(peer, [self._hello], [self._descriptor])
+            peer.settimeout(_THANKS_TIMEOUT_S)
+            # A process that died before it mapped the region leaves its place to another.
+            return peer.recv(1) == _THANKS
+        except OSError:
+            return False
+
+
+def receive_region(
+    name: str, geometry: RegionGeometry | None, deadline: float
+) -> tuple[int, RegionGeometry]:
+    """Return a descriptor of the region, which is the caller's to close, and its shape.
+
+    Args:
+        name: Unique to the engine on this host.
+        geometry: The shape it must have; None takes it as it is.
+        deadline: Time of the monotonic clock at which to give up.
+
+    Raises:
+        FileNotFoundError: Nobody serves it yet.
+        ConnectionError: The server went away.
+        EOFError: So it did, before it handed anything over.
+        UnsupportedError: Another user serves it, its shape is another one, or there is no
+            directory that only this user may enter.
+    """
+    path = _socket_path(name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(max(deadline - time.monotonic(), 0.001))
+        peer.connect(str(path))
+        if _uid_of(peer) != os.geteuid():
+            raise UnsupportedError(f"host region {name!r} at {path} is served by another user")
+        try:
+            hello, descriptors, _, _ = socket.recv_fds(peer, _HELLO_NBYTES, 1)
+        except TimeoutError as error:
+            raise EOFError from error
+        if not descriptors:
+            raise EOFError
+        try:
+            served = RegionGeometry(**json.loads(hello))
+            _require_shape(name, served, geometry)
+            peer.send(_THANKS)
+        except BaseException:
+            os.close(descriptors[0])  # as long as anybody has it, the memory is taken
+            raise
+    return descriptors[0], served
+
+
+def _socket_path(name: str) -> Path:
+    """Return where a region's socket is, in a directory that only this user may enter.
+
+    Raises:
+        UnsupportedError: There is no such directory.
+    """
+    directory = Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        stranger = find_stranger([directory])
+        if not stranger:
+            directory.chmod(0o700)
+    except OSError as error:
+        raise _cannot_use(directory, error.strerror or str(error)) from error
+    if stranger:
+        raise _cannot_use(directory, stranger)
+    # An address has room for 108 bytes, and a name may be longer.
+    return directory / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def _cannot_use(directory: Path, problem: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the RAM tier cannot be handed over in {directory}: {problem}; remove it, or name in "
+        "TMPDIR a directory where every process of the engine may make files"
+    )
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other engines from making or removing sockets in ``directory``."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    problem = "another process keeps it locked"
+                    raise _cannot_use(directory, problem) from error
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_dead(directory: Path) -> None:
+    """Remove sockets that nobody listens on, which processes that were killed left."""
+    for path in filter(Path.is_socket, directory.iterdir()):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
+            knock.setblocking(False)  # noqa: FBT003 - its signature
+            try:
+                knock.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue  # it is busy
+
+
+@contextlib.contextmanager
+def _closing_descriptor(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _require_shape(name: str, served: RegionGeometry, geometry: RegionGeometry | None) -> None:
+    """Raise unless the region served has the shape that is needed."""
+    if geometry not in {None, served}:
+        raise UnsupportedError(
+            f"host region {name!r} has another shape: {served} instead of {geometry}; "
+            "all processes of an engine must read the same configuration file"
+        )
+
+
+def _uid_of(peer: socket.socket) -> int:
+    """Return the user at the other end, as the kernel knows it."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return int(uid)

@@ -1,0 +1,88 @@
+"""What another user owns, or can replace, is neither served nor written to, nor by root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import KvtierConfig, check_environment, parse_config
+from kvtier.doctor import Verdict, examine
+from kvtier.errors import ConfigError, StoreDamagedError
+from kvtier.tiers.slab.inspect import find_namespaces
+from kvtier.tiers.slab.maintain import hold
+from tests.unit.slab_namespace.opening import SLOT, Opener, close, fill, fingerprint
+from tests.unit.strangers import STRANGER, give_away
+
+
+def config_of(path: Path) -> KvtierConfig:
+    tiers = f"[{{kind: ram, capacity: 1MiB}}, {{kind: nvme, path: {path}, capacity: 2MiB}}]"
+    return parse_config(f"tiers: {tiers}\n", source="a.yaml")
+
+
+def problems_of(path: Path) -> list[str]:
+    """Return what the doctor says of the path of a tier that no engine can use."""
+    findings = examine(config_of(path), seconds=None).findings
+    return [
+        finding.found
+        for finding in findings
+        if finding.verdict is Verdict.PROBLEM and finding.key == "tiers[1].path"
+    ]
+
+
+@pytest.mark.parametrize("above", [0, 1], ids=["the path", "its parent"])
+@pytest.mark.parametrize("foreign", [True, False], ids=["another user's", "open to others"])
+def test_a_path_that_another_user_can_fill_is_refused_in_one_line(
+    open_tier: Opener, tmp_path: Path, above: int, foreign: bool
+) -> None:
+    root = tmp_path / "disk" / "store"
+    root.mkdir(parents=True, mode=0o700)
+    fill(open_tier(path=root))
+    place = [root, root.parent][above]
+    if foreign:
+        give_away(place)
+        words = f"{place} belongs to user {STRANGER}"
+    else:
+        place.chmod(0o777)
+        words = f"{place} has mode 0777"
+    with pytest.raises(ConfigError, match=f"tier nvme: {words}") as refused:
+        open_tier(path=root, model="another")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match=rf"tiers\[1\]\.path = \S+: {words}"):
+        check_environment(config_of(root))
+    (problem,) = problems_of(root)
+    assert problem.startswith(words)
+
+
+@pytest.mark.parametrize("name", ["", "slots.bin", "index.sqlite", "layout.json", "lock"])
+def test_a_namespace_or_a_file_of_another_user_is_not_served(
+    open_tier: Opener, root: Path, own: Path, name: str
+) -> None:
+    tier = open_tier()
+    fill(tier)
+    close(tier)
+    give_away(own / name)
+    words = f"{own / name} belongs to user {STRANGER}"
+    with pytest.raises(StoreDamagedError, match=f"{words}, and .*; move it away or remove it"):
+        open_tier()
+    (problem,) = problems_of(root)
+    assert problem.startswith(words)
+
+
+def test_what_a_stranger_left_beside_is_neither_removed_nor_changed(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = open_tier(model="old")
+    fill(old)
+    close(old)
+    directory = root / fingerprint("old").namespace()
+    give_away(directory / "slots.bin")
+    (space,) = find_namespaces(root)
+    with (
+        pytest.raises(ConfigError, match=f"slots.bin belongs to user {STRANGER}, .*run this"),
+        hold(space, "stop it"),
+    ):
+        pytest.fail("it was locked")
+    open_tier(model="new")
+    assert (directory / "slots.bin").stat().st_size == 8 * SLOT
+    assert f"slots.bin belongs to user {STRANGER}" in caplog.text
