@@ -78,6 +78,8 @@ class StorageTierContract(ABC):
     def section(self, directory: Path) -> str:
         """Return the keys of the tier's section besides ``kind`` and ``capacity``, as YAML.
 
+        One key a line.
+
         Args:
             directory: Where the tier keeps its files, if it keeps any. It does not exist yet.
         """

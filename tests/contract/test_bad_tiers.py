@@ -25,6 +25,8 @@ from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import SlotOutcomes, StorageTier
 from kvtier.types import Outcome, Why
 
+pytest_plugins = ["pytester"]
+
 NOT_BLOCKING = "test_nothing_blocks_the_loop"
 ONE_CALL = "test_a_batch_is_one_call"
 READ_WAITS = "test_a_cancelled_read_waits_for_the_threads_that_fill_its_buffers"
@@ -307,3 +309,25 @@ class TestBadTiers(Bench):
     ) -> None:
         with pytest.raises(ConfigError, match=r"TestBadTiers\.section.*: steps: missing"):
             request.getfixturevalue("options")
+
+
+def test_a_failure_shows_the_section_of_the_tier(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from kvtier.testing.file_tier import FileTier
+        from kvtier.testing.tier_contract import StorageTierContract
+
+
+        class TestTier(StorageTierContract):
+            tier_class = FileTier
+            slot_nbytes = 4096
+
+            def test_it(self, options):
+                assert False
+        """
+    )
+    options = ["--asyncio-mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
+    ran = pytester.runpytest_inprocess("-k", "test_it", *options)
+    ran.stdout.fnmatch_lines(
+        ["*Captured section of FileTier setup*", "kind: file", "capacity: 98304B", "path: /*"]
+    )
