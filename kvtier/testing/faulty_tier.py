@@ -84,7 +84,7 @@ class Injection(_Value):
 class FaultyTierConfig(NvmeTierConfig):
     """The NVMe tier's section, and how to make it sick."""
 
-    kind: str = Field(default="faulty", pattern=".*")
+    kind: str = "faulty"
     plan: Path
     """Where the :class:`FaultPlan` is; as long as there is none the disk is well."""
     ledger: Path
