@@ -409,12 +409,11 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
     with contextlib.ExitStack() as stack:
         tiers = []
         for tier in config.tiers:
-            path: Path | None = getattr(tier, "path", None)
-            if path is not None:
+            if store := tier.local_store():
                 scratch = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix=".kvtier-replay-", dir=path.parent)
+                    tempfile.TemporaryDirectory(prefix=".kvtier-replay-", dir=store.path.parent)
                 )
-                tier = tier.model_copy(update={"path": Path(scratch) / "store"})  # noqa: PLW2901
+                tier = tier.model_copy(update={store.key: Path(scratch) / "store"})  # noqa: PLW2901
             tiers.append(tier)
         own = {"tiers": tuple(tiers), "trace": TraceConfig(), "shadow": ()}
         yield config.model_copy(update=own)
