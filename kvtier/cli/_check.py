@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.config import KvtierConfig, check_environment, has_paths_of_ranks
+from kvtier.config import KvtierConfig, check_environment, has_paths_of_ranks, is_built_in
 from kvtier.errors import ConfigError
 from kvtier.manager.building import check_policies
 from kvtier.units import approximate_size
@@ -24,6 +24,11 @@ def check_start(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
         ConfigError: It could not; one line per problem.
     """
     check_policies(config)
+    if not all(is_built_in(tier.kind) for tier in config.tiers):
+        # The storage tiers and their packages are loaded only where a file needs them.
+        from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
+
+        check_tiers(config)
     problems, warnings = _page_problems(config), list[str]()
     try:
         warnings = check_environment(config, ranks=ranks)

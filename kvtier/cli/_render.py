@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli._plan import Plan
-from kvtier.config import KvtierConfig, NvmeTierConfig
+from kvtier.config import KvtierConfig
 from kvtier.units import approximate_duration, approximate_size
 
 __all__ = [
@@ -46,7 +46,8 @@ def show_tiers(console: Console, config: KvtierConfig) -> None:
     """Print the ladder of ``config``."""
     table = make_table("tier", "kind", "eviction", "place", numbers=("capacity",))
     for tier in config.tiers:
-        place = str(tier.path) if isinstance(tier, NvmeTierConfig) else ""
+        store = tier.local_store()
+        place = str(store.path) if store else ""
         size = approximate_size(tier.capacity_bytes)
         table.add_row(tier.name, tier.kind, tier.eviction, place, size)
     show_table(console, table)

@@ -19,7 +19,6 @@ from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import (
     KvtierConfig,
-    NvmeTierConfig,
     load_config,
     own_paths,
     why_not_writable,
@@ -106,13 +105,13 @@ def replay(  # noqa: PLR0913 - each is an option of the command
 def _check_beside(config: KvtierConfig) -> None:
     """Make sure that there can be stores beside those of ``config``."""
     for number, tier in enumerate(config.tiers):
-        path: Path | None = getattr(tier, "path", None)
-        if path is None or not (cause := why_not_writable(path.parent)):
+        store = tier.local_store()
+        if store is None or not (cause := why_not_writable(store.path.parent)):
             continue
-        problem = f"there can be no store beside it, in {path.parent}: {cause}"
+        problem = f"there can be no store beside it, in {store.path.parent}: {cause}"
         remedy = "name a directory whose parent you may write to"
-        key = f"tiers[{number}].path"
-        raise ConfigError(config.origin.complain(key, problem, remedy, value=path))
+        key = f"tiers[{number}].{store.key}"
+        raise ConfigError(config.origin.complain(key, problem, remedy, value=store.path))
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
@@ -121,14 +120,15 @@ def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, Ti
 
     speeds = {}
     for tier in config.tiers:
-        if not isinstance(tier, NvmeTierConfig) or tier.name in given:
+        store = tier.local_store()
+        if store is None or tier.name in given:
             continue
         rates = measure_tier_rates(
-            tier.path if tier.path.is_dir() else tier.path.parent,
+            store.path if store.path.is_dir() else store.path.parent,
             piece_bytes=config.transfer.piece_bytes,
             threads=config.transfer.io_threads,
             seconds=_MEASURE_S,
-            direct_io=tier.direct_io,
+            direct_io=store.direct_io or "auto",
         )
         speeds[tier.name] = TierSpeed(
             rates.read_bytes_per_s, rates.write_bytes_per_s, rates.read_p50_s

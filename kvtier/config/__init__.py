@@ -5,6 +5,7 @@ Nobody else in kvtier sees a dict of options or an environment variable.
 
 from __future__ import annotations
 
+from kvtier.config._answers import LocalStore, Remark
 from kvtier.config._checks import (
     check_chunk_fits,
     check_environment,
@@ -14,9 +15,9 @@ from kvtier.config._checks import (
 )
 from kvtier.config._engine_args import Door, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
-from kvtier.config._fields import RANK_PLACEHOLDER
-from kvtier.config._kinds import TIER_GROUP, options_of
-from kvtier.config._load import load_config, parse_config
+from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
+from kvtier.config._kinds import TIER_GROUP, is_built_in, load_tier, options_of
+from kvtier.config._load import load_config, parse_config, parse_tier
 from kvtier.config._models import (
     EngineConfig,
     IdentityConfig,
@@ -37,15 +38,21 @@ __all__ = [
     "RANK_PLACEHOLDER",
     "TIER_GROUP",
     "Door",
+    "Duration",
     "EngineConfig",
     "Environment",
+    "FilePath",
+    "Fraction",
     "IdentityConfig",
     "KvtierConfig",
+    "LocalStore",
     "MetricsConfig",
     "NvmeTierConfig",
     "Origin",
     "PlacementConfig",
     "RamTierConfig",
+    "Remark",
+    "Size",
     "TierConfig",
     "TraceConfig",
     "TransferConfig",
@@ -55,10 +62,13 @@ __all__ = [
     "environment",
     "has_paths_of_ranks",
     "held_bytes",
+    "is_built_in",
     "load_config",
+    "load_tier",
     "options_of",
     "own_paths",
     "parse_config",
+    "parse_tier",
     "resolve_load_path",
     "schema",
     "slot_nbytes",

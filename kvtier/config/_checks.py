@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
-from kvtier.config._models import KvtierConfig, NvmeTierConfig
+from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
 from kvtier.ownership import find_exposure
@@ -95,16 +95,18 @@ def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
     engines = [own_paths(config, rank=rank) for rank in numbers]
     problems = [*_memory_problems(config, ranks)]
     stores = {
-        number: [cast("NvmeTierConfig", each.tiers[number]).path for each in engines]
+        number: [store.path for each in engines if (store := each.tiers[number].local_store())]
         for number, tier in enumerate(config.tiers)
-        if isinstance(tier, NvmeTierConfig)
+        if tier.local_store()
     }
     problems += _store_problems(config, stores)
     recordings = [each.trace.record for each in engines if each.trace.record is not None]
     problems += _obstacles(config, "trace.record", recordings, _obstacle_at)
+    remarks, refusals = _tier_remarks(config, engines[0].tiers)
+    problems += refusals
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_ladder_warnings(config), *_idle_warnings(config), *_store_warnings(config)]
+    return [*_ladder_warnings(config), *_idle_warnings(config), *remarks]
 
 
 def _memory_problems(config: KvtierConfig, ranks: int) -> Iterator[str]:
@@ -122,7 +124,7 @@ def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iter
     """Look at the directories of every tier, one for each rank."""
     on_disks = dict[int, dict[int, list[Path]]]()
     for number, paths in stores.items():
-        obstacles = _obstacles(config, f"tiers[{number}].path", paths, _obstacle_to_store)
+        obstacles = _obstacles(config, _store_key(config, number), paths, _obstacle_to_store)
         yield from obstacles
         for path in paths if not obstacles else ():
             on_disk = on_disks.setdefault(_existing(path).stat().st_dev, {})
@@ -251,9 +253,27 @@ def _idle_warnings(config: KvtierConfig) -> Iterator[str]:
             yield config.origin.complain(key, problem, "leave it out or add one", value=value)
 
 
-def _store_warnings(config: KvtierConfig) -> Iterator[str]:
-    for number, tier in enumerate(config.tiers):
-        if isinstance(tier, NvmeTierConfig) and tier.checksum == "off":
-            problem = "a flipped bit on the disk becomes a wrong token"
-            remedy = "xxh3 costs a fraction of a core"
-            yield config.origin.complain(f"tiers[{number}].checksum", problem, remedy)
+def _store_key(config: KvtierConfig, number: int) -> str:
+    """Return the key that names the directory of a tier that has one."""
+    store = config.tiers[number].local_store()
+    return f"tiers[{number}].{store.key}" if store else f"tiers[{number}]"
+
+
+def _tier_remarks(
+    config: KvtierConfig, tiers: Sequence[TierConfig]
+) -> tuple[list[str], list[str]]:
+    """Return the warnings of the tiers themselves, and why some cannot work here."""
+    warnings, problems = list[str](), list[str]()
+    for number, tier in enumerate(tiers):
+        key = f"tiers[{number}]"
+        try:
+            warnings += [
+                config.origin.complain(f"{key}.{remark.key}", remark.problem, remark.remedy)
+                for remark in tier.remarks()
+            ]
+        except ConfigError as error:
+            problems.append(f"{config.origin.locate(key)}: {error}")
+        except Exception as error:  # noqa: BLE001 - a tier may be somebody else's code
+            problem = f"the tier's remarks() failed: {error!r}"
+            problems.append(config.origin.complain(key, problem, "repair the tier's class"))
+    return warnings, problems

@@ -36,10 +36,22 @@ from kvtier.units import (
     parse_size,
 )
 
-__all__ = ["RANK_PLACEHOLDER", "Duration", "FilePath", "Fraction", "Size"]
+__all__ = [
+    "RANK_PLACEHOLDER",
+    "RELATIVE_PATH",
+    "Duration",
+    "FilePath",
+    "Fraction",
+    "Size",
+]
 
 RANK_PLACEHOLDER: Final = "{data_parallel_rank}"
 """Stands in a path for the number of the engine among data-parallel ones."""
+RELATIVE_PATH: Final = {
+    "problem": "not an absolute path",
+    "remedy": "write it from the root: engines start in different directories",
+}
+"""What is wrong with a relative path, and what to do."""
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
@@ -57,10 +69,6 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _path(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
-    return Path(value) if isinstance(value, str) and value else value
-
-
 def _without_other_braces(path: Path) -> Path:
     """Refuse what is meant as a placeholder and is none: it would become part of a name."""
     if re.search(r"[{}]", str(path).replace(RANK_PLACEHOLDER, "")):
@@ -69,6 +77,12 @@ def _without_other_braces(path: Path) -> Path:
         raise PydanticCustomError(
             "kvtier", "{problem}; {remedy}", {"problem": problem, "remedy": remedy}
         )
+    return path
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise PydanticCustomError("kvtier", "{problem}; {remedy}", dict(RELATIVE_PATH))
     return path
 
 
@@ -99,6 +113,10 @@ Fraction = Annotated[
 ]
 """A share, 0 to 1."""
 
-FilePath = Annotated[Path, BeforeValidator(_path), AfterValidator(_without_other_braces)]
-"""A path, maybe with a :data:`RANK_PLACEHOLDER`; text is accepted although the models are
-strict."""
+FilePath = Annotated[
+    Path,
+    Field(strict=False),  # code may give text
+    AfterValidator(_without_other_braces),
+    AfterValidator(_absolute),
+]
+"""An absolute path, maybe with a :data:`RANK_PLACEHOLDER`."""

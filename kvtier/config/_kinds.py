@@ -1,4 +1,4 @@
-"""What ``kind`` may name: what is built in, and what installed packages add.
+"""What ``kind`` may name: what is built in, what installed packages add, and any class.
 
 The built-in kinds are known here directly, so that a configuration can be read without
 importing the tier that it configures, or anything heavier.
@@ -6,13 +6,15 @@ importing the tier that it configures, or anything heavier.
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import Any, Final
 
 from kvtier.config._models import NvmeTierConfig, RamTierConfig, TierConfig
+from kvtier.config._policies import CLASS_PATTERN, remedy_for
 from kvtier.errors import ConfigError
 
-__all__ = ["TIER_GROUP", "installed_kinds", "options_of"]
+__all__ = ["TIER_GROUP", "installed_kinds", "is_built_in", "load_tier", "options_of"]
 
 TIER_GROUP: Final = "kvtier.tiers"
 """Entry points: a kind's name -> a class with ``Options: type[TierConfig]``."""
@@ -20,33 +22,58 @@ _BUILT_IN: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": N
 
 
 def installed_kinds() -> tuple[str, ...]:
-    """Return every tier kind a file may name, the built-in ones first."""
+    """Return every tier kind that has a name, the built-in ones first."""
     others = entry_points(group=TIER_GROUP).names - _BUILT_IN.keys()
     return (*_BUILT_IN, *sorted(others))
+
+
+def is_built_in(kind: str) -> bool:
+    """Return whether kvtier itself provides tiers of ``kind``."""
+    return kind in _BUILT_IN
 
 
 def options_of(kind: str) -> type[TierConfig]:
     """Return the model of the options that a tier of ``kind`` takes.
 
     Args:
-        kind: One of :func:`installed_kinds`.
+        kind: One of :func:`installed_kinds`, or ``module:Class``.
 
     Raises:
-        ConfigError: The package that provides the kind is broken.
+        ConfigError: There is no such kind, or the package that provides it is broken.
     """
     if kind in _BUILT_IN:
         return _BUILT_IN[kind]
-    return _load_options(entry_points(group=TIER_GROUP)[kind])
-
-
-def _load_options(entry_point: EntryPoint) -> type[TierConfig]:
-    try:
-        options = entry_point.load().Options
-    except Exception as error:  # importing it runs somebody's code
-        remedy = "repair or remove the package that provides it"
-        problem = f"tier kind {entry_point.name} ({entry_point.value}) does not load: {error}"
-        raise ConfigError(f"{problem}; {remedy}") from error
+    loaded = load_tier(kind)
+    options = getattr(loaded, "Options", None)
     if not (isinstance(options, type) and issubclass(options, TierConfig)):
-        problem = f"tier kind {entry_point.name}: {entry_point.value}.Options is no TierConfig"
+        problem = f"tier kind {kind}: {loaded!r} has no Options derived from TierConfig"
         raise ConfigError(f"{problem}; derive it from kvtier.config.TierConfig")
     return options
+
+
+def load_tier(kind: str) -> Any:  # noqa: ANN401 - what somebody's package provides
+    """Return what a package, or ``module:Class``, provides for ``kind``.
+
+    Raises:
+        ConfigError: There is no such kind, or it does not load.
+    """
+    point = _point(kind)
+    try:
+        return point.load()
+    except Exception as error:  # importing it runs somebody's code
+        problem = f"tier kind {point.name} does not load: {error}"
+        if point.name != point.value:
+            problem = f"tier kind {point.name} ({point.value}) does not load: {error}"
+        remedy = remedy_for(point, error) or "repair or remove the package that provides it"
+        raise ConfigError(f"{problem}; {remedy}") from error
+
+
+def _point(kind: str) -> EntryPoint:
+    if re.match(CLASS_PATTERN, kind):
+        return EntryPoint(name=kind, value=kind, group=TIER_GROUP)
+    installed = entry_points(group=TIER_GROUP)
+    if kind not in installed.names:
+        known = ", ".join(installed_kinds())
+        remedy = "or name a class as module:Class"
+        raise ConfigError(f"unknown tier kind {kind!r}; installed: {known}; {remedy}")
+    return installed[kind]

@@ -6,6 +6,7 @@ and every pydantic error becomes a line of the form ``file:line: key = value: pr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvtier.config._kinds import installed_kinds, options_of
-from kvtier.config._models import KvtierConfig, TierConfig
+from kvtier.config._models import NAME_PATTERN, KvtierConfig, TierConfig
 from kvtier.config._origin import Origin
 from kvtier.config._policies import (
     ADMISSION,
@@ -31,9 +32,10 @@ from kvtier.units import UnitError
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["load_config", "parse_config"]
+__all__ = ["load_config", "parse_config", "parse_tier"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+TierT = TypeVar("TierT", bound=TierConfig)
 
 _EXAMPLES: Final = {
     "tiers": "tiers: [{kind: ram, capacity: 4GiB}]",
@@ -80,6 +82,21 @@ def parse_config(text: str, *, source: str) -> KvtierConfig:
     """
     document = read_yaml(text, source=source)
     return _Reader(document.origin).read(document.values)
+
+
+def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
+    """Read ``text``, the keys of one tier, as they are read in a file.
+
+    Args:
+        text: YAML, as below a dash of ``tiers``.
+        options: What to read it as.
+        source: What errors call the text.
+
+    Raises:
+        ConfigError: The text says something that the tier cannot do.
+    """
+    document = read_yaml(text, source=source)
+    return _Reader(document.origin).read_tier(document.values, options)
 
 
 @dataclass(slots=True)
@@ -137,10 +154,14 @@ class _Reader:
             self._note(f"{key}.kind", "missing", f"add {_EXAMPLES['kind']}")
             return None
         self._check_policy(values.get("eviction"), EVICTION, f"{key}.eviction")
-        if not self._one_of(values["kind"], installed_kinds(), f"{key}.kind", "tier kind"):
+        kind = values["kind"]
+        is_class = isinstance(kind, str) and re.match(CLASS_PATTERN, kind)
+        if not is_class and not self._one_of(
+            kind, installed_kinds(), f"{key}.kind", "tier kind"
+        ):
             return None
         with self.origin.at(f"{key}.kind"):
-            options = options_of(values["kind"])
+            options = options_of(kind)
         return self._section(options, values, key)
 
     def _check_policy(self, name: object, names: PolicyNames, key: str) -> None:
@@ -159,16 +180,32 @@ class _Reader:
         self._note(key, f"no such {what} is installed", remedy)
         return False
 
+    def read_tier(self, values: dict[str, Any], options: type[TierT]) -> TierT:
+        """Read the section of one tier, without the rest of a file."""
+        section = self._section(options, values, "")
+        if section is None:
+            raise self._refusal()
+        return section
+
     def _section(self, model: type[ModelT], values: object, key: str) -> ModelT | None:
         if isinstance(values, dict):
-            return self._validate(model, values, key)
+            # As JSON: a strict model takes text as a path, a date or a member of an enumeration
+            # only where the text comes from a file.
+            return self._validate(model, json.dumps(values), key)
         names = ", ".join(_names(model))
         self._note(key, "not a section", f"put keys below it, or leave it out; keys: {names}")
         return None
 
-    def _validate(self, model: type[ModelT], values: dict[str, Any], key: str) -> ModelT | None:
+    def _validate(
+        self, model: type[ModelT], values: dict[str, Any] | str, key: str
+    ) -> ModelT | None:
+        """Make ``model`` of JSON, or of models that were made before."""
+        context = {"origin": self.origin}
         try:
-            context = {"origin": self.origin}
+            if isinstance(values, str):
+                return model.model_validate_json(
+                    values, context=context, by_alias=True, by_name=False
+                )
             return model.model_validate(values, context=context, by_alias=True, by_name=False)
         except ValidationError as error:
             for details in error.errors(include_url=False):
@@ -228,11 +265,11 @@ _TYPES: Final = {
     "bool_type": ("not true or false", "write true or false"),
     "string_type": ("not text", "put it in quotes if it is meant as text"),
     "path_type": ("not a path", "write one such as /var/lib/kvtier"),
-    "string_pattern_mismatch": (
-        "not a name kvtier can use in logs and metrics",
-        "start with a letter a-z and go on with a-z, 0-9, _ or -",
-    ),
 }
+_NOT_A_NAME: Final = (
+    "not a name kvtier can use in logs and metrics",
+    "start with a letter a-z and go on with a-z, 0-9, _ or -",
+)
 
 
 def _describe(details: ErrorDetails) -> tuple[str, str]:
@@ -249,4 +286,5 @@ def _describe(details: ErrorDetails) -> tuple[str, str]:
         choices = re.findall(r"'([^']*)'", context["expected"])
         hint = did_you_mean(str(details["input"]), choices)
         return "not a choice", f"write {' or '.join(choices)}{hint}"
-    return _TYPES.get(kind, (details["msg"], "see kvtier schema"))
+    is_name = context.get("pattern") == NAME_PATTERN
+    return _NOT_A_NAME if is_name else _TYPES.get(kind, (details["msg"], "see kvtier schema"))

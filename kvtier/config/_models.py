@@ -8,8 +8,9 @@ the descriptions in the JSON Schema.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -23,11 +24,14 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
-from kvtier.config._fields import Duration, FilePath, Fraction, Size
+from kvtier.config._answers import LocalStore, Remark
+from kvtier.config._fields import RELATIVE_PATH, Duration, FilePath, Fraction, Size
 from kvtier.config._origin import Origin
 
 __all__ = [
+    "NAME_PATTERN",
     "EngineConfig",
     "IdentityConfig",
     "KvtierConfig",
@@ -41,10 +45,8 @@ __all__ = [
 ]
 
 
-_RELATIVE_PATH = {
-    "problem": "not an absolute path",
-    "remedy": "write it from the root: engines start in different directories",
-}
+NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
+"""What logs and metrics can call a tier."""
 
 
 class _Section(BaseModel):
@@ -57,20 +59,16 @@ class _Section(BaseModel):
     )
 
 
-def _absolute(path: Path) -> Path:
-    if not path.is_absolute():
-        raise PydanticCustomError("kvtier", "{problem}; {remedy}", dict(_RELATIVE_PATH))
-    return path
-
-
 class TierConfig(_Section):
-    """One tier. A tier of your own derives its ``Options`` from this."""
+    """One tier. A tier of your own derives its ``Options`` from this.
+
+    The commands ask its methods about the tier. A class whose answer differs overrides them.
+    """
 
     kind: str
-    """What the tier is: `ram`, `nvme`, or a kind an installed package provides."""
+    """What the tier is: `ram`, `nvme`, a kind of an installed package, or `module:Class`."""
     name: str = Field(
-        default_factory=lambda values: values["kind"],
-        pattern=r"^[a-z][a-z0-9_-]*$",
+        default_factory=lambda values: _name_of(values["kind"]), pattern=NAME_PATTERN
     )
     """What logs and metrics call the tier; the kind unless two tiers share it."""
     capacity_bytes: Size = Field(
@@ -81,6 +79,25 @@ class TierConfig(_Section):
     """Bytes the tier may hold; bookkeeping comes on top."""
     eviction: str = "hedged-lhd"
     """Which chunk leaves a full tier: a policy by name, or `module:Class` for your own."""
+
+    def local_store(self) -> LocalStore | None:
+        """Return the directory of this machine that the tier fills, None if it fills none.
+
+        By default this is the field ``path``, where there is one of type ``Path``. The
+        commands check this directory and its disk.
+        """
+        path = getattr(self, "path", None)
+        return LocalStore(path) if isinstance(path, Path) else None
+
+    def remarks(self) -> Iterable[Remark]:
+        """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
+
+        It may look at the machine, and blocks.
+
+        Raises:
+            ConfigError: The tier cannot work here; says what to do.
+        """
+        return ()
 
 
 class RamTierConfig(TierConfig):
@@ -112,10 +129,15 @@ class NvmeTierConfig(TierConfig):
     own_process: bool = True
     """Read, write and checksum in a process of its own, out of the way of the engine's."""
 
-    @field_validator("path")
-    @classmethod
-    def _path_is_absolute(cls, path: Path) -> Path:
-        return _absolute(path)
+    @override
+    def local_store(self) -> LocalStore:
+        return LocalStore(self.path, direct_io=self.direct_io)
+
+    @override
+    def remarks(self) -> Iterable[Remark]:
+        if self.checksum == "off":
+            problem = "a flipped bit on the disk becomes a wrong token"
+            yield Remark("checksum", problem, "xxh3 costs a fraction of a core")
 
 
 _LADDER_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after")
@@ -255,11 +277,6 @@ class TraceConfig(_Section):
     queue: int = Field(default=4096, ge=1)
     """Records that may wait to be written; more are dropped and counted, never awaited."""
 
-    @field_validator("record")
-    @classmethod
-    def _record_is_absolute(cls, path: Path | None) -> Path | None:
-        return None if path is None else _absolute(path)
-
 
 class EngineConfig(_Section):
     """What kvtier asks of the engine."""
@@ -356,7 +373,19 @@ class KvtierConfig(_Section):
             twin = names.index(tier.name)
             remedy = "add name: to one of them"
             _refuse(f"{key}.name", f"tiers[{twin}] has the same name", remedy)
-        if isinstance(tier, NvmeTierConfig):
-            paths = [other.path for other in faster if isinstance(other, NvmeTierConfig)]
-            if os.path.realpath(tier.path) in map(os.path.realpath, paths):
-                _refuse(f"{key}.path", "another tier has the same path", "use two directories")
+        store = tier.local_store()
+        if store is not None:
+            _check_store(store, f"{key}.{store.key}", faster)
+
+
+def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> None:
+    if not store.path.is_absolute():
+        _refuse(key, **RELATIVE_PATH)
+    paths = [other.path for tier in faster if (other := tier.local_store())]
+    if os.path.realpath(store.path) in map(os.path.realpath, paths):
+        _refuse(key, "another tier has the same path", "use two directories")
+
+
+def _name_of(kind: str) -> str:
+    """Return what a tier of ``kind`` is called: the kind, or the class of ``module:Class``."""
+    return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind

@@ -14,7 +14,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from kvtier.config._fields import RANK_PLACEHOLDER
-from kvtier.config._models import KvtierConfig, NvmeTierConfig
+from kvtier.config._models import KvtierConfig
 from kvtier.errors import ConfigError
 
 __all__ = ["has_paths_of_ranks", "own_paths"]
@@ -51,9 +51,9 @@ def has_paths_of_ranks(config: KvtierConfig) -> bool:
 
 def _shared_paths(config: KvtierConfig) -> Iterator[str]:
     paths = {
-        f"tiers[{number}].path": tier.path
+        f"tiers[{number}].{store.key}": store.path
         for number, tier in enumerate(config.tiers)
-        if isinstance(tier, NvmeTierConfig)
+        if (store := tier.local_store())
     }
     if config.trace.record is not None:
         paths["trace.record"] = config.trace.record

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
-__all__ = ["ADMISSION", "CLASS_PATTERN", "EVICTION", "PLACEMENT", "PolicyNames"]
+__all__ = ["ADMISSION", "CLASS_PATTERN", "EVICTION", "PLACEMENT", "PolicyNames", "remedy_for"]
 
 CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """How a class is named that no package provides under a name of its own: ``module:Class``."""
+
+
+def remedy_for(point: EntryPoint, error: Exception) -> str:
+    """Return what helps if ``point`` names a module that Python does not find; else empty."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
+        return f"put the directory of {point.module} on PYTHONPATH, the engine's too"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,7 @@ class PolicyNames:
             point.load()
         except Exception as error:  # noqa: BLE001 - importing it runs somebody's code
             remedy = "put its package on the path of Python, or mend it"
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
-                remedy = f"put the directory of {point.module} on PYTHONPATH, the engine's too"
-            return f"does not load: {error}", remedy
+            return f"does not load: {error}", remedy_for(point, error) or remedy
         return None
 
     def schema(self) -> dict[str, object]:

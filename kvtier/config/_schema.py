@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.config._kinds import installed_kinds, options_of
-from kvtier.config._models import KvtierConfig
-from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT
+from kvtier.config._models import KvtierConfig, TierConfig
+from kvtier.config._policies import ADMISSION, CLASS_PATTERN, EVICTION, PLACEMENT
 
 __all__ = ["schema"]
 
@@ -29,6 +29,8 @@ def schema() -> dict[str, Any]:
         definitions.update(tier.pop("$defs", {}))
         definitions[f"tier-{kind}"] = tier
         references.append({"$ref": f"#/$defs/tier-{kind}"})
+    definitions["tier-class"] = _schema_of_classes()
+    references.append({"$ref": "#/$defs/tier-class"})
     root["properties"]["tiers"]["items"] = {"oneOf": references}
     root["properties"]["shadow"]["items"] = EVICTION.schema()
     placement = definitions["PlacementConfig"]["properties"]
@@ -40,6 +42,14 @@ def schema() -> dict[str, Any]:
         "title": "kvtier configuration",
         "description": "Tiers for an LLM engine's KV cache, fastest first.",
     }
+
+
+def _schema_of_classes() -> dict[str, Any]:
+    """Return the schema of a tier that is named as ``module:Class``; its keys are its own."""
+    tier = TierConfig.model_json_schema(mode="serialization")
+    tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
+    tier["properties"]["eviction"] |= EVICTION.schema()
+    return {**tier, "additionalProperties": True, "title": "tier of a class"}
 
 
 def _tier_schema(kind: str) -> dict[str, Any]:

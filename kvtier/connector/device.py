@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtier.errors import ClosedError, UnsupportedError
+from kvtier.errors import ClosedError
 from kvtier.iopool import IoPool
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import UnsupportedError
@@ -128,4 +127,3 @@ def _layout(group: CacheGroup, options: SchedulerOptions) -> GroupLayout:
         hashes_per_chunk=tokens_per_chunk // options.tokens_per_hash,
         blocks_per_chunk=options.blocks_per_chunk,
     )
-

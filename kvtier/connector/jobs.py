@@ -85,9 +85,7 @@ class JobTable:
         self._to_flush.clear()
         return jobs
 
-    def readers_of(
-        self, blocks: AbstractSet[int], among: Iterable[JobId]
-    ) -> frozenset[JobId]:
+    def readers_of(self, blocks: AbstractSet[int], among: Iterable[JobId]) -> frozenset[JobId]:
         """Return those of the stores ``among`` that read any of ``blocks``."""
         return frozenset(
             job_id

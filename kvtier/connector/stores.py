@@ -48,9 +48,7 @@ class Offer:
     groups: int
     ends: list[int]
 
-    def add(
-        self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int
-    ) -> None:
+    def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
         """Offer one more chunk, of the same group as the last one or a later one."""
         self.keys.append(key)
         self.blocks.append(blocks)

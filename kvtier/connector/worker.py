@@ -171,13 +171,17 @@ class ConnectorWorker:
             self._submit(job_id, job, Why.STORE, start)
 
     def _submit(
-        self, job_id: JobId, job: TransferJob, why: Why, start: Callable[[JobId, TransferJob], None]
+        self,
+        job_id: JobId,
+        job: TransferJob,
+        why: Why,
+        start: Callable[[JobId, TransferJob], None],
     ) -> None:
         """Start a job; one that cannot be started ends as one that failed."""
         self._submitted += 1
         try:
             start(job_id, job)
-        except Exception as error:  # noqa: BLE001 - reported as a job that failed
+        except Exception as error:
             if isinstance(error, KvtierError):
                 logger.warning("%s %d was not started: %s", why.name.lower(), job_id, error)
             else:

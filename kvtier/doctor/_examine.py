@@ -12,7 +12,8 @@ from typing import Final
 from kvtier.compiled import is_compiled
 from kvtier.config import (
     KvtierConfig,
-    NvmeTierConfig,
+    LocalStore,
+    TierConfig,
     check_environment,
     has_paths_of_ranks,
     own_paths,
@@ -36,6 +37,28 @@ _ONE_RANK: Final = Finding(
     "each rank takes as much memory and disk; looked at is rank 0",
     "kvtier check --data-parallel-size N says whether there is room for N ranks",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A tier with a directory on this machine.
+
+    Attributes:
+        config: The configuration.
+        tier: The tier's section.
+        store: Its directory.
+        key: Key of the section.
+    """
+
+    config: KvtierConfig
+    tier: TierConfig
+    store: LocalStore
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Name of the tier."""
+        return self.tier.name
 
 
 @dataclass(slots=True)
@@ -76,13 +99,12 @@ def examine(
     examination = Examination()
     of_ranks = has_paths_of_ranks(config)
     config = own_paths(config, rank=None)
-    stores = [
-        (number, tier)
-        for number, tier in enumerate(config.tiers)
-        if isinstance(tier, NvmeTierConfig)
-    ]
-    for number, tier in stores:
-        _examine_store(config, number, tier, seconds, machine, examination)
+    for number, tier in enumerate(config.tiers[1:], start=1):
+        if store := tier.local_store():
+            subject = _Subject(config, tier, store, f"tiers[{number}]")
+            _examine_store(subject, seconds, machine, examination)
+        else:
+            examination.findings.append(_elsewhere(tier))
     engine_runs = any(finding.check.endswith(": in use") for finding in examination.findings)
     for check, look in _host_checks(machine, config, engine_runs=engine_runs):
         _collect(check, look, examination)
@@ -133,22 +155,24 @@ def _check_start(config: KvtierConfig, known: Sequence[Finding]) -> Iterator[Fin
             yield Finding("configuration", verdict, found, remedy or "change it", key)
 
 
+def _elsewhere(tier: TierConfig) -> Finding:
+    """Report a tier that fills no directory of this machine."""
+    found = f"kind {tier.kind} fills no directory of this machine: its medium is not examined"
+    remedy = "examine it with the tools of the package that provides the kind"
+    return Finding(f"{tier.name}: medium", Verdict.NOTE, found, remedy)
+
+
 def _examine_store(
-    config: KvtierConfig,
-    number: int,
-    tier: NvmeTierConfig,
-    seconds: float | None,
-    machine: Machine,
-    examination: Examination,
+    subject: _Subject, seconds: float | None, machine: Machine, examination: Examination
 ) -> None:
-    place = _place_of(tier.path)
+    place = _place_of(subject.store.path)
     if place is None:
         return  # kvtier check says so, and there is nothing to look at
-    for check, look in _store_checks(config, number, tier, place, machine):
-        _collect(f"{tier.name}: {check}", look, examination)
+    for check, look in _store_checks(subject, place, machine):
+        _collect(f"{subject.name}: {check}", look, examination)
     if seconds is not None:
-        look = partial(_measure, config, tier, place, seconds, examination)
-        _collect(f"{tier.name}: rates", look, examination)
+        look = partial(_measure, subject, place, seconds, examination)
+        _collect(f"{subject.name}: rates", look, examination)
 
 
 def _place_of(path: Path) -> Path | None:
@@ -164,10 +188,11 @@ Look = Callable[[], Iterable[Finding]]
 
 
 def _store_checks(
-    config: KvtierConfig, number: int, tier: NvmeTierConfig, place: Path, machine: Machine
+    subject: _Subject, place: Path, machine: Machine
 ) -> Iterator[tuple[str, Look]]:
     """Yield what to look at for one tier, and how it is called."""
-    key = f"tiers[{number}]"
+    tier, path, key = subject.tier, subject.store.path, subject.key
+    path_key, wanted = f"{key}.{subject.store.key}", subject.store.direct_io
 
     def mount() -> Iterator[Finding]:
         found = _mounts.find_mount(machine, place)
@@ -175,51 +200,49 @@ def _store_checks(
         yield from _mounts.check_mount(tier.name, found, exempt_from_cow=exempt)
 
     def directory() -> Iterator[Finding]:
-        status = tier.path.stat() if tier.path.exists() else None
-        intruder = _store.find_intruder(tier.path)
-        yield _store.check_directory(tier.name, tier.path, status, intruder, f"{key}.path")
+        status = path.stat() if path.exists() else None
+        intruder = _store.find_intruder(path)
+        yield _store.check_directory(tier.name, path, status, intruder, path_key)
 
     def room() -> Iterator[Finding]:
-        found = _store.find_room(tier.path, place)
+        found = _store.find_room(path, place)
         yield from _store.check_room(tier.name, found, tier.capacity_bytes, f"{key}.capacity")
 
     def direct_io() -> Iterator[Finding]:
         refusal = direct_io_refusal(place)
-        yield _store.check_direct_io(tier.name, refusal, tier.direct_io, f"{key}.direct_io")
+        if wanted is not None:
+            yield _store.check_direct_io(tier.name, refusal, wanted, f"{key}.direct_io")
 
     def device() -> Iterator[Finding]:
         queues = _devices.find_queues(machine, _mounts.find_mount(machine, place))
         yield from _devices.check_queues(
             tier.name,
             queues,
-            piece_nbytes=config.transfer.piece_bytes,
-            threads=_at_once(config),
+            piece_nbytes=subject.config.transfer.piece_bytes,
+            threads=_at_once(subject.config),
         )
 
     yield "file system", mount
     yield "directory", directory
-    yield "in use", lambda: _store.check_use(tier.name, _store.find_holders(tier.path))
+    yield "in use", lambda: _store.check_use(tier.name, _store.find_holders(path))
     yield "free space", room
     yield "O_DIRECT", direct_io
     yield "device", device
 
 
 def _measure(
-    config: KvtierConfig,
-    tier: NvmeTierConfig,
-    place: Path,
-    seconds: float,
-    examination: Examination,
+    subject: _Subject, place: Path, seconds: float, examination: Examination
 ) -> Iterator[Finding]:
     rates = measure_tier_rates(
         place,
-        piece_bytes=config.transfer.piece_bytes,
-        threads=_at_once(config),
+        piece_bytes=subject.config.transfer.piece_bytes,
+        threads=_at_once(subject.config),
         seconds=seconds,
-        direct_io="off" if tier.direct_io == "off" else "auto",
+        direct_io="off" if subject.store.direct_io == "off" else "auto",
     )
-    examination.rates[tier.name] = rates
-    yield from check_rates(tier.name, rates, _store.stored_chunk_nbytes(tier.path))
+    examination.rates[subject.name] = rates
+    chunk_nbytes = _store.stored_chunk_nbytes(subject.store.path)
+    yield from check_rates(subject.name, rates, chunk_nbytes)
 
 
 def _host_checks(

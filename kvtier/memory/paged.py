@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.memory.kv_layout import KVTensor
+from kvtier.memory.copy import KVBlocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class PagedMemory:
         ConfigError: The layers' pages are not whole words.
 
     Attributes:
-        tensors: Each layer's memory by name, int8 of shape (blocks, page bytes).
+        kv: The memory as the worker side takes it.
     """
 
     def __init__(self, *, layers: int, blocks: int, block_nbytes: int) -> None:
@@ -51,10 +51,9 @@ class PagedMemory:
         words = block_nbytes // layers // _WORD_NBYTES
         self._words = [np.zeros((blocks, words), np.int64) for _ in range(layers)]
         self._places = np.arange(words, dtype=np.int64) * _STEP
-        self.tensors: Mapping[str, KVTensor] = {
-            f"layer.{number}": torch.from_numpy(words).view(torch.int8)
-            for number, words in enumerate(self._words)
-        }
+        tensors = [torch.from_numpy(each).view(torch.int8) for each in self._words]
+        pages = [(number, words * _WORD_NBYTES) for number in range(layers)]
+        self.kv = KVBlocks(tensors, [pages])
 
     def fill(self, blocks: Sequence[int], seeds: Sequence[int]) -> None:
         """Write what ``blocks`` hold when they were computed."""

@@ -10,9 +10,10 @@ what is left of the step's tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvtier.connector.protocols import AllocatedBlocks, Step
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.replay._requests import Phase, ReplayRequest
 
@@ -48,36 +49,30 @@ class _Blocks:
     blocks: Sequence[Sequence[_Block]]
 
 
-@dataclass(frozen=True, slots=True)
-class _New:
-    req_id: str
-    block_ids: Sequence[Sequence[int]]
-
-
-@dataclass(slots=True)
-class _Cached:
-    req_ids: list[str] = field(default_factory=list)
-    new_block_ids: list[Sequence[Sequence[int]] | None] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
-
-
 @dataclass(slots=True)
 class Batch:
-    """What a step computes; what a connector's scheduler half calls a step output.
+    """What a step computes.
 
     Attributes:
-        scheduled_new_reqs: Requests that are in a batch for the first time.
-        scheduled_cached_reqs: The others.
         num_scheduled_tokens: Tokens to compute, by request.
-        finished_req_ids: Requests that ended since the step before, in the order they did.
-        preempted_req_ids: Requests that lost their blocks in this step.
+        started: Requests that are in a batch for the first time.
+        preempted: Requests that lost their blocks in this step.
+        allocated: Blocks that were given to requests.
     """
 
-    scheduled_new_reqs: list[_New] = field(default_factory=list)
-    scheduled_cached_reqs: _Cached = field(default_factory=_Cached)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    finished_req_ids: KeysView[str] = field(default_factory=lambda: dict[str, None]().keys())
-    preempted_req_ids: set[str] = field(default_factory=set)
+    started: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    allocated: set[int] = field(default_factory=set)
+
+    def step(self) -> Step:
+        """Return what the connector's scheduler side is told of it."""
+        return Step(
+            self.num_scheduled_tokens,
+            started=self.started,
+            preempted=self.preempted,
+            allocated=self.allocated,
+        )
 
 
 class Batcher:
@@ -98,9 +93,7 @@ class Batcher:
         self._free = deque(range(1, limits.blocks))
         self._waiting: deque[ReplayRequest] = deque()
         self._running: list[ReplayRequest] = []
-        # In order, for the last chunks of requests that ended are offered in it: from a set,
-        # whose order is another in every process, no two replays would be alike.
-        self._ended: dict[str, None] = {}
+        self._allocated: set[int] = set()
         self._holding: dict[ReplayRequest, None] = {}
         self.requests: dict[str, ReplayRequest] = {}
         self.preemptions = 0
@@ -118,12 +111,18 @@ class Batcher:
 
     def schedule(self) -> Batch:
         """Decide what the next step computes."""
-        batch = Batch(finished_req_ids=self._ended.keys())
-        self._ended = {}
+        batch = Batch()
         left = self._continue_running(batch, self._limits.step_tokens)
-        if not batch.preempted_req_ids:
+        if not batch.preempted:
             self._start_waiting(batch, self._start_ready(batch, left))
+        batch.allocated, self._allocated = self._allocated, set()
         return batch
+
+    def get_blocks(self, request_id: str) -> AllocatedBlocks:
+        """Return the blocks that a request has now."""
+        request = self.requests.get(request_id)
+        blocks = request.blocks if request is not None else ()
+        return _Blocks(([_Block(block) for block in blocks],))
 
     def computed(self, batch: Batch, now_s: float) -> None:
         """Note that a step was computed, as of ``now_s``."""
@@ -171,8 +170,6 @@ class Batcher:
             new = self._grow(request, tokens, batch)
             if new is None:
                 continue
-            batch.scheduled_cached_reqs.req_ids.append(request.request_id)
-            batch.scheduled_cached_reqs.new_block_ids.append((new,) if new else None)
             batch.num_scheduled_tokens[request.request_id] = tokens
             left -= tokens
         return left
@@ -222,8 +219,8 @@ class Batcher:
         request.phase = Phase.LOADING
         request.loaded_tokens = tokens
         self._holding[request] = None
-        table = _Blocks(([_Block(block) for block in request.blocks],))
-        self._connector.update_state_after_alloc(request, table, tokens)
+        blocks = self.get_blocks(request.request_id)
+        self._connector.update_state_after_alloc(request, blocks, tokens)
 
     def _start(self, request: ReplayRequest, batch: Batch, left: int) -> int:
         """Put a request into the batch; return the tokens it takes."""
@@ -232,13 +229,9 @@ class Batcher:
         request.phase = Phase.RUNNING
         self._running.append(request)
         batch.num_scheduled_tokens[request.request_id] = tokens
-        if request.was_scheduled:
-            batch.scheduled_cached_reqs.req_ids.append(request.request_id)
-            batch.scheduled_cached_reqs.new_block_ids.append((list(request.blocks),))
-            batch.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
-        else:
+        if not request.was_scheduled:
             request.was_scheduled = True
-            batch.scheduled_new_reqs.append(_New(request.request_id, (list(request.blocks),)))
+            batch.started.append(request.request_id)
         return tokens
 
     def _preempt(self, request: ReplayRequest, batch: Batch) -> None:
@@ -246,14 +239,13 @@ class Batcher:
         self._running.remove(request)
         self._give_back(request)
         self._waiting.appendleft(request)
-        batch.preempted_req_ids.add(request.request_id)
+        batch.preempted.append(request.request_id)
 
     def _finish(self, request: ReplayRequest) -> None:
         request.phase = Phase.OVER
         self._running.remove(request)
-        self._connector.request_finished(request, request.blocks)
+        self._connector.request_finished(request)
         self._free.extend(request.blocks)
-        self._ended[request.request_id] = None
         del self.requests[request.request_id]
 
     def _give_back(self, request: ReplayRequest) -> None:
@@ -269,4 +261,5 @@ class Batcher:
     def _take(self, request: ReplayRequest, count: int) -> list[int]:
         new = [self._free.popleft() for _ in range(count)]
         request.blocks.extend(new)
+        self._allocated.update(new)
         return new

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
@@ -149,7 +150,7 @@ class ReplayEngine:
         self._due_s = max(self._due_s, time.monotonic() - _CATCH_UP_S)
         self.counts.steps += 1
         batch = self._batcher.schedule()
-        metadata = self._scheduler.build_connector_meta(batch)
+        metadata = self._scheduler.build_connector_meta(batch.step())
         self._cache.computing(prompt_tokens(batch.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
         # What was loaded is compared within a step's time, before anything is written to it.
@@ -160,8 +161,8 @@ class ReplayEngine:
         self._cache.computed()
         self._worker.start_load(metadata)
         self._worker.defer_stores(metadata)
-        _, loaded = self._worker.get_finished(batch.finished_req_ids)
-        output = self._worker.take_output()
+        loaded = self._worker.get_finished()
+        output = self._worker.take_output() or WorkerOutput()
         self._scheduler.update_connector_output(output)
         self._note_loaded(loaded - output.failed_requests)
         self.counts.failed_loads += len(output.failed_loads)

@@ -22,8 +22,8 @@ from kvtier.config import (
     slot_nbytes,
 )
 from kvtier.connector.device import DeviceEngine
+from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.report.statistics import TierFigures
-from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.stats import transfer_type_of
@@ -32,7 +32,6 @@ from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopyPlan
-from kvtier.memory.kv_layout import blocks_of_layers
 from kvtier.memory.paged import PagedMemory
 from kvtier.memory.slot_layout import shard_of
 from kvtier.replay._batching import Batcher, BatchLimits
@@ -263,33 +262,29 @@ class _Bench:
                 huge_pages=config.ram.huge_pages,
             )
             stack.callback(region.close)
-            groups = (tuple(memory.tensors),)
-            self.copy_speed = _measure_copies(memory, geometry, groups, limits, per_chunk)
+            self.copy_speed = _measure_copies(memory, geometry, limits, per_chunk)
             worker = ConnectorWorker(
+                memory.kv,
                 HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S),
                 WorkerOptions(
                     rank=0,
-                    blocks=limits.blocks,
+                    share=shard_of(0),
                     blocks_per_chunk=per_chunk,
-                    groups=groups,
                     close_timeout_s=config.transfer.close_timeout_s,
                 ),
             )
             stack.callback(worker.shutdown)
-            worker.register_kv_caches(memory.tensors)
-            self._service = _open_service(config, region, trace.chunk_tokens, stack)
-            self._scheduler = ConnectorScheduler(
-                self._service,
-                SchedulerOptions(
-                    groups=(CacheGroup(block_tokens),),
-                    tokens_per_hash=block_tokens,
-                    blocks_per_chunk=per_chunk,
-                    shares_blocks=False,
-                ),
+            scheduling = SchedulerOptions(
+                groups=(CacheGroup(block_tokens),),
+                tokens_per_hash=block_tokens,
+                blocks_per_chunk=per_chunk,
+                shares_blocks=False,
             )
+            self._service = _open_service(config, region, scheduling, stack)
+            self._scheduler = ConnectorScheduler(self._service, scheduling)
             stack.callback(self._scheduler.shutdown)
             self._stack = stack.pop_all()
-        self._batcher = Batcher(self._scheduler, limits)
+        self._batcher = self._scheduler.tables = Batcher(self._scheduler, limits)
         self._requests = make_requests(trace, blocks_per_chunk=per_chunk)
         self._token_nbytes = options.chunk_bytes // trace.chunk_tokens
         self._engine = ReplayEngine(
@@ -363,16 +358,22 @@ def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
 
 
 def _open_service(
-    config: KvtierConfig, region: HostRegion, chunk_tokens: int, stack: contextlib.ExitStack
+    config: KvtierConfig,
+    region: HostRegion,
+    scheduling: SchedulerOptions,
+    stack: contextlib.ExitStack,
 ) -> CacheService:
     """Open the tiers and return the cache over them; ``stack`` closes the tiers."""
     timeout_s = config.transfer.close_timeout_s
     slot_bytes = region.geometry.slot_nbytes
+    layouts = build_layouts(scheduling)
+    chunk_tokens = layouts[0].tokens_per_chunk
     storage = open_storage(
         config,
         region,
         LayoutFingerprint({"model": "kvtier replay", "chunk_nbytes": slot_bytes}),
         tokens_per_chunk=chunk_tokens,
+        groups=[layout.reach for layout in layouts],
         record_events=False,
     )
     stack.callback(storage.close, timeout_s=timeout_s)
@@ -409,12 +410,11 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
     with contextlib.ExitStack() as stack:
         tiers = []
         for tier in config.tiers:
-            path: Path | None = getattr(tier, "path", None)
-            if path is not None:
+            if store := tier.local_store():
                 scratch = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix=".kvtier-replay-", dir=path.parent)
+                    tempfile.TemporaryDirectory(prefix=".kvtier-replay-", dir=store.path.parent)
                 )
-                tier = tier.model_copy(update={"path": Path(scratch) / "store"})  # noqa: PLW2901
+                tier = tier.model_copy(update={store.key: Path(scratch) / "store"})  # noqa: PLW2901
             tiers.append(tier)
         own = {"tiers": tuple(tiers), "trace": TraceConfig(), "shadow": ()}
         yield config.model_copy(update=own)
@@ -423,7 +423,6 @@ def _scratch_stores(config: KvtierConfig) -> Iterator[KvtierConfig]:
 def _measure_copies(
     memory: PagedMemory,
     geometry: RegionGeometry,
-    groups: tuple[tuple[str, ...], ...],
     limits: BatchLimits,
     blocks_per_chunk: int,
 ) -> TierSpeed:
@@ -445,7 +444,7 @@ def _measure_copies(
     )
     try:
         device = DeviceEngine(
-            blocks_of_layers(memory.tensors, groups, blocks=limits.blocks),
+            memory.kv,
             region,
             rank=0,
             share=shard_of(0),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from bisect import bisect_left
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 from typing_extensions import override
 
@@ -30,6 +30,7 @@ from kvtier.testing.counting import (
     skip_if_compiled,
 )
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
+from kvtier.testing.naming import naming
 from kvtier.testing.purity import held_by
 from kvtier.testing.questions import Question, make_copies, make_questions, serve_traffic
 from kvtier.testing.workbench import Workbench
@@ -40,6 +41,7 @@ _CAPACITY: Final = 48
 _ENTRIES_PER_SLOT, _ENTRIES_OF_EMPTY = 8, 256
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 """Chunks of two caches, and how much more work per chunk there may be in the larger one."""
+_WRITES: Final[tuple[Literal["through", "evict"], ...]] = ("through", "evict")
 _DAY_S, _ASK_EVERY_S, _ASKED_AT_ONCE = 86_400.0, 1000.0, 40
 
 
@@ -107,10 +109,12 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= _GROWTH * small, f"{small} grew to {large}"
 
     def test_a_manager_keeps_its_books_with_it(self) -> None:
-        for placement in (LadderPlacement(3), LadderPlacement(3, write="evict")):
-            conditions = [self.make_admission(capacity=30)]
-            bench = Workbench(6, 8, 24, placement=ConditionalPlacement(placement, conditions))
-            serve_traffic(bench, requests=60, seed=7)
+        for write in _WRITES:
+            with naming(write=write):
+                conditions = [self.make_admission(capacity=30)]
+                ladder = LadderPlacement(3, write=write)
+                placement = ConditionalPlacement(ladder, conditions)
+                serve_traffic(Workbench(6, 8, 24, placement=placement), requests=60, seed=7)
 
     def _work_per_chunk(self, capacity: int) -> float:
         """Count the policy's steps per chunk once it has seen many more than fit."""
@@ -143,8 +147,9 @@ class BudgetContract(AdmissionContract):
                     bisect_left(admitted, begin + _DAY_S) - at
                     for at, begin in enumerate(admitted)
                 ]
-                assert admitted, f"nothing ever enters tier {tier}"
-                assert max(days) <= self.chunks_per_day
+                with naming(quiet_s=quiet_s, tier=tier):
+                    assert admitted, "nothing ever enters"
+                    assert max(days) <= self.chunks_per_day
 
     def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
         """Return when chunks entered each tier, by a policy that is asked for more and more.

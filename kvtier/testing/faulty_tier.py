@@ -84,10 +84,10 @@ class Injection(_Value):
 class FaultyTierConfig(NvmeTierConfig):
     """The NVMe tier's section, and how to make it sick."""
 
-    kind: str = Field(default="faulty", pattern="^faulty$")
-    plan: Path = Field(strict=False)
+    kind: str = "faulty"
+    plan: Path
     """Where the :class:`FaultPlan` is; as long as there is none the disk is well."""
-    ledger: Path = Field(strict=False)
+    ledger: Path
     """Where each :class:`Injection` is appended."""
     stall_s: float = 1.0
     """How long a read or write that stalls hangs."""

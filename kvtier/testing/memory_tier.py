@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -140,10 +139,11 @@ class MemoryTier(StorageTier):
         for slot in slots:
             self.medium.held.pop(slot, None)
         epoch = self._epoch
+        payloads = await self._pool.run(
+            lambda: list(map(self._take, slots, sources)), priority=int(why)
+        )
         outcomes: list[Outcome] = []
-        for key, slot, source in zip(keys, slots, sources, strict=True):
-            call = functools.partial(self._take, slot, source)
-            payload = await self._pool.run(call, priority=int(why))
+        for key, slot, payload in zip(keys, slots, payloads, strict=True):
             if payload is None or epoch != self._epoch:
                 outcomes.append(Outcome.FAILED)
                 continue
@@ -162,10 +162,9 @@ class MemoryTier(StorageTier):
     ) -> SlotOutcomes:
         """See :class:`StorageTier`."""
         self._check(keys, slots, into)
-        outcomes: list[Outcome] = []
-        for key, slot, view in zip(keys, slots, into, strict=True):
-            call = functools.partial(self._give, key, slot, view)
-            outcomes.append(await self._pool.run(call, priority=int(why)))
+        outcomes = await self._pool.run(
+            lambda: list(map(self._give, keys, slots, into)), priority=int(why)
+        )
         return _report(outcomes)
 
     def forget(self, slots: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from kvtier.testing.counting import (
     skip_if_compiled,
 )
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
+from kvtier.testing.naming import naming
 from kvtier.testing.purity import held_by
 from kvtier.testing.questions import Question, make_questions, serve_traffic
 from kvtier.testing.workbench import Workbench
@@ -80,29 +81,25 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def test_it_knows_the_number_of_tiers(self) -> None:
         for tiers in (1, 2, 3, 4):
-            assert self.make_placement(tiers=tiers).tiers == tiers
+            with naming(tiers=tiers):
+                assert self.make_placement(tiers=tiers).tiers == tiers
 
     def test_places_are_slower_tiers_once_each(self) -> None:
         for tiers in (1, 2, 3, 4):
-            placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
-            for question in some_questions(60):
-                question.set_scene(ctx)
-                for places in placement.place_many(question.copies, ctx):
-                    assert set(places) <= set(range(1, tiers))
-                    assert all(isinstance(tier, int) for tier in places)
-                    assert len(set(places)) == len(places)
+            with naming(tiers=tiers):
+                placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
+                for question in some_questions(60):
+                    question.set_scene(ctx)
+                    for places in placement.place_many(question.copies, ctx):
+                        assert set(places) <= set(range(1, tiers))
+                        assert all(isinstance(tier, int) for tier in places)
+                        assert len(set(places)) == len(places)
 
     def test_what_leaves_goes_to_a_target_that_was_announced(self) -> None:
         for tiers in (1, 2, 3, 4):
-            placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
             for source in range(tiers):
-                targets = placement.demotion_targets(source, tiers)
-                assert set(targets) <= set(range(source + 1, tiers))
-                for question in some_questions(40):
-                    question.set_scene(ctx)
-                    answers = placement.demote_many(question.copies, source, ctx)
-                    assert {*answers} - {None} <= {*targets}
-                    assert all(isinstance(to, int | None) for to in (*answers, *targets))
+                with naming(tiers=tiers, source=source):
+                    self._check_targets(tiers, source)
 
     def test_a_promotion_is_a_promotion_and_an_admission_yes_or_no(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
@@ -157,8 +154,20 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def test_a_manager_keeps_its_books_with_it(self) -> None:
         for capacities in ((6, 12), (6, 8, 24), (8, 4, 2)):
-            placement = self.make_placement(tiers=len(capacities))
-            serve_traffic(Workbench(*capacities, placement=placement), requests=60, seed=7)
+            with naming(tiers=len(capacities), capacities=capacities):
+                placement = self.make_placement(tiers=len(capacities))
+                bench = Workbench(*capacities, placement=placement)
+                serve_traffic(bench, requests=60, seed=7)
+
+    def _check_targets(self, tiers: int, source: int) -> None:
+        placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
+        targets = placement.demotion_targets(source, tiers)
+        assert set(targets) <= set(range(source + 1, tiers))
+        for question in some_questions(40):
+            question.set_scene(ctx)
+            answers = placement.demote_many(question.copies, source, ctx)
+            assert {*answers} - {None} <= {*targets}
+            assert all(isinstance(to, int | None) for to in (*answers, *targets))
 
 
 def _of_all_chunks(placement: Placement) -> list[object]:

@@ -3,12 +3,13 @@
 ::
 
     class TestMyTier(StorageTierContract):
-        def open_tier(self, directory, context, capacity_slots):
-            options = MyTierConfig(path=directory, capacity_bytes=...)
-            return MyTier.open(options, context)
+        tier_class = MyTier
+
+        def section(self, directory):
+            return f"path: {directory}"
 
 It needs pytest-asyncio in its auto mode. Tiers are opened on a thread of the pool, so opening
-may block.
+may block. Two tests fork: a process opens the tier and is killed.
 """
 
 # ruff: noqa: D102 - a test is documented by its name
@@ -16,51 +17,87 @@ may block.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
+from typing_extensions import override
 
-from kvtier.errors import CapacityError, ClosedError
+from kvtier.config import TierConfig, parse_tier
+from kvtier.errors import CapacityError, ClosedError, StoreLockedError
 from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.testing.blocking import blocking_calls
 from kvtier.testing.chunks import Arena, make_keys, make_sources
+from kvtier.testing.held_threads import HeldThreads
+from kvtier.testing.killed import run_and_kill
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Why
 
 __all__ = ["StorageTierContract"]
 
+T = TypeVar("T")
 AnyShelf = Shelf[StorageTier]
 DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 
 
+class _CountingPool(IoPool):
+    """A pool that counts how often the loop waits for it."""
+
+    rounds = 0
+
+    @override
+    async def run_all(self, calls: Sequence[Callable[[], T]], *, priority: int) -> list[T]:
+        self.rounds += 1
+        return await super().run_all(calls, priority=priority)
+
+
 class StorageTierContract(ABC):
-    """The tests. A subclass says how its tier is opened.
+    """The tests. A subclass names its tier and says what its section of a file has.
 
     Attributes:
+        tier_class: The tier.
         persistent: Whether what is stored survives closing; where not, such tests are skipped.
+        outlives_process: Whether it survives the end of the process too.
         slot_nbytes: Slot size the tests use.
         capacity_slots: Slots the tests use.
     """
 
+    tier_class: ClassVar[type[StorageTier]]
     persistent: ClassVar[bool] = True
+    outlives_process: ClassVar[bool] = True
     slot_nbytes: ClassVar[int] = 8192
     capacity_slots: ClassVar[int] = 24
 
-    @abstractmethod
-    def open_tier(
-        self, directory: Path, context: TierContext, capacity_slots: int
-    ) -> StorageTier:
-        """Open a tier with ``capacity_slots`` slots that keeps its files in ``directory``."""
+    def section(self, directory: Path) -> str:
+        """Return the keys of the tier's section besides ``kind`` and ``capacity``, as YAML.
+
+        One key a line.
+
+        Args:
+            directory: Where the tier keeps its files, if it keeps any. It does not exist yet.
+        """
+        return f"path: {directory}" if "path" in self.tier_class.Options.model_fields else ""
+
+    def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
+        """Open the tier; overridden where its class is not all that it takes."""
+        return self.tier_class.open(options, context)
 
     @pytest.fixture
-    def pool(self) -> Iterator[IoPool]:
+    def directory(self, tmp_path: Path) -> Path:
+        """Where the tier keeps its files."""
+        return tmp_path / "store"
+
+    @pytest.fixture
+    def pool(self) -> Iterator[_CountingPool]:
         """Threads for the tier."""
-        pool = IoPool(3, name="kvtier-contract")
+        pool = _CountingPool(3, name="kvtier-contract")
         yield pool
         assert pool.close(timeout_s=10)
 
@@ -72,10 +109,29 @@ class StorageTierContract(ABC):
         arena.close()
 
     @pytest.fixture
+    def options(self, directory: Path, request: pytest.FixtureRequest) -> TierConfig:
+        """The tier's section, read as from a file; a test that fails shows it."""
+        options = self.tier_class.Options
+        kind = options.model_fields["kind"]
+        text = (
+            f"kind: {'contract' if kind.is_required() else kind.default}\n"
+            f"capacity: {self.capacity_slots * self.slot_nbytes}B\n"
+            f"{self.section(directory)}\n"
+        )
+        request.node.add_report_section("setup", f"section of {self.tier_class.__name__}", text)
+        return parse_tier(text, options, source=f"{type(self).__name__}.section")
+
+    @pytest.fixture
     async def shelf(
-        self, tmp_path: Path, pool: IoPool, arena: Arena
+        self, options: TierConfig, pool: IoPool, arena: Arena
     ) -> AsyncIterator[AnyShelf]:
         """An open, empty tier."""
+        shelf = self._shelf(options, pool, arena)
+        await shelf.open()
+        yield shelf
+        await shelf.tier.aclose()
+
+    def _shelf(self, options: TierConfig, pool: IoPool, arena: Arena) -> AnyShelf:
         context = TierContext(
             slot_nbytes=self.slot_nbytes,
             fingerprint=LayoutFingerprint({"model": "contract"}),
@@ -83,13 +139,7 @@ class StorageTierContract(ABC):
             piece_nbytes=4 * self.slot_nbytes,
             memory=arena.shared,
         )
-        directory = tmp_path / "store"
-        shelf = Shelf(
-            lambda: self.open_tier(directory, context, self.capacity_slots), pool, arena
-        )
-        await shelf.open()
-        yield shelf
-        await shelf.tier.aclose()
+        return Shelf(functools.partial(self.open_tier, options, context), pool, arena)
 
     async def restart(self, shelf: AnyShelf) -> list[tuple[ChunkKey, int]]:
         """Reopen the tier, or skip the test if it keeps nothing."""
@@ -299,6 +349,109 @@ class StorageTierContract(ABC):
         assert await shelf.get(keys, slots) == [DONE] * len(keys)
         assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
 
+    async def test_a_cancelled_read_waits_for_the_threads_that_fill_its_buffers(
+        self, shelf: AnyShelf, pool: IoPool
+    ) -> None:
+        keys, slots, buffers = make_keys(range(12)), range(12), shelf.buffers(12)
+        await shelf.put(keys, slots)
+        reading = shelf.tier.read(keys, slots, buffers, why=Why.LOAD)
+        await _cancel_with_held_threads(reading, buffers, pool)
+        untouched = all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
+        assert untouched, "a thread filled a buffer after the call was over"
+
+    async def test_a_cancelled_write_waits_for_the_threads_that_read_its_sources(
+        self, shelf: AnyShelf, pool: IoPool
+    ) -> None:
+        keys, slots = make_keys(range(12)), range(12)
+        sources = shelf.sources(keys)
+        writing = shelf.tier.write(keys, slots, sources, why=Why.STORE)
+        await _cancel_with_held_threads(writing, sources, pool)
+        assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
+
+    async def test_nothing_blocks_the_loop(self, shelf: AnyShelf) -> None:
+        keys, slots = make_keys(range(8)), range(8)
+        await shelf.tier.aopen()
+        with blocking_calls() as found:
+            await shelf.put(keys, slots)
+            await shelf.get(keys, slots)
+            shelf.tier.touch(slots)
+            shelf.tier.forget(slots)
+            await shelf.tier.reset()
+        assert not found, f"on the loop's thread it called {', '.join(sorted({*found}))}"
+
+    async def test_a_batch_is_one_call(self, shelf: AnyShelf, pool: _CountingPool) -> None:
+        rounds = []
+        for chunks in (2, 16):
+            keys, slots = make_keys(range(chunks)), range(chunks)
+            before = pool.rounds
+            await shelf.put(keys, slots)
+            await shelf.get(keys, slots)
+            rounds.append(pool.rounds - before)
+        assert rounds[1] <= rounds[0], "the pool was awaited more often for more chunks"
+
+    def test_a_store_has_one_engine_at_a_time(self, options: TierConfig, arena: Arena) -> None:
+        self._require_survival()
+
+        async def second() -> None:
+            with _a_pool() as pool:
+                shelf = self._shelf(options, pool, arena)
+                try:
+                    await shelf.open()
+                except StoreLockedError:
+                    return
+                await shelf.tier.aclose()
+                raise AssertionError("two processes have the store open at once")
+
+        run_and_kill(
+            functools.partial(self._fill, options, arena, make_keys([1])),
+            meanwhile=lambda: asyncio.run(second()),
+        )
+        assert len(self._recover(options, arena)) == 1
+
+    def test_a_killed_engine_leaves_what_it_stored_and_not_what_it_forgot(
+        self, options: TierConfig, arena: Arena
+    ) -> None:
+        self._require_survival()
+        keys = make_keys(range(5))
+
+        async def work() -> None:
+            shelf = await self._fill(options, arena, keys[:4])
+            shelf.tier.forget([1])
+            assert await shelf.put(keys[4:], [4]) == [DONE]
+
+        run_and_kill(work)
+        found = self._recover(options, arena)
+        assert sorted(found, key=lambda chunk: chunk[1]) == [
+            (keys[slot], slot) for slot in (0, 2, 3, 4)
+        ]
+
+    def _require_survival(self) -> None:
+        if not (self.persistent and self.outlives_process):
+            pytest.skip("keeps nothing when its process ends")
+
+    async def _fill(
+        self, options: TierConfig, arena: Arena, keys: Sequence[ChunkKey]
+    ) -> AnyShelf:
+        """Open the tier and store ``keys``, in a process that is going to be killed."""
+        shelf = self._shelf(options, IoPool(3, name="kvtier-killed"), arena)
+        await shelf.open()
+        assert await shelf.put(keys, range(len(keys))) == [DONE] * len(keys)
+        return shelf
+
+    def _recover(self, options: TierConfig, arena: Arena) -> list[tuple[ChunkKey, int]]:
+        """Open the tier that a process left behind, and return what it recovers."""
+
+        async def recover() -> list[tuple[ChunkKey, int]]:
+            with _a_pool() as pool:
+                shelf = self._shelf(options, pool, arena)
+                found = await shelf.open()
+                keys, slots = [key for key, _ in found], [slot for _, slot in found]
+                assert await shelf.get(keys, slots) == [DONE] * len(found)
+                await shelf.tier.aclose()
+                return found
+
+        return asyncio.run(recover())
+
     async def test_many_batches_at_once_do_not_mix(self, shelf: AnyShelf) -> None:
         async def use(number: int) -> None:
             slots = range(number, self.capacity_slots, 4)
@@ -319,3 +472,35 @@ async def _cancel_after(turns: int, call: Coroutine[Any, Any, SlotOutcomes]) -> 
         await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
+
+
+async def _cancel_with_held_threads(
+    moving: Coroutine[Any, Any, SlotOutcomes], buffers: Sequence[memoryview], pool: IoPool
+) -> None:
+    """Cancel ``moving`` while no thread can run, and clear ``buffers`` once it is over.
+
+    Returns when the threads have nothing left to do.
+    """
+
+    def clear(_: object) -> None:
+        for buffer in buffers:
+            buffer[:] = bytes(buffer.nbytes)
+
+    async with HeldThreads(pool):
+        task = asyncio.ensure_future(moving)
+        task.add_done_callback(clear)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(4):
+            await asyncio.sleep(0)
+    await asyncio.wait([task])
+
+
+@contextmanager
+def _a_pool() -> Iterator[IoPool]:
+    pool = IoPool(3, name="kvtier-contract")
+    try:
+        yield pool
+    finally:
+        assert pool.close(timeout_s=10)

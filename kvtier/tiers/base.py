@@ -121,7 +121,8 @@ class StorageTier(ABC):
     """
 
     Options: ClassVar[type[TierConfig]]
-    """The tier's section of the YAML file. ``kind`` is its name among the entry points."""
+    """The tier's section of the YAML file. ``kind`` is its name among the entry points, or the
+    class as ``module:Class``."""
 
     is_local: ClassVar[bool] = True
     """Whether the medium is on this host; what requests and events call its locality."""
@@ -238,7 +239,10 @@ class StorageTier(ABC):
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:
-        """Make sure that a restart does not bring back what ``slots`` hold. Never blocks."""
+        """Make sure that a restart does not bring back what ``slots`` hold. Never blocks.
+
+        Once a later :meth:`write` has returned, this holds even if the process is killed.
+        """
 
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:

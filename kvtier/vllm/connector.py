@@ -131,7 +131,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         reach = [group.reach for group in self._groups]
-        self._names_blocks = reach == [Reach.PREFIX] == reach[: len(kv_cache_config.kv_cache_groups)]
+        self._names_blocks = (
+            reach == [Reach.PREFIX] == reach[: len(kv_cache_config.kv_cache_groups)]
+        )
         self._worker: ConnectorWorker | None = None
         self._bound: _Metadata = _NOTHING
         self._output: WorkerOutput | None = None

@@ -100,14 +100,14 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
     )
 
 
-def _require_whole_rows(
-    kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]
-) -> None:
+def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
     """Refuse layers that keep one row for several tokens where a hit could end within a row.
 
     The tokens of an unfinished row are in a buffer that is not stored.
     """
-    specs = [spec for each in kv_cache_config.kv_cache_groups for spec in layer_specs(each).values()]
+    specs = [
+        spec for each in kv_cache_config.kv_cache_groups for spec in layer_specs(each).values()
+    ]
     if all(spec.prefix_cacheable for spec in specs):
         return
     rows = {getattr(spec, "tokens_per_state", 1) for spec in specs}

@@ -56,7 +56,7 @@ class KVTierStats(KVConnectorStats):
     @override
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data.clear()
 
     @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -134,10 +134,11 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        kinds: dict[Any, Any] = dict(metric_types)
         makers: dict[Kind, Any] = {
-            Kind.COUNTER: metric_types[Counter],
-            Kind.GAUGE: partial(metric_types[Gauge], multiprocess_mode="mostrecent"),
-            Kind.HISTOGRAM: metric_types[Histogram],
+            Kind.COUNTER: kinds[Counter],
+            Kind.GAUGE: partial(kinds[Gauge], multiprocess_mode="mostrecent"),
+            Kind.HISTOGRAM: kinds[Histogram],
         }
         self._engine_labels = per_engine_labelvalues
         self._metrics: dict[str, Any] = {

@@ -137,7 +137,7 @@ def _view(
     if offset + (shape[0] - 1) * stride + shape[1] > storage.nbytes():
         raise UnsupportedError(f"the KV cache of layer {layer} ends beyond its memory")
     flat = torch.tensor([], dtype=torch.int8, device=first.device)
-    return flat.set_(storage, offset, shape, (stride, 1))  # type: ignore[call-overload,no-any-return]
+    return flat.set_(storage, offset, shape, (stride, 1))
 
 
 def _page_nbytes(spec: KVCacheSpec) -> int:
@@ -146,7 +146,7 @@ def _page_nbytes(spec: KVCacheSpec) -> int:
     if unpadded is not None:
         return int(unpadded)
     if getattr(spec, "page_size_padded", None) is not None:
-        spec = replace(spec, page_size_padded=None)  # type: ignore[call-arg,type-var]
+        spec = replace(spec, page_size_padded=None)
     return int(spec.page_size_bytes)
 
 
@@ -200,10 +200,14 @@ def _layer_share(
     each = STRIPES // shards
     _require_parts(layer, spec, each)
     first = rank // replicas * each
-    return RankShare(tuple(range(first, first + each)), writers=replicas, writer=rank % replicas)
+    return RankShare(
+        tuple(range(first, first + each)), writers=replicas, writer=rank % replicas
+    )
 
 
 def _require_parts(layer: str, spec: KVCacheSpec, parts: int) -> None:
     nbytes = _page_nbytes(spec)
     if nbytes % parts:
-        raise UnsupportedError(f"a page of layer {layer} of {nbytes} bytes has no {parts} parts")
+        raise UnsupportedError(
+            f"a page of layer {layer} of {nbytes} bytes has no {parts} parts"
+        )

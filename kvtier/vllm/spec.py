@@ -1,104 +1,110 @@
-"""The first door: kvtier behind vLLM's OffloadingConnector.
+"""kvtier behind vLLM's own OffloadingConnector: ``KVTierOffloadingSpec``.
 
-vLLM's scheduler half drives, so hybrid models work as they do with vLLM's own offloading;
-kvtier supplies the manager in the scheduler's process and the worker in each worker process.
-The spec object is built in every one of them from the same configuration.
+For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier supplies
+the manager and the worker. They cannot report a failed load, and they store wrong KV in some
+configurations, so this entry point serves models with one KV cache group of full attention and
+without LoRA adapters, and refuses everything else with a pointer to ``KVTierConnector``.
+
+vLLM's worker side asserts that every job worked. Every store is acknowledged as a success, and
+the truth is in the control block. A load that did not work is the one job that is not: serving
+those bytes would be a wrong token, and no later message could undo it. The engine then ends.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
-
-from kvtier.config import Door, load_config, own_paths, resolve_load_path
-from kvtier.connector.service import CacheService
-from kvtier.connector.storage import open_storage
-from kvtier.errors import ConfigError, UnsupportedError
-from kvtier.memory import HostRegion
-from kvtier.vllm.adapters import positions_with_adapters
-from kvtier.vllm.compat import (
-    EngineFacts,
-    adopt_chunk_size,
-    clears_for_nobody,
-    current_config,
-    hands_over_lost_states,
-    has_adapters,
-    kept_by_layers,
-    kv_content,
-    read_engine,
-    require_known_layers,
-    require_supported_vllm,
-    settle_layers,
-    states_are_kept,
-    worker_offers_late,
-    worker_writes_to_blocks_first,
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
 )
-from kvtier.vllm.contract import (
-    CHUNK_POSITIONS,
+from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TransferResult,
 )
-from kvtier.vllm.corrections import late_stores_refused
-from kvtier.vllm.layout import fingerprint, require_supported_layout
-from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.metrics import metric_definitions
-from kvtier.vllm.slots import lay_out_slots, require_same_file
-from kvtier.vllm.worker import KVTierWorker
 
-__all__ = ["KVTierConnectorSpec", "KVTierOffloadingSpec"]
+from kvtier.config import Door, KvtierConfig, load_config, own_paths, resolve_load_path
+from kvtier.connector.device import DeviceEngine
+from kvtier.connector.metrics import METRICS, Kind, Metric
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import open_storage
+from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.manager.hits import GroupReach
+from kvtier.manager.plans import NOTHING_TO_STORE
+from kvtier.memory import HostRegion
+from kvtier.memory.copy import BlockCopyPlan, KVBlocks
+from kvtier.memory.slot_layout import shard_of
+from kvtier.types import Why
+from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_offloading_config
+from kvtier.vllm.layout import fingerprint, require_supported_layout
+from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.pages import SlotShape
+from kvtier.vllm.regions import MEET_TIMEOUT_S, offer_region, require_same_file
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+__all__ = ["KVTierOffloadingSpec"]
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
 
-_MEET_TIMEOUT_S = 600.0
-"""How long the processes of one engine wait for each other; loading weights comes before it."""
-
-_OFFER_TIMEOUT_S = 24 * 3600.0
-"""How long the first worker offers its memory. vLLM makes the scheduler when all workers have
-warmed up, which may take longer than anybody waits; if it makes none, the worker is ended."""
-
-_ADAPTERS = " adapters"
-"""Behind a store's content, says that its keys do not name adapters by what they hold. So such
-a store is none of the connector's either."""
+_USE_CONNECTOR = "use KVTierConnector, which `kvtier vllm-args` prints"
+_FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
-    """Builds kvtier's halves for vLLM.
+    """Builds kvtier's manager and worker for vLLM's OffloadingConnector.
 
     Args:
-        arguments: vLLM's offloading configuration, or what vLLM 0.25 has instead: its own
-            configuration and that of its KV cache. ``kvtier_config`` in
+        config: vLLM's offloading configuration; ``kvtier_config`` in
             ``kv_connector_extra_config`` is the path of kvtier's own file.
 
     Raises:
         ConfigError: The file is missing or wrong, or does not fit how vLLM was started.
-        UnsupportedError: This vLLM or this layout is not supported.
+        UnsupportedError: This engine is not served here.
     """
 
-    _door: ClassVar[Door] = Door.SPEC
-
-    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - vLLM's configurations
-        require_supported_vllm(KVTierManager, KVTierWorker)
-        super().__init__(*arguments)
-        adopt_chunk_size(self, arguments)
-        self._engine = read_engine(self, arguments)
-        path = self._engine.extra_config.get("kvtier_config")
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._engine = engine = read_offloading_config(config)
+        path = engine.extra_config.get("kvtier_config")
         if not path:
             raise ConfigError(
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
-                "`kvtier vllm-args FILE` prints"
+                "`kvtier vllm-args FILE --door spec` prints"
             )
-        settings = resolve_load_path(load_config(path), self._door)
-        self._settings = own_paths(settings, rank=self._engine.data_parallel_rank)
-        require_supported_layout(self._engine, self._settings)
-        self._manager: KVTierManager | None = None
-        self._worker: KVTierWorker | None = None
-        self._registered: list[int] = []
-        """Where the KV memory of the worker is."""
+        settings = resolve_load_path(load_config(path), Door.SPEC)
+        self._settings = own_paths(settings, rank=engine.data_parallel_rank)
+        require_supported_layout(engine, self._settings)
+        if len(engine.groups) != 1:
+            raise UnsupportedError(
+                f"this model has {len(engine.groups)} KV cache groups, and an offloading spec "
+                f"serves one: {_USE_CONNECTOR}"
+            )
+        self._manager: _Manager | None = None
+        self._worker: _Worker | None = None
 
     @classmethod
     @override
@@ -106,147 +112,337 @@ class KVTierOffloadingSpec(OffloadingSpec):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """Return every metric kvtier may report."""
-        return metric_definitions()
+        return {name: _definition(metric) for name, metric in METRICS.items()}
 
     @override
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
+        """Return the scheduler's part; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
-            settings = self._settings
-            chunk_tokens = self._engine.chunk_tokens
-            # The workers chose its shape: only they see how the KV memory is laid out.
-            region = HostRegion.attach(self._engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
-            try:
-                require_same_file(region.geometry, self._engine, settings)
-                storage = open_storage(
-                    settings,
-                    region,
-                    fingerprint(self._engine, settings, region.geometry),
-                    tokens_per_chunk=chunk_tokens,
-                    record_events=self._engine.records_events,
-                    positions=positions_with_adapters(CHUNK_POSITIONS),
-                    counting_group=self._engine.counting_group,
-                )
-            except BaseException:
-                region.close()
-                raise
-            service = CacheService(
-                storage,
-                tokens_per_chunk=chunk_tokens,
-                retain_s=settings.placement.retain_s or 0.0,
-                close_timeout_s=settings.transfer.close_timeout_s,
-            )
-            if storage.tiers and region.geometry.content.endswith(_ADAPTERS):
-                logger.warning(
-                    "vLLM does not tell an offloading spec which LoRA adapter a request has, "
-                    "and their content may have changed: every tier begins empty; use "
-                    "KVTierConnector, what `kvtier vllm-args` prints, to keep what is stored"
-                )
-                service.reset_cache()
-            self._manager = KVTierManager(
-                service,
-                persistent=bool(storage.tiers),
-                report_metrics=settings.metrics.enabled,
-            )
+            self._manager = _Manager(_open_cache(self._engine, self._settings), self._settings)
         return self._manager
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker half; the first worker creates the memory, the others attach.
+        """Return a worker's part; the first rank creates the memory, the others attach.
 
         Raises:
-            UnsupportedError: There is one, of other KV memory: vLLM keeps a worker's connector
-                until the engine is shut down, and gives it to the next engine of the process.
+            UnsupportedError: This engine is not served here.
         """
-        addresses = [block.tensor.data_ptr() for block in kv_caches.tensors]
-        if self._worker is None:
-            self._registered = addresses
-            rank = self._engine.rank
-            name = self._engine.engine_id
-            config = current_config()
-            content = kv_content(config, self._engine)
-            _require_known_layers(config, self._engine)
-            if self._door is Door.SPEC:
-                if has_adapters(config):
-                    content += _ADAPTERS
-                _require_stores_in_time(config, self._engine)
-            settle_layers(config)
-            geometry, share = lay_out_slots(
-                self._engine, self._settings, kv_caches, content=content
-            )
-            region = (
-                HostRegion.create(
-                    name,
-                    geometry,
-                    attachers=self._engine.world_size,
-                    timeout_s=_OFFER_TIMEOUT_S,
-                    huge_pages=self._settings.ram.huge_pages,
-                )
-                if rank == 0
-                else HostRegion.attach(name, geometry, timeout_s=_MEET_TIMEOUT_S)
-            )
-            try:
-                self._worker = KVTierWorker(
-                    kv_caches,
-                    region,
-                    rank=rank,
-                    share=share,
-                    blocks_per_chunk=self._engine.blocks_per_chunk,
-                    close_timeout_s=self._settings.transfer.close_timeout_s,
-                    reports_failed_loads=self._door is Door.CONNECTOR,
-                )
-            except BaseException:
-                region.close()
-                raise
-        elif addresses != self._registered:
-            raise UnsupportedError(
-                "this process still has the workers of an engine that did not start, or was "
-                "not shut down: start the engine in a new process"
-            )
+        if self._worker is not None:
+            raise UnsupportedError("this process still has the worker of another engine")
+        engine, settings = self._engine, self._settings
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:
+            raise UnsupportedError("vLLM does not say how this worker is configured")
+        _require_served(vllm_config, engine)
+        groups = [
+            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ]
+        kv = KVBlocks([block.tensor for block in kv_caches.tensors], groups)
+        shape = SlotShape(
+            stripes=engine.world_size,
+            stripe_nbytes=sum(nbytes for _, nbytes in groups[0]) * engine.blocks_per_chunk,
+            share=shard_of(engine.rank),
+            is_portable=False,
+        )
+        region = offer_region(engine, settings, shape, content=kv_content(vllm_config, engine))
+        try:
+            self._worker = _Worker(kv, region, engine, settings)
+        except BaseException:
+            region.close()
+            raise
         return self._worker
 
 
-class KVTierConnectorSpec(KVTierOffloadingSpec):
-    """What :class:`~kvtier.vllm.connector.KVTierConnector` builds its halves from."""
-
-    _door = Door.CONNECTOR
-
-
-def _require_known_layers(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse what layers keep of which nobody read how vLLM treats it, and warn of states."""
-    kept = kept_by_layers(config)
-    require_known_layers(engine, kept)
-    if engine.blocks_per_chunk > 1 and engine.rank == 0 and states_are_kept(engine, kept):
+def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
+    """Refuse engines for which vLLM's own sides store or load wrong KV."""
+    if vllm_config.lora_config is not None:
+        raise UnsupportedError(
+            f"an offloading spec is not told which LoRA adapter a request has: {_USE_CONNECTOR}"
+        )
+    layers: Any = vllm_config.compilation_config.static_forward_context
+    for layer in engine.groups[0][1]:
+        kind = type(layers[layer].get_kv_cache_spec(vllm_config)).__name__
+        if kind not in _FULL_ATTENTION:
+            raise UnsupportedError(
+                f"layer {layer} keeps {kind}, and an offloading spec serves full attention "
+                f"only: {_USE_CONNECTOR}"
+            )
+    if engine.rank == 0:
         logger.warning(
-            "this model keeps states, and of those in a chunk vLLM stores the last one only: "
-            "chunks of %d blocks are never whole, so nothing is found again; write "
-            "engine.blocks_per_chunk: 1",
-            engine.blocks_per_chunk,
+            "kvtier behind an offloading spec: a load that fails, and a reset with "
+            "reset_running_requests while requests load, end the engine; %s",
+            _USE_CONNECTOR,
         )
 
 
-def _require_stores_in_time(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse what vLLM tells a connector in time to keep wrong KV out, and a spec not."""
-    if worker_offers_late(config, engine):
-        raise late_stores_refused(
-            otherwise=", or use KVTierConnector: what `kvtier vllm-args` prints"
+def _open_cache(engine: EngineFacts, settings: KvtierConfig) -> CacheService:
+    region = HostRegion.attach(engine.engine_id, timeout_s=MEET_TIMEOUT_S)
+    try:
+        require_same_file(region.geometry, engine, settings)
+        storage = open_storage(
+            settings,
+            region,
+            fingerprint(engine, settings, region.geometry),
+            tokens_per_chunk=engine.chunk_tokens,
+            groups=[GroupReach(engine.chunk_tokens)],
+            record_events=engine.records_events,
+            counting_group=engine.counting_group,
         )
-    if worker_writes_to_blocks_first(config):
-        raise UnsupportedError(
-            "Model Runner V2 clears blocks of this model before it ends the stores that read "
-            "them, of which an offloading spec is not told: use KVTierConnector, what `kvtier "
-            "vllm-args` prints, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+    except BaseException:
+        region.close()
+        raise
+    return CacheService(
+        storage,
+        tokens_per_chunk=engine.chunk_tokens,
+        retain_s=settings.placement.retain_s or 0.0,
+        close_timeout_s=settings.transfer.close_timeout_s,
+    )
+
+
+class _SlotSpec(LoadStoreSpec):
+    """RAM slots of a job's chunks, with the stamp that a store leaves or a load insists on."""
+
+    def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        self.slots = list(slots)
+        self.generations = list(generations)
+
+
+class _Manager(OffloadingManager):
+    """Answers vLLM's scheduler; no call raises.
+
+    vLLM asks chunk by chunk, so what a request found is collected until the step ends.
+    """
+
+    def __init__(self, cache: CacheService, settings: KvtierConfig) -> None:
+        self._cache = cache
+        self._tiers = [tier.name for tier in settings.tiers]
+        self._reporter = StatsReporter(cache) if settings.metrics.enabled else None
+        self._found: dict[str, list[OffloadKey]] = {}
+        self._wanting: set[str] = set()
+        self._deferred: set[str] = set()
+        self._started: set[str] = set()
+        self._continued: set[str] = set()
+        """Requests whose streamed prompt was continued: vLLM mixes up their blocks."""
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Start remembering a request."""
+        self._cache.begin_request(req_context)
+        return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget a request; its loads and stores in flight go on."""
+        self._started.discard(req_context.req_id)
+        self._continued.discard(req_context.req_id)
+        self._cache.end_request(req_context)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether a chunk can be loaded now, later or not at all."""
+        req_id = req_context.req_id
+        if self._cache.is_deferred(req_id):
+            # RETRY asks to be called at the next step; MISS ends the scan of the prefix.
+            if req_id in self._deferred:
+                return LookupResult.MISS
+            self._deferred.add(req_id)
+            return LookupResult.RETRY
+        tier = self._cache.residence(key, req_id)
+        if tier is None:
+            return LookupResult.MISS
+        self._found.setdefault(req_id, []).append(key)
+        if tier == 0:
+            return LookupResult.HIT
+        self._wanting.add(req_id)
+        return LookupResult.HIT_PENDING
+
+    @override
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> LoadStoreSpec:
+        """Pin chunks that were hits in this step and return where they are."""
+        plan = self._cache.prepare_load(list(keys), req_context.req_id)
+        return _SlotSpec(plan.slots, plan.generations)
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """End a load."""
+        self._cache.complete_load(req_context.req_id)
+
+    @override
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Give new chunks RAM slots; None when there is no room now."""
+        req_id = req_context.req_id
+        plan = (
+            NOTHING_TO_STORE
+            if req_id in self._continued
+            else self._cache.prepare_store(list(keys), req_id)
         )
-    if clears_for_nobody(config):
-        raise UnsupportedError(
-            "with --scheduling-policy priority vLLM clears blocks of this model that stores "
-            "may still read, of which an offloading spec is not told: use KVTierConnector, "
-            "what `kvtier vllm-args` prints, or start vLLM without it"
+        if plan is None:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=[OffloadKey(key) for key in plan.keys],
+            store_spec=_SlotSpec(plan.slots, [plan.generation] * len(plan.slots)),
+            evicted_keys=[OffloadKey(key) for key in plan.evicted],
         )
-    if hands_over_lost_states(config):
-        raise UnsupportedError(
-            "with asynchronous scheduling and several guessed tokens a step vLLM hands over "
-            "states of this model whose blocks it may have given to others, of which an "
-            "offloading spec is not told: use KVTierConnector, what `kvtier vllm-args` prints, "
-            "or start vLLM with --no-async-scheduling"
+
+    @override
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Make stored chunks hits if every worker recorded that they are whole."""
+        self._cache.complete_store(list(keys), req_context.req_id)
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Close a scheduling step: start promotions and demotions."""
+        for req_id in context.preempted_req_ids:
+            self._started.discard(req_id)
+        started = set(context.new_req_ids)
+        self._continued |= self._started & started
+        self._started |= started
+        for req_id in self._wanting:
+            self._cache.fetch(self._found[req_id], req_id)
+        for each in (self._wanting, self._found, self._deferred):
+            each.clear()
+        self._cache.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)
+
+    @override
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping while no request runs."""
+        return self._cache.has_pending_work()
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Yield residency changes, removals before the stores that use their room."""
+        for event in self._cache.take_events():
+            yield OffloadingEvent(
+                keys=[OffloadKey(key) for key in event.keys],
+                medium=Medium.STORAGE if event.tier else Medium.CPU,
+                removed=event.removed,
+                ownership=self._tiers[event.tier] if event.tier else None,
+            )
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return what changed since the last call; vLLM asks once after each step."""
+        report = None if self._reporter is None else self._reporter.report()
+        if report is None:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, labels, value in report.rows:
+            kind = METRICS[name].kind
+            if kind is Kind.COUNTER:
+                stats.increase_counter(name, value, labels)
+            elif kind is Kind.GAUGE:
+                stats.set_gauge(name, value, labels)
+            else:
+                for observation in value:
+                    stats.observe_histogram(name, observation, labels)
+        return stats
+
+    @override
+    def reset_cache(self) -> None:
+        """Make everything in every tier a miss."""
+        self._found.clear()
+        self._wanting.clear()
+        self._cache.reset_cache()
+
+    @override
+    def shutdown(self) -> None:
+        """Write what is owed to slower tiers, close them and free the memory. Idempotent."""
+        self._cache.shutdown()
+
+
+class _Worker(OffloadingWorker):
+    """One rank's copies between blocks and RAM slots."""
+
+    def __init__(
+        self, kv: KVBlocks, region: HostRegion, engine: EngineFacts, settings: KvtierConfig
+    ) -> None:
+        self._device = DeviceEngine(
+            kv,
+            region,
+            rank=engine.rank,
+            share=shard_of(engine.rank),
+            blocks_per_chunk=engine.blocks_per_chunk,
+            close_timeout_s=settings.transfer.close_timeout_s,
         )
+
+    @override
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Start copying blocks to RAM slots."""
+        self._submit(job_id, Why.STORE, src_spec, dst_spec)
+        return True
+
+    @override
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Start copying RAM slots to blocks."""
+        self._submit(job_id, Why.LOAD, dst_spec, src_spec)
+        return True
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call."""
+        finished = []
+        for result in self._device.poll():
+            is_lost = result.why is Why.LOAD and not result.is_whole
+            if is_lost:
+                logger.critical(
+                    "refusing to continue a request on KV that was not loaded: %s", result.error
+                )
+            finished.append(
+                TransferResult(
+                    job_id=result.job_id,
+                    success=not is_lost,
+                    transfer_size=result.nbytes,
+                    transfer_time=result.seconds,
+                )
+            )
+        return finished
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until ``job_ids`` ended; their blocks are about to be overwritten."""
+        self._device.wait(job_ids)
+
+    @override
+    def shutdown(self) -> None:
+        """Let running copies end and release the memory. Idempotent."""
+        self._device.close()
+
+    def _submit(
+        self, job_id: int, why: Why, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+    ) -> None:
+        assert isinstance(chunks, _SlotSpec)
+        try:
+            plan: BlockCopyPlan = self._device.plan(
+                blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
+            )
+            start = self._device.store if why is Why.STORE else self._device.load
+            start(job_id, plan, chunks.generations)
+        except Exception as error:
+            logger.error("%s %d was not started", why.name.lower(), job_id, exc_info=error)
+            self._device.fail(job_id, why, chunks.slots, chunks.generations, error)
+
+
+def _definition(metric: Metric) -> OffloadingMetricMetadata:
+    match metric.kind:
+        case Kind.COUNTER:
+            return OffloadingCounterMetadata(metric.help, metric.labels)
+        case Kind.GAUGE:
+            return OffloadingGaugeMetadata(metric.help, metric.labels)
+        case Kind.HISTOGRAM:
+            return OffloadingHistogramMetadata(metric.help, metric.labels, metric.buckets)

@@ -298,6 +298,22 @@ def test_a_bad_placement_fails(policy: type[Placement], test: str) -> None:
         check_placement(policy, test)
 
 
+@pytest.mark.parametrize(
+    ("policy", "test", "configuration"),
+    [
+        (PlacesInRam, PLACES, "with tiers=1"),
+        (LeavesTheLastTier, TARGETS, "with tiers=1, source=0"),
+        (AnswersForOne, BOOKS, "with tiers=2, capacities=(6, 12)"),
+    ],
+)
+def test_a_failure_names_the_configuration_that_failed(
+    policy: type[Placement], test: str, configuration: str
+) -> None:
+    with pytest.raises((AssertionError, LookupError, ValueError)) as caught:
+        check_placement(policy, test)
+    assert caught.value.__notes__ == [configuration]
+
+
 @pytest.mark.parametrize("policy", [CountsFromOne, AnswersForOne])
 def test_a_manager_cannot_work_with_a_placement_that_is_wrong_about_its_tiers(
     policy: type[Placement],

@@ -9,9 +9,10 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from kvtier.config import NvmeTierConfig
-from kvtier.testing.faulty_tier import FaultyTier, FaultyTierConfig
-from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
+from kvtier.config import TierConfig
+from kvtier.testing.faulty_tier import FaultyTier
+from kvtier.testing.file_tier import FileTier
+from kvtier.testing.memory_tier import MemoryMedium, MemoryTier
 from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
@@ -26,21 +27,18 @@ Durability = Literal["process", "power"]
 
 
 class SlabContract(StorageTierContract):
+    tier_class: ClassVar[type[StorageTier]] = SlabTier
     direct_io: ClassVar[DirectIo] = "off"
     checksum: ClassVar[Checksum] = "xxh3"
     durability: ClassVar[Durability] = "process"
 
-    def open_tier(
-        self, directory: Path, context: TierContext, capacity_slots: int
-    ) -> StorageTier:
-        options = NvmeTierConfig(
-            path=directory,
-            capacity_bytes=capacity_slots * context.slot_nbytes,
-            direct_io=self.direct_io,
-            checksum=self.checksum,
-            durability=self.durability,
-        )
-        return SlabTier.open(options, context)
+    def section(self, directory: Path) -> str:
+        return f"""\
+path: {directory}
+direct_io: {self.direct_io}
+checksum: {self.checksum}
+durability: {self.durability}
+"""
 
 
 class TestDirectSlab(SlabContract):
@@ -54,18 +52,12 @@ class TestSlabWithLargeSlots(SlabContract):
 class InMemory(SlabContract):
     """On a file system in memory: no disk to wait for, and tmpfs is one users have."""
 
-    @pytest.fixture(autouse=True)
-    def _in_memory(self) -> Iterator[None]:
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Iterator[Path]:
         if not SHARED_MEMORY.is_dir():
             pytest.skip("no file system in memory")
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-            self.directory = Path(directory)
-            yield
-
-    def open_tier(
-        self, directory: Path, context: TierContext, capacity_slots: int
-    ) -> StorageTier:
-        return super().open_tier(self.directory / "store", context, capacity_slots)
+            yield Path(directory) / "store"
 
 
 class TestBufferedSlab(InMemory):
@@ -73,16 +65,11 @@ class TestBufferedSlab(InMemory):
 
 
 class TestFaultySlabWithoutFaults(InMemory):
-    def open_tier(
-        self, directory: Path, context: TierContext, capacity_slots: int
-    ) -> StorageTier:
-        options = FaultyTierConfig(
-            path=self.directory / "store",
-            capacity_bytes=capacity_slots * context.slot_nbytes,
-            plan=self.directory / "plan",
-            ledger=self.directory / "ledger",
-        )
-        return FaultyTier.open(options, context)
+    tier_class: ClassVar[type[StorageTier]] = FaultyTier
+
+    def section(self, directory: Path) -> str:
+        plan, ledger = directory.with_name("plan"), directory.with_name("ledger")
+        return f"path: {directory}\nplan: {plan}\nledger: {ledger}"
 
 
 class TestUncheckedSlab(InMemory):
@@ -94,24 +81,21 @@ class TestPowerSafeSlab(InMemory):
 
 
 class TestHostedSlab(InMemory):
-    def open_tier(
-        self, directory: Path, context: TierContext, capacity_slots: int
-    ) -> StorageTier:
-        options = NvmeTierConfig(
-            path=self.directory / "store",
-            capacity_bytes=capacity_slots * context.slot_nbytes,
-            direct_io="off",
-        )
+    def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
         return HostedTier.open(options, context)
 
 
+class TestFileTier(StorageTierContract):
+    tier_class: ClassVar[type[StorageTier]] = FileTier
+
+
 class TestMemoryTier(StorageTierContract):
+    tier_class: ClassVar[type[StorageTier]] = MemoryTier
+    outlives_process = False
+
     @pytest.fixture(autouse=True)
     def _medium(self) -> None:
         self.medium = MemoryMedium()
 
-    def open_tier(
-        self, directory: Path, context: TierContext, capacity_slots: int
-    ) -> StorageTier:
-        options = MemoryTierConfig(capacity_bytes=capacity_slots * context.slot_nbytes)
+    def open_tier(self, options: TierConfig, context: TierContext) -> StorageTier:
         return MemoryTier(options, context, self.medium)

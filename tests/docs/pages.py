@@ -73,7 +73,7 @@ def run_page(page: Path) -> dict[str, object]:
         if block.language == "python" and not block.remark:
             # Blank lines in front make a traceback name the page's own line.
             source = "\n" * (block.line - 1) + block.text
-            exec(compile(source, page, "exec"), names)
+            exec(compile(source, page, "exec", dont_inherit=True), names)
     return names
 
 

@@ -72,7 +72,9 @@ def test_the_page_s_policies_work_in_a_file_and_in_the_simulator(
     code = "\n".join(
         block.text
         for block in blocks_of(PAGE)
-        if block.language == "python" and "kvtier.testing" not in block.text
+        if block.language == "python"
+        and not block.remark
+        and "kvtier.testing" not in block.text
     )
     (tmp_path / "kvtier_page.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -357,10 +357,14 @@ class TestWrongDirectory:
         self, shell: Shell, tmp_path: Path, command: list[str]
     ) -> None:
         (tmp_path / "file").touch()
+        others = "those of other kinds are read by the tools of their packages"
         for place, problem in (
             (tmp_path / "nowhere", "does not exist"),
             (tmp_path / "file", "is not a directory"),
-            (tmp_path, "holds no kvtier store"),
+            (
+                tmp_path,
+                f"holds no store of an nvme tier, and {others}",
+            ),
         ):
             ran = shell(*command, place)
             expected = f"error: {place} {problem}; give the path of an nvme tier\n"

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import logging
 import os
 import signal
@@ -189,7 +190,9 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
         owner_pid=engine_pid,
         was_reset=header["was_reset"],
     )
-    options = options_of(header["options"]["kind"]).model_validate(header["options"])
+    options = options_of(header["options"]["kind"]).model_validate_json(
+        json.dumps(header["options"])
+    )
     with bulk_loading():
         return open_tier(options, context)
 

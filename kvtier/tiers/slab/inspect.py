@@ -181,7 +181,10 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
     path = path.resolve()
     found = _with_layouts(candidates)
     if not found:
-        raise ConfigError(f"{path} holds no kvtier store; give the path of an nvme tier")
+        raise ConfigError(
+            f"{path} holds no store of an nvme tier, and those of other kinds are read by the "
+            "tools of their packages; give the path of an nvme tier"
+        )
     chosen = [space for space in found if name in {None, space.name}]
     if not chosen:
         names = ", ".join(space.name for space in found)

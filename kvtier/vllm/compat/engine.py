@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.config import environment
-from kvtier.errors import UnsupportedError
 from kvtier.connector.groups import CacheGroup
+from kvtier.errors import UnsupportedError
 from kvtier.keys import counting_group
 from kvtier.manager.hits import Reach
 from kvtier.vllm.compat.layers import layer_content
@@ -21,6 +21,7 @@ from kvtier.vllm.compat.sharing import require_shareable_kv
 from kvtier.vllm.versions import SUPPORTED
 
 __all__ = ["EngineFacts", "kv_content", "read_offloading_config", "read_vllm_config"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -151,9 +152,7 @@ def read_offloading_config(config: Any) -> EngineFacts:  # noqa: ANN401 - vLLM's
             (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
         ),
         group_ids=group_ids,
-        counting_group=_counting_group(
-            group_ids, group_ids
-        ),
+        counting_group=_counting_group(group_ids, group_ids),
         tokens_per_hash=config.cache.tokens_per_hash,
         blocks_per_chunk=config.cache.blocks_per_chunk,
         worker_kv_bytes_per_block=config.worker_kv_bytes_per_block,
@@ -222,10 +221,7 @@ def kv_content(
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
-        content = [
-            layer_content(name, layers[name], config, load=load)
-            for name in names
-        ]
+        content = [layer_content(name, layers[name], config, load=load) for name in names]
         what = [_digest(json.dumps(content)), _digest(kv_meaning(config))]
         element = str(config.model_config.dtype)
         _require_one_scheduler(config, engine)

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-
 __all__ = ["layer_content"]
 
 
