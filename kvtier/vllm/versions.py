@@ -3,13 +3,13 @@
 Forks and nightlies carry any version. What kvtier needs of the public connector contract came
 with vLLM 0.30; a vLLM without it is refused at start with the missing names.
 
-=======  ==========================================================================================
+=======  ================================================================================
 release  what it added, and what kvtier does about its absence
-=======  ==========================================================================================
+=======  ================================================================================
 0.30     ``bind_kv_cache_manager``, ``KVConnectorTransferResults``: required
 0.31     circular buffers are not prefix-cacheable: before, a model that has them is refused
 0.32     ``CacheHitSource``: before, nobody asks where hits came from
-=======  ==========================================================================================
+=======  ================================================================================
 """
 
 from __future__ import annotations
