@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.manager import Lookup, ManagerLimits
+from kvtier.manager import ManagerLimits
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
 from tests.unit.load_gates import CHUNK_S, worth
@@ -33,9 +33,9 @@ def finish_in(bench: Workbench, job: Job, seconds: float) -> None:
 
 def test_a_prefix_on_a_slow_disk_is_a_miss_at_the_second_lookup() -> None:
     bench = slow_bench()
-    assert bench.look(prefix(8)) == [Lookup.PENDING] * 8
+    assert bench.look(prefix(8)) is None
     assert bench.step() == []
-    assert bench.look(prefix(8)) == [Lookup.MISS]
+    assert bench.look(prefix(8)) == 0
     snapshot = bench.manager.snapshot()
     assert snapshot.worth.skipped_chunks[1] == 8
     assert (snapshot.granted, snapshot.waiting) == (0, 0)
@@ -63,7 +63,7 @@ def test_the_part_in_ram_is_loaded_and_the_part_on_a_slow_disk_is_not() -> None:
     bench.settle()
     bench.look(prefix(8))
     assert bench.step() == []
-    assert bench.look(prefix(8)) == [Lookup.HIT] * 3 + [Lookup.MISS]
+    assert bench.look(prefix(8)) == 3
     assert bench.manager.snapshot().worth.skipped_chunks[1] == 5
 
 

@@ -8,7 +8,6 @@ import pytest
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction import Lru, PrefixLru
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
