@@ -175,8 +175,8 @@ class HitLookup:
         self._count_miss(request)
 
     def _count_miss(self, request: RequestState) -> None:
-        """Count a request once that is not there as a whole."""
-        if not request.missed:
+        """Count a request once that is not there as a whole, if it may load from any tier."""
+        if not request.missed and request.terms.load_tiers is None:
             request.missed = True
             for tier in self._ladder.tiers:
                 tier.counters.misses += 1

@@ -13,7 +13,6 @@ from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome, Why
 
 
-
 def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
     return ManagerLimits(pin_budget=8, reserve=reserve, queue=queue)
 

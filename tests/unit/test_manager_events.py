@@ -210,9 +210,9 @@ def store(bench: Workbench, prompt: int, outcome: Outcome) -> None:
 @action
 def load(bench: Workbench, prompt: int, outcome: Outcome) -> None:
     keys = prefix(3, of=prompt)
-    answers = bench.look(keys, f"r{prompt}")
-    if answers[0] is Lookup.HIT and Lookup.PENDING not in answers:
-        bench.load(keys[: answers.count(Lookup.HIT)], f"r{prompt}")
+    hits = bench.look(keys, f"r{prompt}")
+    if hits:
+        bench.load(keys[:hits], f"r{prompt}")
         bench.manager.end_request(f"r{prompt}")
 
 

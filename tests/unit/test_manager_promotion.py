@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.manager import ManagerLimits
+from kvtier.manager.hits import GroupReach
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult, Why
@@ -29,7 +30,7 @@ def limits(**values: Any) -> ManagerLimits:
 
 def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0) -> Job:
     """Let a request ask for a prefix that is below; return the job it causes."""
-    assert bench.look(prefix(chunks, of=of), req_id)[0] is PENDING
+    assert bench.look(prefix(chunks, of=of), req_id) is None
     (job,) = bench.step()
     return job
 
@@ -54,9 +55,8 @@ def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
 def test_the_second_load_of_a_promoted_chunk_is_a_hit_of_ram() -> None:
     bench = warmed(4, 8)
     bench.finish(asked(bench, 1))
-    assert bench.manager.load_source(prefix(1)[0]) == 1
-    bench.load(prefix(1))
-    bench.load(prefix(1))
+    assert bench.load(prefix(1)).origins == [1]
+    assert bench.load(prefix(1)).origins == [0]
     assert (bench.tiers[1].counters.hits, bench.ram.counters.hits) == (1, 1)
 
 
@@ -95,7 +95,7 @@ def test_a_promotion_that_does_not_arrive_is_a_miss_and_gives_its_slot_back(
     bench = warmed(4, 8)
     bench.finish(asked(bench, 3), Outcome.DONE, outcome, Outcome.DONE)
     assert bench.look(prefix(3)) == 1
-    assert bench.manager.lookup(prefix(3)[2], "reader") is HIT
+    assert bench.resident() == {prefix(3)[0], prefix(3)[2]}
     assert bench.ram.slots.free == 2
     failures = bench.tiers[1].counters
     assert failures.read_failed == (outcome is Outcome.FAILED)
@@ -170,47 +170,16 @@ def test_two_requests_share_one_promotion() -> None:
     assert bench.manager.snapshot().granted == 3
     bench.finish(first)
     assert bench.look(prefix(2), "a") == 2
-    assert bench.manager.lookup(prefix(1)[0], "b") is RETRY
+    assert bench.look(prefix(3), "b") is None
     bench.load(prefix(2), "a")
     bench.finish(second)
     assert bench.look(prefix(3), "b") == 3
-
-
-def test_a_deferred_request_answers_in_two_calls_per_group() -> None:
-    bench = warmed(4, 8)
-    groups = [prefix(2), prefix(2, group=1)]
-    bench.look(groups[0])
-    bench.manager.prepare_store(groups[1], "writer")
-    assert bench.look(groups[1]) is None
-    bench.step()
-    for keys in groups:
-        assert bench.look(keys) is None
-        assert bench.manager.lookup_prefix(keys, "reader") is None
-
-
-def test_the_scan_for_a_window_ends_although_its_request_is_deferred() -> None:
-    bench = warmed(4, 8)
-    bench.manager.lookup(prefix(1)[0], "reader")
-    bench.step()
-    prefix_scan, window_scan = prefix(3), prefix(5, group=1)[::-1]
-    for _ in range(2):
-        assert bench.look(prefix_scan) is None
-    answers = [bench.manager.lookup(key, "reader") for key in window_scan]
-    assert answers == [RETRY, MISS, PENDING, PENDING, PENDING]
 
 
 def test_a_chunk_that_is_being_stored_is_found_but_not_there_yet() -> None:
     bench = Workbench(4, 8)
     bench.manager.prepare_store(prefix(2), "writer")
     assert bench.look(prefix(2)) is None
-
-
-def test_a_deferred_request_may_open_the_next_step_with_another_key() -> None:
-    bench = warmed(4, 8)
-    asked(bench, 3)
-    assert bench.look(prefix(3)) is None
-    bench.step()
-    assert bench.look(prefix(3)[1:]) is None
 
 
 def test_a_prefix_that_can_never_fit_the_budget_is_cut_to_its_head() -> None:
@@ -405,7 +374,7 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
     limits = ManagerLimits(pin_budget=len(keys), reserve=0.0, queue=1024, batch=200)
     bench = Workbench(len(keys), len(keys), limits=limits)
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(keys)])
-    assert set(bench.look(keys)) == {PENDING}
+    assert bench.look(keys) is None
     jobs = bench.step()
     assert [len(job.keys) for job in jobs] == [200, 100]
     for job in jobs:
@@ -413,7 +382,7 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
             range(job.source_slots[0], job.source_slots[-1] + 1)
         )
         bench.finish(job)
-    assert bench.look(keys) == [HIT] * len(keys)
+    assert bench.look(keys) == len(keys)
     assert bench.manager.snapshot().tiers[0].counters.misses == len(keys)
 
 
@@ -464,7 +433,7 @@ def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> Non
 def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> None:
     both = [*prefix(4), *prefix(4, group=1)]
     for bound in (limits(pin_budget=6), limits(pin_budget=8, patience_lookups=1, patience_s=0)):
-        bench = Workbench(8, 16, limits=bound)
+        bench = Workbench(8, 16, limits=bound, groups=[GroupReach(1), GroupReach(1)])
         bench.manager.recover(1, zip(both, range(8), strict=True))
         bench.store(prefix(4, of=1))
         bench.settle()
@@ -498,6 +467,6 @@ def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
     bench.finish(job)
     assert not waiters
     for req_id in waiting[:2]:
-        assert bench.look(prefix(BELOW), req_id) == [HIT] * BELOW
+        assert bench.look(prefix(BELOW), req_id) == BELOW
     bench.step(started=waiting)
     assert bench.manager.snapshot().granted == 0

@@ -7,7 +7,6 @@ from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
 
 
-
 def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:
     bench = Workbench(4, 8, 8)
     bench.store(prefix(3))

@@ -40,9 +40,8 @@ class Listening(Lru):
 
 def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
     """Load the prefix that is there and store the rest; return the hits."""
-    while Lookup.PENDING in (answers := bench.look(keys, req_id)):
+    while (hits := bench.look(keys, req_id)) is None:
         bench.settle()
-    hits = answers.count(Lookup.HIT)
     if hits:
         bench.load(keys[:hits], req_id)
     bench.store(keys, req_id)

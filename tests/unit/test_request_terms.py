@@ -16,7 +16,6 @@ from kvtier.policies.eviction import Lru
 from kvtier.testing.workbench import Workbench, prefix
 
 
-
 def only(*tiers: int) -> RequestTerms:
     return RequestTerms(load_tiers=frozenset(tiers))
 
@@ -47,8 +46,7 @@ def test_a_chunk_is_found_if_an_allowed_tier_has_it(
     bench = bench_with_copies(*where)
     bench.manager.begin_request("r", only(*allowed))
     found = bool({*where} & {*allowed})
-    (answer,) = bench.look(prefix(1), "r")
-    assert (answer is not MISS) == found
+    assert (bench.look(prefix(1), "r") != 0) == found
     if not found:
         assert bench.step() == []
         assert bench.look(prefix(1), "r") == 0
@@ -161,13 +159,13 @@ def test_every_request_is_answered_whatever_it_allows(
         name = f"r{number}"
         bench.manager.begin_request(name, RequestTerms(load_tiers=allowed))
         keys = prefix(6, of=prompt)
-        answers = bench.look(keys, name)
+        found = bench.look(keys, name)
         for _ in range(3):
-            if PENDING in answers:
+            if found is None:
                 bench.settle()
-                answers = bench.look(keys, name)
-        assert PENDING not in answers
-        hits = keys[: answers.count(HIT)]
+                found = bench.look(keys, name)
+        assert found is not None
+        hits = keys[:found]
         for key in hits:
             holders = {tier.index for tier in bench.tiers if key in bench.resident(tier.index)}
             origin = bench.ram.copies[key].origin
