@@ -89,7 +89,7 @@ class Promoter:
             request.phase = Phase.ASKING
 
     def give_up(self, request: RequestState) -> None:
-        """Keep and promise nothing more for ``request``: a load of its did not work.
+        """Keep nothing more for ``request``: a load of its did not work.
 
         It would be asked again and answered the same for as long as what broke the load lasts.
         """

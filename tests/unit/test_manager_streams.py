@@ -1,4 +1,4 @@
-"""Streamed loads: a chunk on disk is a hit at once, its slot promised and its bytes awaited."""
+"""Direct loads: a chunk on disk is a hit at once; its slot is reserved, its bytes awaited."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() ->
     assert bench.look(prefix(8)) == 2
 
 
-def test_a_promise_counts_what_the_request_has_in_ram_already() -> None:
+def test_a_reservation_counts_what_the_request_has_in_ram_already() -> None:
     bench = streaming(3, below=4)
     bench.store(prefix(2))
     bench.settle()
@@ -140,7 +140,7 @@ def test_a_promise_counts_what_the_request_has_in_ram_already() -> None:
     assert bench.look(prefix(4)) is None
 
 
-def test_what_it_finds_in_ram_makes_no_room_for_what_a_request_was_promised() -> None:
+def test_what_it_finds_in_ram_makes_no_room_for_what_it_reserved() -> None:
     bench = streaming(3, below=1)
     bench.store(prefix(4)[1:])
     bench.settle()
@@ -154,7 +154,7 @@ def test_what_it_finds_in_ram_makes_no_room_for_what_a_request_was_promised() ->
     assert not jobs
 
 
-def test_promises_to_several_requests_of_a_step_add_up_and_end_with_it() -> None:
+def test_reservations_of_several_requests_of_a_step_add_up_and_end_with_it() -> None:
     bench = streaming(4, below=3)
     bench.manager.recover(1, zip(prefix(3, of=1), range(3, 6), strict=True))
     assert bench.look(prefix(3), "a") == 3
@@ -164,7 +164,7 @@ def test_promises_to_several_requests_of_a_step_add_up_and_end_with_it() -> None
     assert bench.look(prefix(3, of=1), "c") == 3
 
 
-def test_promises_and_streams_keep_to_the_pin_budget() -> None:
+def test_reservations_and_streams_keep_to_the_pin_budget() -> None:
     bench = streaming(8, below=4, budget=5)
     bench.manager.recover(1, zip(prefix(3, of=1), range(4, 7), strict=True))
     bench.look(prefix(4), "a")
@@ -177,7 +177,7 @@ def test_promises_and_streams_keep_to_the_pin_budget() -> None:
     assert bench.look(prefix(3, of=1), "c") == 3
 
 
-def test_asking_twice_in_a_step_promises_once() -> None:
+def test_asking_twice_in_a_step_reserves_once() -> None:
     bench = streaming(3, below=3)
     for _ in range(4):
         assert bench.look(prefix(3)) == 3
@@ -336,7 +336,7 @@ def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -
     assert bench.look(prefix(2)) == 0
 
 
-def test_no_more_is_promised_than_arrives_in_time() -> None:
+def test_no_more_is_reserved_than_arrives_in_time() -> None:
     worth = LoadWorth(tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1.0)
     bench = streaming(32, below=24, worth=worth)
     worth.sent(77, 1, 2)
