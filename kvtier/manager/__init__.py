@@ -7,7 +7,8 @@
   :mod:`~kvtier.manager.demoter` queues what goes at once, the
   :mod:`~kvtier.manager.reserves` send victims ahead of need, by
   :mod:`~kvtier.manager.demotion_jobs`.
-* It is asked for: :mod:`~kvtier.manager.answers`, and :mod:`~kvtier.manager.promises` of room.
+* It is looked up: :mod:`~kvtier.manager.hits` are the rules, :mod:`~kvtier.manager.lookup`
+  applies them and reserves room.
 * It comes up: the :mod:`~kvtier.manager.promoter` says whose turn it is,
   :mod:`~kvtier.manager.worth` and :mod:`~kvtier.manager.weighing` how much pays by the
   :mod:`~kvtier.manager.estimates`, :mod:`~kvtier.manager.grants` keep it, and

@@ -13,10 +13,10 @@ reach       chunks that a group needs
 ==========  ======================================================================
 
 A hit ends where every group has the end of a chunk, at a multiple of the least common multiple
-of their chunk lengths, as in vLLM's own prefix cache. The search only ever shortens the prefix:
-``PREFIX`` groups cut it to their first missing chunk, and a chunk that another group misses cuts
-it to the start of that chunk. Then all groups are asked again, so it ends after at most as many
-rounds as there are chunks.
+of their chunk lengths, as in vLLM's own prefix cache. A hit shorter than that is none. The
+search only ever shortens the prefix: ``PREFIX`` groups cut it to their first missing chunk, and
+a chunk that another group misses cuts it to the start of that chunk. Then all groups are asked
+again, so it ends after at most as many rounds as there are chunks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Prompt(NamedTuple):
 
 
 class Presence(Protocol):
-    """Tells which chunks there are."""
+    """Which chunks there are."""
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         """Return how many leading ``keys`` there are."""

@@ -10,7 +10,7 @@ from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, SlotTruth
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
-from kvtier.manager.reuse import ReuseGaps
+from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
 from kvtier.manager.run import Run
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
@@ -183,7 +183,7 @@ class Ladder:
 
     def asked(self, key: ChunkKey) -> None:
         """Note that ``key`` is wanted, in every tier that is passed before it is found."""
-        if not self.follows_reuse:
+        if not self.follows_reuse or key[SAMPLING_BYTE] & self._sampling:
             return
         for copies, gaps in self._passed:
             if key in copies:

@@ -5,7 +5,7 @@ again and be loaded by another request while the first one's workers still read 
 slot, and each load must take back its own pins.
 
 **Streamed loads.** A chunk that only a slower tier has may be a hit at once, if a RAM slot can
-be promised for it (:mod:`kvtier.manager.lookup`). The load that is planned next, in the same
+be reserved for it (:mod:`kvtier.manager.lookup`). The load that is planned next, in the same
 step, allots the slots, plans the jobs that fill them, and tells the workers which slots and
 which stamps to expect; a worker copies each chunk as soon as its slot bears its stamp. So a
 chunk goes from the disk to the device within one job of the worker, without a scheduling step

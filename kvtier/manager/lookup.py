@@ -1,6 +1,6 @@
 """Answers how much of a waiting request can be loaded, and reserves what a load will take.
 
-The engine asks once per step for each request that waits. The first answer comes from all tiers:
+The engine asks once per step for each request that waits. At first all tiers count:
 
 * Every chunk is whole in RAM: the request can load at once.
 * Some are in a slower tier and loads are direct: RAM slots are reserved for them until the step
@@ -10,24 +10,27 @@ The engine asks once per step for each request that waits. The first answer come
 
 A reservation is a number, not a slot: nothing is evicted for a request that may not be
 scheduled. Reservations, direct loads in flight and the slots of stuck reads share
-``pin_budget``, so a tier that does not answer leaves RAM to others. An engine that looks up many
-requests before it loads the first can still exceed what RAM can evict. Then a chunk has no slot,
-the plan says so, and that load fails alone.
+``pin_budget``, so a tier that does not answer leaves RAM to others. What other requests of the
+step are to read from RAM counts as taken. Which copies a direct load evicts is up to the policy
+nevertheless, so an engine should plan each load right after its lookup. If a chunk has no slot
+then, the plan says so, and that load fails alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.keys import ChunkKey
 from kvtier.manager.found import Found, survey
 from kvtier.manager.grants import Grants
-from kvtier.manager.hits import HitRules, Prompt
+from kvtier.manager.hits import HitRules, Presence, Prompt
 from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.tier import TierState
-from kvtier.policies import CopyState
+from kvtier.policies import ChunkCopy, CopyState
+from kvtier.policies.base import is_idle
 
 __all__ = ["HitLookup"]
 
@@ -54,34 +57,26 @@ class HitLookup:
         self._grants = grants
         self._promoter = promoter
         self._in_ram = _InRam(ladder.ram)
-        self._reserved: dict[RequestState, tuple[int, int]] = {}
-        """RAM slots that each request's load will fill, and those it will read."""
+        self._reserved: dict[RequestState, _Reservation] = {}
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now, or None to be asked at the next step."""
-        phase = request.phase
-        if phase in DEFERRED:
+        self._reserved.pop(request, None)
+        if request.phase in DEFERRED:
             return None
-        if phase == Phase.FAILED:
+        if request.phase == Phase.FAILED:
             return 0
-        within = request.terms.load_tiers
-        if phase == Phase.SETTLED:
-            request.asked_at = self._ladder.step
-            presence = self._in_ram if within is None else _Within(self._ladder, within, ())
-            return self._settled(request, prompt, self._rules.longest(prompt, presence))
-        readable = self._ladder.readable(within)
-        if within is None:
-            end = self._rules.longest(prompt, _Anywhere(self._ram, readable))
-        else:
-            end = self._rules.longest(prompt, _Within(self._ladder, within, readable))
-        self._count_miss(request, prompt, end)
+        presence, readable = self._find_for(request)
+        end = self._rules.longest(prompt, presence)
+        if end + self._rules.alignment_tokens <= prompt.limit_tokens:
+            self._note_missing(request, prompt, end)
         if end == prompt.local_tokens:
             return 0
         needed = self._rules.needed(prompt, end)
         copies = self._ram.lead_of(needed)
         if len(copies) == len(needed):
             self._ram.keep(copies, self._ladder.ctx)
-            self._reserved[request] = (0, len(copies))
+            self._reserved[request] = _Reservation(0, sum(map(is_idle, copies)))
         elif not self._can_load(request, survey(needed, self._ram, readable)):
             return None
         return end - prompt.local_tokens
@@ -92,23 +87,20 @@ class HitLookup:
         A chunk on its way to RAM counts as one of a slower tier until it is whole, unless
         ``request`` is settled.
         """
-        within = request.terms.load_tiers
         if request.phase == Phase.FAILED:
             return None
-        if within is not None and not self._ladder.held_within(key, within):
+        presence, readable = self._find_for(request)
+        if request.phase == Phase.ASKING:
+            self._ladder.asked(key)
+        if not presence.has(key):
+            self._count_miss(request)
             return None
         copy = self._ram.copies.get(key)
-        if copy is not None and copy.state == _RESIDENT:
-            self._ram.keep((copy,), self._ladder.ctx)
-            return 0
-        if request.phase == Phase.SETTLED:
-            request.asked_at = self._ladder.step
-            return None
-        self._ladder.asked(key)
-        if copy is not None:
-            return 1 if copy.state == _WRITING else None
-        found = first_whole(self._ladder.readable(within), key)
-        return None if found is None else found[0].index
+        if copy is None:
+            found = first_whole(readable, key)
+            return None if found is None else found[0].index
+        self._ram.keep((copy,), self._ladder.ctx)
+        return 0 if copy.state == _RESIDENT else 1
 
     def redeem(self, request: RequestState | None) -> None:
         """Release what was reserved for ``request``: its load has its slots, or none."""
@@ -120,63 +112,86 @@ class HitLookup:
         if self._reserved:
             self._reserved.clear()
 
-    def _settled(self, request: RequestState, prompt: Prompt, end: int) -> int:
-        """Answer a request from RAM alone."""
-        needed = self._rules.needed(prompt, end)
-        if self._ram.leaving:
-            self._ram.keep(self._ram.whole(needed), self._ladder.ctx)
-        self._count_miss(request, prompt, end)
-        return end - prompt.local_tokens
+    def _find_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
+        """Return what there is for ``request``, and the slower tiers that it may load from."""
+        within = request.terms.load_tiers
+        readable: Sequence[TierState] = ()
+        presence: Presence = self._in_ram
+        if request.phase == Phase.SETTLED:
+            request.asked_at = self._ladder.step
+        else:
+            readable = self._ladder.readable(within)
+            presence = _Anywhere(self._ram, readable)
+        if within is not None:
+            presence = _Within(presence, self._ladder, within)
+        return presence, readable
 
     def _can_load(self, request: RequestState, found: Found) -> bool:
         """Return whether a load of ``found`` can be planned now; queue the request if not.
 
         Some of ``found`` are in slower tiers or on their way to RAM.
         """
+        for copy, tier in zip(*found, strict=True):
+            if tier:
+                self._ladder.asked(copy.key)
         here = found.in_ram().copies
         self._ram.keep(here, self._ladder.ctx)
         whole = all(copy.state == _RESIDENT for copy in here)
-        if whole and self._reserve(request, found):
+        if whole and self._reserve(request, found, here):
             return True
-        if self._ladder.follows_reuse:
-            for copy, tier in zip(*found, strict=True):
-                if tier:
-                    self._ladder.asked(copy.key)
         self._promoter.enqueue(request, [copy.key for copy in found.copies])
         return False
 
-    def _reserve(self, request: RequestState, found: Found) -> bool:
-        """Reserve RAM slots for a direct load of ``found``, if it is worth its time."""
+    def _reserve(self, request: RequestState, found: Found, here: Sequence[ChunkCopy]) -> bool:
+        """Reserve RAM slots for a direct load of ``found``, if it is worth its time.
+
+        Args:
+            request: Who loads.
+            found: All that it loads.
+            here: The part that is whole in RAM.
+        """
         ladder, grants = self._ladder, self._grants
         if not ladder.limits.streams:
             return False
-        below = len(found.tiers) - found.tiers.count(0)
-        others = [held for other, held in self._reserved.items() if other is not request]
+        reserved = self._reserved.values()
+        wanted = _Reservation(len(found.tiers) - len(here), sum(map(is_idle, here)))
         held = grants.granted + grants.streaming + ladder.ledger.stuck
-        held += sum(fills for fills, _ in others)
-        if below > ladder.limits.pin_budget - held:
+        held += sum(other.fills for other in reserved)
+        if wanted.fills > ladder.limits.pin_budget - held:
             return False
-        taken = sum(fills + reads for fills, reads in others)
-        if len(found.tiers) > self._ram.room - taken:
+        if sum(wanted) > self._ram.room - sum(map(sum, reserved)):
             return False
         now = ladder.ctx.now
         if ladder.worth.choose(found.tiers, counted=found.counted, now=now) is not None:
             return False
-        self._reserved[request] = (below, len(found.tiers) - below)
+        self._reserved[request] = wanted
         return True
 
-    def _count_miss(self, request: RequestState, prompt: Prompt, end: int) -> None:
-        """Count a request whose whole prompt is not there, once, and note what it misses."""
-        size = self._rules.groups[0].chunk_tokens
-        if end + self._rules.alignment_tokens > prompt.limit_tokens:
-            return
-        missing = prompt.keys[0][end // size : end // size + 1]
-        for key in missing:
-            self._ladder.asked(key)
-        if not request.missed:
+    def _note_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
+        """Note what ``request`` misses first: the chunks behind a hit of ``end`` tokens."""
+        for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
+            for key in keys[end // group.chunk_tokens :][:1]:
+                self._ladder.asked(key)
+        self._count_miss(request)
+
+    def _count_miss(self, request: RequestState) -> None:
+        """Count a request once that is not there as a whole, if it may load from any tier."""
+        if not request.missed and request.terms.load_tiers is None:
             request.missed = True
             for tier in self._ladder.tiers:
                 tier.counters.misses += 1
+
+
+class _Reservation(NamedTuple):
+    """RAM slots that one load will take.
+
+    Attributes:
+        fills: Slots that it fills from slower tiers.
+        reads: Slots of idle copies that it reads.
+    """
+
+    fills: int
+    reads: int
 
 
 class _InRam:
@@ -216,12 +231,10 @@ class _Anywhere:
 class _Within:
     """What the tiers that a request may load from have, or sent to RAM."""
 
-    def __init__(
-        self, ladder: Ladder, within: frozenset[int], readable: Sequence[TierState]
-    ) -> None:
+    def __init__(self, presence: Presence, ladder: Ladder, within: frozenset[int]) -> None:
+        self._presence = presence
         self._ladder = ladder
-        self._within = within
-        self._anywhere = _Anywhere(ladder.ram, readable) if readable else _InRam(ladder.ram)
+        self._tiers = within
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         lead = 0
@@ -230,4 +243,4 @@ class _Within:
         return lead
 
     def has(self, key: ChunkKey) -> bool:
-        return self._anywhere.has(key) and self._ladder.held_within(key, self._within)
+        return self._presence.has(key) and self._ladder.held_within(key, self._tiers)

@@ -1,14 +1,13 @@
-"""Brings chunks up for requests that are about to start.
+"""Promotes chunks for requests that are about to start.
 
-The engine asks for a waiting request's chunks one by one, at every step, until it is
-scheduled. What is found in a slower tier must be in RAM before the request may count on it,
-and must stay there until the request loads it: a promotion that nobody protects is evicted by
-the next one, and a prefix larger than RAM is then promoted for ever while the request never
-runs. So:
+The engine looks a waiting request up at every step until it is scheduled. What is found in a
+slower tier must be in RAM before the request may count on it, and must stay there until the
+request loads it: a promotion that nobody protects is evicted by the next one, and a prefix
+larger than RAM is then promoted for ever while the request never runs. So:
 
-* A request asks once. Its answers for that step are noted; at the end of the step everything it
-  found is *granted* as a whole: resident copies are pinned for it, missing ones are brought up
-  into slots pinned for it.
+* A request is queued once, with the chunks of its whole hit. At the end of the step they are
+  *granted* together: resident copies are pinned for it, missing ones are promoted into slots
+  pinned for it.
 * Grants are bounded by a budget. A request that fits the budget but not what is left of it
   waits its turn, first come first served, for a bounded number of steps and seconds. One that
   could never fit, or that waited too long, is granted the head of its prefix that fits; the
@@ -53,7 +52,7 @@ class Promoter:
 
     def enqueue(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
         """Queue ``request`` for the chunks that its load needs; granted when the step ends."""
-        request.asked = list(keys)
+        request.asked = list(dict.fromkeys(keys))  # each is granted once
         request.phase = Phase.QUEUED
         request.queued_s = self._ladder.ctx.now
         self._queue[request] = None
@@ -90,7 +89,7 @@ class Promoter:
             request.phase = Phase.ASKING
 
     def give_up(self, request: RequestState) -> None:
-        """Keep and promise nothing more for ``request``: a load of its did not work.
+        """Keep nothing more for ``request``: a load of its did not work.
 
         It would be asked again and answered the same for as long as what broke the load lasts.
         """

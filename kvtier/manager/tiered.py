@@ -134,8 +134,8 @@ class TieredOffloadingManager:
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens after the local ones can be loaded for a waiting request.
 
-        The answer holds until the step ends: nothing is evicted between the lookup of a request
-        and the ``prepare_load`` that follows it in the same step.
+        To be followed by its ``prepare_load`` in the same step, before that of another request:
+        until then nothing is evicted.
 
         Returns:
             The tokens; None if the request is to ask again at the next step, because chunks are
@@ -160,7 +160,7 @@ class TieredOffloadingManager:
         return request is not None and request.phase in DEFERRED
 
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
-        """Queue a request for ``keys``, all that it found; it is deferred until they are in RAM."""
+        """Defer a request until ``keys``, all that it found, are in RAM."""
         request = self._requests.get(req_id)
         if request is not None and request.phase == Phase.ASKING:
             self._promoter.enqueue(request, keys)

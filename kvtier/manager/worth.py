@@ -24,7 +24,6 @@ wasted.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,7 +38,6 @@ _TRY_NBYTES: Final = 16 << 20
 _IN_TIME: Final = 0.8
 """Share of a load's deadline that may be planned for: an estimate is a mean, and a job that is
 a little late has moved its bytes for nothing."""
-_FEW_CHUNKS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,29 +194,6 @@ class LoadWorth:
             return None
         cause = weighing.cause(whole) if proven == whole else SkipCause.UNPROVEN
         return weighing.choice(kept, each_tokens, cause)
-
-    def plain_chunks(self, tier: int) -> int:
-        """Return how many chunks of ``tier`` are worth loading, whatever else is wanted.
-
-        For an answer before that is known: a chunk takes less to load than to compute, what
-        comes first, start-up and queue, is less than eight of them save, and so many arrive in
-        time. Whatever is less clear is for :meth:`choose`.
-        """
-        s_per_token = self.recompute_s_per_token
-        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
-            return sys.maxsize
-        price = self._times[tier].price()
-        if price is None:
-            return sys.maxsize
-        if self._times[tier].bounded:
-            return 0
-        more_s = price.s_per_byte * self._chunk_nbytes
-        saved_s = self._margin * self._chunk_tokens * s_per_token - more_s
-        ahead_s = price.seconds(self._outstanding_nbytes[tier])
-        left_s = self._in_time_s - ahead_s
-        if ahead_s >= _FEW_CHUNKS * saved_s or left_s < more_s:
-            return 0
-        return int(min(left_s / more_s, sys.maxsize)) if more_s else sys.maxsize
 
     def skip(self, choice: LoadChoice | None) -> None:
         """Count what is certain now not to be loaded; nothing for None."""

@@ -24,13 +24,20 @@ from hypothesis.stateful import (
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
+from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies import ChunkCopy, CopyState, LadderPlacement, PolicyContext, Promotion
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.invariants import check_manager, eviction_order
 from kvtier.testing.workbench import TIER_NAMES, Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
 
-GROUPS = 2
+FULL = GroupReach(chunk_tokens=1)
+OTHERS = (
+    FULL,
+    GroupReach(1, Reach.WINDOW, window_tokens=3),
+    GroupReach(2, Reach.LOCAL, window_tokens=4),
+    GroupReach(2, Reach.STATE),
+)
 PATIENCE = 6
 LONGEST = 5
 Content = tuple[ChunkKey, int]
@@ -48,7 +55,8 @@ class MovingLadder(LadderPlacement):
 class Request:
     req_id: str
     prompt: int
-    chunks: int
+    tokens: int
+    local_tokens: int = 0
     running: bool = False
     lookups: int = 0
     loading: bool = False
@@ -91,6 +99,7 @@ class ManagerMachine(RuleBasedStateMachine):
         warm=st.sampled_from([[0, 1, 2], [0, 1], [2], []]),
         streams=st.sampled_from([True, False]),
         eviction=st.sampled_from(["lru", "hedged-lhd"]),
+        other=st.sampled_from(OTHERS),
     )
     def start(
         self,
@@ -106,7 +115,9 @@ class ManagerMachine(RuleBasedStateMachine):
         warm: list[int],
         streams: bool,
         eviction: str,
+        other: GroupReach,
     ) -> None:
+        self.rules = HitRules([FULL, other])
         self.truth = RecordingTruth(driven=True)
         tiers = 1 + len(slower)
         kind = MovingLadder if mode == "move" else LadderPlacement
@@ -120,6 +131,7 @@ class ManagerMachine(RuleBasedStateMachine):
             ),
             truth=self.truth,
             eviction=eviction,
+            groups=self.rules.groups,
             limits=ManagerLimits(
                 pin_budget=budget,
                 reserve=reserve,
@@ -148,29 +160,30 @@ class ManagerMachine(RuleBasedStateMachine):
         """Let the chunks of a prompt have survived a restart in the second tier."""
         tier = self.bench.tiers[1]
         slots = [slot for start, end in tier.slots.extents() for slot in range(start, end)]
-        keys = [
-            key for group in range(GROUPS) for key in prefix(LONGEST, of=prompt, group=group)
-        ]
-        chunks = list(zip(keys, slots, strict=False))
+        chunks = list(zip(self.keys(prompt, LONGEST), slots, strict=False))
         assert self.manager.recover(1, chunks) == len(chunks)
         for key, slot in chunks:
             self.contents[1][slot] = (key, self.epoch)
 
     # -- requests ---------------------------------------------------------------------------
 
-    @rule(prompt=st.integers(0, 2), chunks=st.integers(1, LONGEST))
-    def arrive(self, prompt: int, chunks: int) -> None:
+    @rule(
+        prompt=st.integers(0, 2),
+        tokens=st.integers(1, LONGEST),
+        local_tokens=st.one_of(st.just(0), st.integers(0, LONGEST)),
+    )
+    def arrive(self, prompt: int, tokens: int, local_tokens: int) -> None:
         if len(self.requests) < 5:
             self.born += 1
-            request = Request(f"r{self.born}", prompt, chunks)
+            request = Request(f"r{self.born}", prompt, tokens, min(local_tokens, tokens))
             self.requests.append(request)
             self.manager.begin_request(request.req_id)
 
     @precondition(lambda self: len(self.requests) < 5)
-    @rule(prompt=st.integers(0, 2), chunks=st.integers(1, LONGEST))
-    def start_at_once(self, prompt: int, chunks: int) -> None:
+    @rule(prompt=st.integers(0, 2), tokens=st.integers(1, LONGEST))
+    def start_at_once(self, prompt: int, tokens: int) -> None:
         """A request is scheduled in the step it arrives in, unless it has to wait."""
-        self.arrive(prompt=prompt, chunks=chunks)
+        self.arrive(prompt=prompt, tokens=tokens, local_tokens=0)
         request = self.requests[-1]
         hits = self.ask(request)
         if hits is not None:
@@ -194,31 +207,30 @@ class ManagerMachine(RuleBasedStateMachine):
         self.end_step(started, preempted)
 
     def ask(self, request: Request) -> int | None:
-        """Look a request up like vLLM does: every group, up to its first miss."""
+        """Look a request up; return the tokens to load, None if it has to wait."""
         request.lookups += 1
-        hits, deferred = request.chunks, False
+        hits = self.manager.lookup(request.req_id, self.prompt(request))
         if request.failed:
-            for group in range(GROUPS):
-                keys = prefix(hits, of=request.prompt, group=group)
-                assert self.manager.lookup_prefix(keys, request.req_id) == 0
-            return 0
-        for group in range(GROUPS):
-            keys = prefix(hits, of=request.prompt, group=group)
-            found = self.manager.lookup_prefix(keys, request.req_id)
-            if found is None:
-                deferred = True
-            elif found == 0:
-                return 0
-            else:
-                hits = min(hits, found)
-        return None if deferred else hits
+            assert hits == 0
+        if hits:
+            end = request.local_tokens + hits
+            assert end <= request.tokens
+            assert not end % self.rules.alignment_tokens
+        return hits
+
+    def prompt(self, request: Request) -> Prompt:
+        keys = [
+            prefix(request.tokens // group.chunk_tokens, of=request.prompt, group=number)
+            for number, group in enumerate(self.rules.groups)
+        ]
+        return Prompt(keys, request.local_tokens, request.tokens)
 
     def begin(self, request: Request, hits: int) -> None:
         request.running = True
         request.lookups = 0
-        keys = self.keys(request, hits)
-        if not keys:
+        if not hits:
             return
+        keys = self.rules.needed(self.prompt(request), request.local_tokens + hits)
         plan = self.manager.prepare_load(keys, request.req_id)
         assert all(plan.generations), "a hit has no slot after all"
         for slot, generation in zip(plan.slots, plan.generations, strict=True):
@@ -245,7 +257,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [victim]
 
     def offer(self, request: Request) -> None:
-        keys = self.keys(request, request.chunks)
+        keys = self.keys(request.prompt, request.tokens)
         before = self.picture()
         new = [key for key in keys if key not in self.bench.ram.copies]
         plan = self.manager.prepare_store(keys, request.req_id)
@@ -284,7 +296,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def retain(self, data: st.DataObject, seconds: int) -> None:
         """Somebody knows that a prompt will be back."""
         request = data.draw(st.sampled_from(self.requests))
-        self.manager.retain(self.keys(request, request.chunks), self.now + seconds)
+        self.manager.retain(self.keys(request.prompt, request.tokens), self.now + seconds)
 
     @rule()
     def reset(self) -> None:
@@ -502,11 +514,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert (self.picture(), self.manager.snapshot()) == before, "it was not at rest"
             assert self.manager.is_at_rest
 
-    def keys(self, request: Request, chunks: int) -> list[ChunkKey]:
+    def keys(self, prompt: int, tokens: int) -> list[ChunkKey]:
+        """Return the keys of a prompt's whole chunks, group after group."""
         return [
             key
-            for group in range(GROUPS)
-            for key in prefix(chunks, of=request.prompt, group=group)
+            for number, group in enumerate(self.rules.groups)
+            for key in prefix(tokens // group.chunk_tokens, of=prompt, group=number)
         ]
 
     def picture(self) -> list[Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ClosedError
-from kvtier.manager import Lookup, ManagerLimits
+from kvtier.manager import ManagerLimits
+from kvtier.manager.hits import Prompt
 from kvtier.manager.plans import NO_SLOT
 from kvtier.testing.stepped import SteppedCache
 from kvtier.testing.workbench import prefix
@@ -43,6 +44,11 @@ def store(cache: SteppedCache, context: Context, chunks: int, *, ends_first: boo
     service.complete_store(plan.keys, context.req_id)
     if not ends_first:
         service.end_request(context)
+
+
+def look(cache: SteppedCache, chunks: int, req_id: str) -> int | None:
+    """Return how many of a prompt's chunks can be loaded now, None if it has to wait."""
+    return cache.service.lookup(req_id, Prompt([prefix(chunks)], 0, chunks))
 
 
 def step(cache: SteppedCache) -> None:
@@ -100,7 +106,7 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     for copy in list(cache.bench.ram.copies.values()):
         cache.bench.manager._ladder.drop(cache.bench.ram, copy)
     service.begin_request(context)
-    assert [service.lookup(key, "b") for key in prefix(2)] == [Lookup.HIT] * 2
+    assert look(cache, 2, "b") == 2
     plan = service.prepare_load(prefix(2), "b")
     service.end_request(context)
     for _ in range(4):
@@ -118,7 +124,7 @@ def test_after_a_reset_that_failed_nothing_is_believed(
 ) -> None:
     cache = make_cache()
     store(cache, Context("a"), 2, ends_first=False)
-    assert cache.service.lookup(prefix(2)[0], "b") is Lookup.HIT
+    assert look(cache, 2, "b") == 2
 
     def fail() -> None:
         raise ZeroDivisionError("a bug")
@@ -127,7 +133,7 @@ def test_after_a_reset_that_failed_nothing_is_believed(
     cache.service.reset_cache()
     assert "nothing is loaded or stored any more" in caplog.text
     for _ in range(2):
-        assert cache.service.lookup(prefix(2)[0], "b") is Lookup.MISS
+        assert look(cache, 2, "b") == 0
         plan = cache.service.prepare_store(prefix(4), "b")
         assert plan is not None
         assert not plan.keys
@@ -222,9 +228,9 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     service.begin_request(Context("a"))
     answers = []
     for _ in range(16):
-        answers.append(service.lookup(prefix(1)[0], "a"))
+        answers.append(look(cache, 1, "a"))
         step(cache)
-    assert (answers[0], answers[-1]) == (Lookup.PENDING, Lookup.MISS)
+    assert (answers[0], answers[-1]) == (None, 0)
     assert [job.keys for job in abandoned] == [prefix(1)]
     service.end_request(Context("a"))
     step(cache)
@@ -254,7 +260,7 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     monkeypatch.setattr(service._engine, "poll", lambda: [results.pop()] if results else [])
     monkeypatch.setattr(service._storage.tiers[0], "forget", forget)
     service.begin_request(Context("reader"))
-    assert service.lookup(prefix(1)[0], "reader") is Lookup.PENDING
+    assert look(cache, 1, "reader") is None
     step(cache)
     plan = service.prepare_store(prefix(1, of=1), "writer")
     assert plan is not None

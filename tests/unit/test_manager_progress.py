@@ -56,7 +56,7 @@ class FakeScheduler:
 
     def start(self, request: Waiting) -> bool:
         request.lookups += 1
-        hits = self.bench.manager.lookup_prefix(request.keys, request.req_id)
+        hits = self.bench.look(request.keys, request.req_id)
         if hits is None:
             return False
         request.loaded = hits
@@ -194,10 +194,10 @@ def test_an_exclusive_pair_of_lru_tiers_hits_like_one_lru_of_the_sum(
 
 def access(bench: Workbench, keys: list[ChunkKey], req_id: str) -> bool:
     """Load or else store ``keys``, and let everything settle; return whether it was a hit."""
-    hits = bench.manager.lookup_prefix(keys, req_id)
+    hits = bench.look(keys, req_id)
     if hits is None:
         bench.settle()
-        hits = bench.manager.lookup_prefix(keys, req_id)
+        hits = bench.look(keys, req_id)
     if hits:
         bench.load(keys, req_id)
     else:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.manager import Lookup, ManagerLimits
+from kvtier.manager import ManagerLimits
+from kvtier.manager.hits import GroupReach
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult, Why
 
-HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
 BELOW = 8
 """Chunks of each prompt that the slower tier holds."""
 
@@ -30,7 +30,7 @@ def limits(**values: Any) -> ManagerLimits:
 
 def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0) -> Job:
     """Let a request ask for a prefix that is below; return the job it causes."""
-    assert bench.look(prefix(chunks, of=of), req_id)[0] is PENDING
+    assert bench.look(prefix(chunks, of=of), req_id) is None
     (job,) = bench.step()
     return job
 
@@ -45,7 +45,7 @@ def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
         [0, 1, 2],
     )
     bench.finish(job)
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, MISS]
+    assert bench.look(prefix(4)) == 3
     plan = bench.load(prefix(3))
     assert bench.truth.published == list(zip(plan.slots, plan.generations, strict=True))
     assert bench.tiers[1].counters.hits == 3
@@ -55,9 +55,8 @@ def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
 def test_the_second_load_of_a_promoted_chunk_is_a_hit_of_ram() -> None:
     bench = warmed(4, 8)
     bench.finish(asked(bench, 1))
-    assert bench.manager.load_source(prefix(1)[0]) == 1
-    bench.load(prefix(1))
-    bench.load(prefix(1))
+    assert bench.load(prefix(1)).origins == [1]
+    assert bench.load(prefix(1)).origins == [0]
     assert (bench.tiers[1].counters.hits, bench.ram.counters.hits) == (1, 1)
 
 
@@ -68,7 +67,7 @@ def test_what_was_brought_up_stays_until_it_is_loaded() -> None:
     assert bench.store(prefix(2, of=9)) is None
     for _ in range(5):
         bench.settle()
-        assert bench.look(prefix(3)) == [HIT] * 3
+        assert bench.look(prefix(3)) == 3
     bench.load(prefix(3))
     assert bench.manager.snapshot().granted == 0
     assert bench.store(prefix(2, of=9)) is not None
@@ -78,7 +77,7 @@ def test_resident_chunks_of_the_prefix_are_kept_while_the_rest_comes_up() -> Non
     bench = warmed(4, 8)
     bench.store(prefix(1))
     bench.settle()
-    assert bench.look(prefix(2)) == [HIT, PENDING]
+    assert bench.look(prefix(2)) is None
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     assert bench.manager.snapshot().granted == 2
@@ -95,8 +94,8 @@ def test_a_promotion_that_does_not_arrive_is_a_miss_and_gives_its_slot_back(
 ) -> None:
     bench = warmed(4, 8)
     bench.finish(asked(bench, 3), Outcome.DONE, outcome, Outcome.DONE)
-    assert bench.look(prefix(3)) == [HIT, MISS]
-    assert bench.manager.lookup(prefix(3)[2], "reader") is HIT
+    assert bench.look(prefix(3)) == 1
+    assert bench.resident() == {prefix(3)[0], prefix(3)[2]}
     assert bench.ram.slots.free == 2
     failures = bench.tiers[1].counters
     assert failures.read_failed == (outcome is Outcome.FAILED)
@@ -124,16 +123,16 @@ def test_a_corrupt_chunk_leaves_the_slower_tier_for_good() -> None:
     assert prefix(2)[1] not in bench.tiers[1].copies
     assert bench.manager.take_corrupt() == [(1, 1)]
     assert bench.manager.take_corrupt() == []
-    assert bench.look(prefix(2), "other") == [HIT, MISS]
+    assert bench.look(prefix(2), "other") == 1
 
 
 def test_a_deadline_answers_at_once_while_the_slot_stays_out_of_use() -> None:
     bench = warmed(2, 8)
     job = asked(bench, 2)
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2)) == 0
     bench.step(started=["reader"])
-    assert bench.look(prefix(2), "other") == [MISS], "a late chunk is nothing to wait for"
+    assert bench.look(prefix(2), "other") == 0, "a late chunk is nothing to wait for"
     assert not bench.manager.has_work()
     assert bench.ram.room == 0
     bench.finish(job, Outcome.EXPIRED)
@@ -149,7 +148,7 @@ def test_a_late_chunk_that_arrives_after_all_is_a_hit_for_the_next_request() -> 
     bench.finish(job)
     bench.manager.apply(TransferResult(job.job_id, [Outcome.DONE] * 2))
     bench.check()
-    assert bench.look(prefix(2), "other") == [HIT, HIT]
+    assert bench.look(prefix(2), "other") == 2
 
 
 def test_a_request_asks_for_late_chunks_only_up_to_them() -> None:
@@ -158,7 +157,7 @@ def test_a_request_asks_for_late_chunks_only_up_to_them() -> None:
     bench.look(prefix(1), "b")
     bench.finish(late, Outcome.EXPIRED, settled=False)
     bench.step()
-    assert bench.look(prefix(1), "b") == [MISS]
+    assert bench.look(prefix(1), "b") == 0
     bench.finish(late)
 
 
@@ -170,48 +169,17 @@ def test_two_requests_share_one_promotion() -> None:
     assert (first.keys, second.keys) == (prefix(2), prefix(3)[2:])
     assert bench.manager.snapshot().granted == 3
     bench.finish(first)
-    assert bench.look(prefix(2), "a") == [HIT, HIT]
-    assert bench.manager.lookup(prefix(1)[0], "b") is RETRY
+    assert bench.look(prefix(2), "a") == 2
+    assert bench.look(prefix(3), "b") is None
     bench.load(prefix(2), "a")
     bench.finish(second)
-    assert bench.look(prefix(3), "b") == [HIT, HIT, HIT]
-
-
-def test_a_deferred_request_answers_in_two_calls_per_group() -> None:
-    bench = warmed(4, 8)
-    groups = [prefix(2), prefix(2, group=1)]
-    bench.look(groups[0])
-    bench.manager.prepare_store(groups[1], "writer")
-    assert bench.look(groups[1]) == [PENDING, PENDING]
-    bench.step()
-    for keys in groups:
-        assert bench.look(keys) == [RETRY, MISS]
-        assert bench.manager.lookup_prefix(keys, "reader") is None
-
-
-def test_the_scan_for_a_window_ends_although_its_request_is_deferred() -> None:
-    bench = warmed(4, 8)
-    bench.manager.lookup(prefix(1)[0], "reader")
-    bench.step()
-    prefix_scan, window_scan = prefix(3), prefix(5, group=1)[::-1]
-    for _ in range(2):
-        assert bench.look(prefix_scan) == [RETRY, MISS]
-    answers = [bench.manager.lookup(key, "reader") for key in window_scan]
-    assert answers == [RETRY, MISS, PENDING, PENDING, PENDING]
+    assert bench.look(prefix(3), "b") == 3
 
 
 def test_a_chunk_that_is_being_stored_is_found_but_not_there_yet() -> None:
     bench = Workbench(4, 8)
     bench.manager.prepare_store(prefix(2), "writer")
-    assert bench.look(prefix(2)) == [PENDING, PENDING]
-
-
-def test_a_deferred_request_may_open_the_next_step_with_another_key() -> None:
-    bench = warmed(4, 8)
-    asked(bench, 3)
-    assert bench.look(prefix(3)) == [RETRY, MISS]
-    bench.step()
-    assert bench.look(prefix(3)[1:]) == [RETRY, MISS]
+    assert bench.look(prefix(2)) is None
 
 
 def test_a_prefix_that_can_never_fit_the_budget_is_cut_to_its_head() -> None:
@@ -219,7 +187,7 @@ def test_a_prefix_that_can_never_fit_the_budget_is_cut_to_its_head() -> None:
     job = asked(bench, 5)
     assert job.keys == prefix(3)
     bench.finish(job)
-    assert bench.look(prefix(5)) == [HIT, HIT, HIT, MISS]
+    assert bench.look(prefix(5)) == 3
 
 
 def test_a_prefix_larger_than_ram_is_cut_to_what_is_free() -> None:
@@ -232,10 +200,10 @@ def test_a_chunk_behind_one_that_finds_no_slot_is_not_kept() -> None:
     bench.store([*prefix(1, of=7), prefix(3)[2]])
     bench.settle()
     bench.manager.prepare_load(prefix(1, of=7), "holder")
-    assert bench.look(prefix(3)) == [PENDING, PENDING, HIT]
+    assert bench.look(prefix(3)) is None
     assert bench.step() == []
     assert bench.manager.snapshot().granted == 0
-    assert bench.look(prefix(3)) == [MISS]
+    assert bench.look(prefix(3)) == 0
 
 
 def test_the_budget_is_for_all_requests_and_first_come_is_first_served() -> None:
@@ -268,7 +236,7 @@ def test_a_blocked_request_waits_for_room_that_pins_hold() -> None:
     bench.manager.prepare_load(prefix(2, of=9), "other")
     bench.look(prefix(2))
     assert bench.step() == []
-    assert bench.look(prefix(2)) == [RETRY, MISS]
+    assert bench.look(prefix(2)) is None
     bench.manager.complete_load("other")
     assert [job.keys for job in bench.step()] == [prefix(2)]
 
@@ -308,7 +276,7 @@ def test_a_preempted_request_asks_afresh() -> None:
     bench.load(prefix(2))
     assert bench.manager.snapshot().granted == 0
     bench.step(preempted=["reader"])
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, PENDING]
+    assert bench.look(prefix(4)) is None
     (job,) = bench.step()
     assert job.keys == prefix(4)[3:]
 
@@ -329,19 +297,19 @@ def test_a_request_that_finds_all_in_ram_is_granted_nothing() -> None:
     bench.look(prefix(2))
     bench.settle()
     assert bench.manager.snapshot().granted == 0
-    assert bench.look(prefix(2)) == [HIT, HIT]
+    assert bench.look(prefix(2)) == 2
 
 
 def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
     bench = warmed(4, 8)
     other = asked(bench, 1, "a")
-    assert bench.look(prefix(3)) == [PENDING, PENDING, PENDING]
+    assert bench.look(prefix(3)) is None
     bench.manager._ladder.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     bench.finish(other)
     bench.finish(job)
-    assert bench.look(prefix(3)) == [HIT, HIT, MISS]
+    assert bench.look(prefix(3)) == 2
 
 
 # -- chunks that come up for one request only ------------------------------------------------
@@ -369,7 +337,7 @@ def test_a_passing_chunk_stays_for_the_other_request_that_was_promised_it() -> N
     (job,) = bench.step()
     bench.finish(job)
     bench.load(prefix(1), "a")
-    assert bench.look(prefix(1), "b") == [HIT]
+    assert bench.look(prefix(1), "b") == 1
     bench.load(prefix(1), "b")
     assert bench.resident() == set()
 
@@ -396,9 +364,9 @@ def test_the_fastest_slower_tier_is_read_with_one_job_per_tier() -> None:
     assert (nvme.source, nvme.keys, nvme.source_slots) == ("nvme", prefix(1), [5])
     assert (remote.source, remote.keys) == ("remote", prefix(3)[1:])
     bench.finish(nvme)
-    assert bench.look(prefix(3)) == [RETRY, MISS]
+    assert bench.look(prefix(3)) is None
     bench.finish(remote)
-    assert bench.look(prefix(3)) == [HIT, HIT, HIT]
+    assert bench.look(prefix(3)) == 3
 
 
 def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run() -> None:
@@ -406,7 +374,7 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
     limits = ManagerLimits(pin_budget=len(keys), reserve=0.0, queue=1024, batch=200)
     bench = Workbench(len(keys), len(keys), limits=limits)
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(keys)])
-    assert set(bench.look(keys)) == {PENDING}
+    assert bench.look(keys) is None
     jobs = bench.step()
     assert [len(job.keys) for job in jobs] == [200, 100]
     for job in jobs:
@@ -414,7 +382,7 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
             range(job.source_slots[0], job.source_slots[-1] + 1)
         )
         bench.finish(job)
-    assert bench.look(keys) == [HIT] * len(keys)
+    assert bench.look(keys) == len(keys)
     assert bench.manager.snapshot().tiers[0].counters.misses == len(keys)
 
 
@@ -423,20 +391,20 @@ def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None
     bench = Workbench(4, 0, limits=limits, truth=RecordingTruth(driven=True))
     plan = bench.manager.prepare_store(prefix(2), "writer")
     assert plan is not None
-    assert bench.look(prefix(2)) == [PENDING, PENDING]
+    assert bench.look(prefix(2)) is None
     for _ in range(3):
         bench.step()
-        assert bench.look(prefix(2)) == [RETRY, MISS]
+        assert bench.look(prefix(2)) is None
     bench.step()
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2)) == 0
 
 
 def resumed(bench: Workbench) -> None:
     """Let a request settle with grants and then run without loading, unannounced."""
-    assert bench.look(prefix(4)) == [PENDING] * 4
+    assert bench.look(prefix(4)) is None
     (job,) = bench.step()
     bench.finish(job, Outcome.FAILED, Outcome.DONE)
-    assert bench.look(prefix(4)) == [MISS]
+    assert bench.look(prefix(4)) == 0
     assert bench.manager.snapshot().granted == 3
 
 
@@ -449,7 +417,7 @@ def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> 
         assert bench.manager.snapshot().granted == 3
     bench.step()
     assert bench.manager.snapshot().granted == 0
-    assert bench.look(prefix(1)) == [PENDING], "it may ask afresh"
+    assert bench.look(prefix(1)) is None, "it may ask afresh"
 
 
 @pytest.mark.parametrize("promote_after", [1, 2])
@@ -465,14 +433,14 @@ def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> Non
 def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> None:
     both = [*prefix(4), *prefix(4, group=1)]
     for bound in (limits(pin_budget=6), limits(pin_budget=8, patience_lookups=1, patience_s=0)):
-        bench = Workbench(8, 16, limits=bound)
+        bench = Workbench(8, 16, limits=bound, groups=[GroupReach(1), GroupReach(1)])
         bench.manager.recover(1, zip(both, range(8), strict=True))
         bench.store(prefix(4, of=1))
         bench.settle()
         bench.manager.prepare_load(prefix(4, of=1), "other")
-        assert bench.look(both) == [PENDING] * 8
+        assert bench.look(both) is None
         assert bench.step() == []
-        assert bench.look(both) == [MISS]
+        assert bench.look(both) == 0
         assert bench.manager.snapshot().granted == 0
 
 
@@ -482,7 +450,7 @@ def test_nobody_waits_for_the_slots_of_a_read_that_is_stuck() -> None:
     job = asked(bench, 3, of=1)
     assert job.keys == prefix(2, of=1), "all that fits beside it"
     bench.finish(job)
-    assert bench.look(prefix(3, of=1)) == [HIT, HIT, MISS]
+    assert bench.look(prefix(3, of=1)) == 2
 
 
 def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
@@ -499,6 +467,6 @@ def test_many_that_wait_for_one_prefix_are_told_as_one() -> None:
     bench.finish(job)
     assert not waiters
     for req_id in waiting[:2]:
-        assert bench.look(prefix(BELOW), req_id) == [HIT] * BELOW
+        assert bench.look(prefix(BELOW), req_id) == BELOW
     bench.step(started=waiting)
     assert bench.manager.snapshot().granted == 0

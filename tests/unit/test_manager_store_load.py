@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtier.keys import make_key
-from kvtier.manager import Lookup, ManagerLimits, ResidencyEvent
+from kvtier.manager import ManagerLimits, ResidencyEvent
 from kvtier.testing.invariants import check_manager
 from kvtier.testing.workbench import Workbench, prefix
-
-HIT, MISS, PENDING, RETRY = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.RETRY
 
 
 def impatient(**limits: Any) -> ManagerLimits:
@@ -36,16 +32,16 @@ def test_a_chunk_is_a_hit_once_its_store_is_complete_and_not_before() -> None:
     plan = bench.manager.prepare_store(prefix(2), "a")
     assert plan is not None
     assert (plan.keys, plan.slots, plan.evicted) == (prefix(2), [0, 1], [])
-    assert bench.look(prefix(2), "b") == [PENDING, PENDING]
+    assert bench.look(prefix(2), "b") is None
     bench.manager.complete_store(set(plan.keys))
-    assert bench.look(prefix(3), "c") == [HIT, HIT, MISS]
+    assert bench.look(prefix(3), "c") == 2
 
 
 def test_a_store_that_the_workers_did_not_finish_is_a_miss() -> None:
     bench = Workbench(4, 0)
     bench.truth.not_stored = {1}
     bench.store(prefix(3))
-    assert bench.look(prefix(3)) == [HIT, MISS]
+    assert bench.look(prefix(3)) == 1
     assert bench.resident() == {prefix(3)[0], prefix(3)[2]}
     assert (bench.ram.counters.failed, bench.ram.slots.free) == (1, 2)
 
@@ -59,7 +55,7 @@ def test_a_request_that_waits_for_another_ones_store_gets_its_outcome() -> None:
     assert bench.manager.snapshot().waiting == 1
     bench.truth.not_stored = {plan.slots[1]}
     bench.manager.complete_store(set(plan.keys))
-    assert bench.look(prefix(2), "b") == [HIT, MISS]
+    assert bench.look(prefix(2), "b") == 1
     assert bench.manager.snapshot().granted == 1
     bench.manager.end_request("b")
     assert bench.manager.snapshot().granted == 0
@@ -258,51 +254,6 @@ def test_hits_are_counted_for_the_tier_and_a_miss_once_per_request() -> None:
     bench.look(prefix(4), "a")
     bench.load(prefix(2), "a")
     assert (bench.ram.counters.hits, bench.ram.counters.misses) == (2, 1)
-    assert bench.manager.load_source(prefix(1)[0]) == 0
-    assert bench.manager.load_source(b"unknown") == 0
-
-
-def test_lookup_prefix_counts_leading_hits() -> None:
-    bench = Workbench(4, 0)
-    bench.store(prefix(2))
-    assert bench.manager.lookup_prefix(prefix(4), "a") == 2
-    assert bench.manager.lookup_prefix(prefix(4, of=1), "a") == 0
-    bench.manager.prepare_store(prefix(1, of=2), "w")
-    assert bench.manager.lookup_prefix(prefix(1, of=2), "a") is None
-
-
-@pytest.mark.untraced
-@given(
-    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=15),
-    write=st.sampled_from(["through", "evict"]),
-    streams=st.booleans(),
-    at_once=st.integers(1, 3),
-)
-def test_a_prefix_is_answered_as_its_chunks_one_by_one(
-    prompts: list[tuple[int, int]],
-    write: Literal["through", "evict"],
-    streams: bool,
-    at_once: int,
-) -> None:
-    limits = impatient(streams=streams)
-    whole, single = (Workbench(5, 9, write=write, limits=limits) for _ in range(2))
-    requests = [(prefix(chunks, of=of), str(at)) for at, (of, chunks) in enumerate(prompts)]
-    for first in range(0, len(requests), at_once):
-        together = requests[first : first + at_once]
-        for _ in range(2):
-            for keys, req_id in together:
-                answers = single.look(keys, req_id)
-                hits = answers.index(MISS) if MISS in answers else len(answers)
-                expected = None if {RETRY, PENDING} & {*answers} else hits
-                assert whole.manager.lookup_prefix(keys, req_id) == expected
-            whole.settle()
-            single.settle()
-        for keys, req_id in together:
-            for bench in (whole, single):
-                bench.store(keys, req_id)
-                bench.manager.end_request(req_id)
-                bench.settle()
-        assert whole.manager.snapshot() == single.manager.snapshot()
 
 
 def test_requests_are_counted_from_begin_to_end() -> None:

@@ -1,4 +1,4 @@
-"""Streamed loads: a chunk on disk is a hit at once, its slot promised and its bytes awaited."""
+"""Direct loads: a chunk on disk is a hit at once; its slot is reserved, its bytes awaited."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier.manager import LoadPlan, LoadWorth, Lookup, ManagerLimits
+from kvtier.manager import LoadPlan, LoadWorth, ManagerLimits
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.memory import ControlBlock
 from kvtier.policies import CopyState
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
-
-HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 def streaming(ram: int, *, below: int, budget: int | None = None, **changes: Any) -> Workbench:
@@ -40,7 +38,7 @@ def begin(bench: Workbench, chunks: int, req_id: str = "reader") -> tuple[LoadPl
 
 def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> None:
     bench = streaming(4, below=3)
-    assert bench.look(prefix(3)) == [HIT] * 3
+    assert bench.look(prefix(3)) == 3
     assert bench.ram.slots.free == 4
     plan, (job,) = begin(bench, 3)
     assert list(job.destination_slots) == list(plan.slots)
@@ -55,7 +53,7 @@ def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> Non
     bench.check()
     assert bench.resident() == {*prefix(3)}
     assert bench.ram.room == 4
-    assert bench.look(prefix(3), "other") == [HIT] * 3
+    assert bench.look(prefix(3), "other") == 3
 
 
 def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
@@ -67,7 +65,7 @@ def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
     plan = LoadPlan((), (), ())
     for of in range(2):
         keys = prefix(2, of=of)
-        assert bench.look(keys) == [HIT] * 2
+        assert bench.look(keys) == 2
         plan = bench.manager.prepare_load(keys, "reader")
         assert control.arrivals(0, plan.slots, plan.generations) == (unstamped, unstamped)
         (job,) = bench.manager.take_jobs()
@@ -82,7 +80,7 @@ def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
 def test_what_was_only_asked_for_changes_nothing() -> None:
     bench = streaming(4, below=4)
     for _ in range(3):
-        assert bench.look(prefix(4)) == [HIT] * 4
+        assert bench.look(prefix(4)) == 4
         assert bench.step() == []
     assert (bench.ram.slots.free, len(bench.ram.copies)) == (4, 0)
     assert bench.tiers[1].room == 64
@@ -92,7 +90,7 @@ def test_what_is_in_ram_is_loaded_from_there_beside_what_streams() -> None:
     bench = streaming(4, below=3)
     bench.store(prefix(1))
     bench.step()
-    assert bench.look(prefix(3)) == [HIT] * 3
+    assert bench.look(prefix(3)) == 3
     plan, jobs = begin(bench, 3)
     assert [len(job.keys) for job in jobs] == [2]
     assert list(plan.origins) == [0, 1, 1]
@@ -128,71 +126,71 @@ def test_a_chunk_that_is_not_to_stay_leaves_when_both_are_done(*, worker_first: 
 
 def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
     bench = streaming(2, below=8)
-    assert bench.look(prefix(8))[:3] == [HIT, HIT, PENDING]
+    assert bench.look(prefix(8)) is None
     (job,) = bench.step()
     bench.finish(job)
-    assert bench.look(prefix(8)) == [HIT, HIT, MISS]
+    assert bench.look(prefix(8)) == 2
 
 
-def test_a_promise_counts_what_the_request_has_in_ram_already() -> None:
+def test_a_reservation_counts_what_the_request_has_in_ram_already() -> None:
     bench = streaming(3, below=4)
     bench.store(prefix(2))
     bench.settle()
     # Two of the three slots could be evicted, but the same request needs what is in them.
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, PENDING]
+    assert bench.look(prefix(4)) is None
 
 
-def test_what_it_finds_in_ram_makes_no_room_for_what_a_request_was_promised() -> None:
+def test_what_it_finds_in_ram_makes_no_room_for_what_it_reserved() -> None:
     bench = streaming(3, below=1)
     bench.store(prefix(4)[1:])
     bench.settle()
     assert bench.ram.room == 3
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, PENDING]
+    assert bench.look(prefix(4)) is None
     (job,) = bench.step()
     bench.finish(job)
-    assert bench.look(prefix(4)) == [HIT, HIT, HIT, MISS]
+    assert bench.look(prefix(4)) == 3
     plan, jobs = begin(bench, 3)
     assert NO_SLOT not in plan.slots
     assert not jobs
 
 
-def test_promises_to_several_requests_of_a_step_add_up_and_end_with_it() -> None:
+def test_reservations_of_several_requests_of_a_step_add_up_and_end_with_it() -> None:
     bench = streaming(4, below=3)
     bench.manager.recover(1, zip(prefix(3, of=1), range(3, 6), strict=True))
-    assert bench.look(prefix(3), "a") == [HIT] * 3
-    assert bench.look(prefix(3, of=1), "b") == [HIT, PENDING, PENDING]
+    assert bench.look(prefix(3), "a") == 3
+    assert bench.look(prefix(3, of=1), "b") is None
     bench.manager.end_request("b")
     bench.step()
-    assert bench.look(prefix(3, of=1), "c") == [HIT] * 3
+    assert bench.look(prefix(3, of=1), "c") == 3
 
 
-def test_promises_and_streams_keep_to_the_pin_budget() -> None:
+def test_reservations_and_streams_keep_to_the_pin_budget() -> None:
     bench = streaming(8, below=4, budget=5)
     bench.manager.recover(1, zip(prefix(3, of=1), range(4, 7), strict=True))
     bench.look(prefix(4), "a")
     _, (job,) = begin(bench, 4, "a")
-    assert bench.look(prefix(3, of=1), "b") == [HIT, PENDING, PENDING]
+    assert bench.look(prefix(3, of=1), "b") is None
     bench.manager.end_request("b")
     bench.finish(job)
     bench.manager.complete_load("a")
     bench.step()
-    assert bench.look(prefix(3, of=1), "c") == [HIT] * 3
+    assert bench.look(prefix(3, of=1), "c") == 3
 
 
-def test_asking_twice_in_a_step_promises_once() -> None:
+def test_asking_twice_in_a_step_reserves_once() -> None:
     bench = streaming(3, below=3)
     for _ in range(4):
-        assert bench.look(prefix(3)) == [HIT] * 3
+        assert bench.look(prefix(3)) == 3
 
 
 def test_what_another_load_is_bringing_up_is_waited_for_and_not_read_twice() -> None:
     bench = streaming(4, below=2)
     bench.look(prefix(2), "a")
     _, (job,) = begin(bench, 2, "a")
-    assert bench.look(prefix(2), "b") == [PENDING, PENDING]
+    assert bench.look(prefix(2), "b") is None
     assert bench.step() == []
     bench.finish(job)
-    assert bench.look(prefix(2), "b") == [HIT, HIT]
+    assert bench.look(prefix(2), "b") == 2
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.REFUSED])
@@ -212,9 +210,9 @@ def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request
     assert [tier.counters.hits for tier in bench.tiers] == [0, 1]
     assert bench.ram.counters.load_failed == 0, "it failed on its way up, and counts there"
     assert bench.ram.room == 4
-    assert bench.look(prefix(3)) == [MISS]
+    assert bench.look(prefix(3)) == 0
     found = bench.look(prefix(3), "other")
-    assert found == ([HIT, MISS] if outcome is Outcome.CORRUPT else [HIT] * 3)
+    assert found == (1 if outcome is Outcome.CORRUPT else 3)
 
 
 def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> None:
@@ -227,10 +225,10 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     bench.check()
     assert bench.ram.counters.load_failed == 0
     assert bench.ram.room == 2, "a thread may still write the slots"
-    assert bench.look(prefix(2), "other") == [MISS]
+    assert bench.look(prefix(2), "other") == 0
     bench.finish(job)
-    assert bench.look(prefix(2), "third") == [HIT, HIT]
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2), "third") == 2
+    assert bench.look(prefix(2)) == 0
 
 
 @pytest.mark.parametrize("arrives_first", [True, False])
@@ -247,31 +245,31 @@ def test_a_chunk_that_came_too_late_for_one_load_is_loaded_by_the_next_and_stays
     bench.manager.complete_load("reader")
     if not arrives_first:
         bench.finish(job)
-    assert bench.look(prefix(2), "other") == [HIT, HIT]
+    assert bench.look(prefix(2), "other") == 2
     again = bench.load(prefix(2), "other")
     assert list(again.generations) == list(plan.generations), "they are the same bytes"
     assert bench.resident() == {*prefix(2)}
     assert bench.tiers[0].counters.hits + bench.tiers[1].counters.hits == 2
-    assert bench.look(prefix(2), "other") == [HIT, HIT], "its load worked"
-    assert bench.look(prefix(2)) == [MISS], "its own did not"
+    assert bench.look(prefix(2), "other") == 2, "its load worked"
+    assert bench.look(prefix(2)) == 0, "its own did not"
 
 
 def test_what_one_load_could_not_wait_for_is_not_forgotten_before_another_is_over() -> None:
     bench = streaming(4, below=1)
-    assert bench.look(prefix(1), "a") == bench.look(prefix(1), "b") == [HIT]
+    assert bench.look(prefix(1), "a") == bench.look(prefix(1), "b") == 1
     plan, (job,) = begin(bench, 1, "a")
     assert begin(bench, 1, "b")[0].slots == plan.slots
     bench.finish(job, Outcome.EXPIRED, settled=False)
     bench.truth.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("a")
     bench.manager.complete_load("b")
-    assert bench.look(prefix(1), "b") == [MISS]
+    assert bench.look(prefix(1), "b") == 0
     bench.finish(job)
-    assert bench.look(prefix(1), "b") == [MISS]
-    assert bench.look(prefix(1), "c") == [HIT]
+    assert bench.look(prefix(1), "b") == 0
+    assert bench.look(prefix(1), "c") == 1
     bench.load(prefix(1), "c")
     assert bench.resident() == {*prefix(1)}
-    assert bench.look(prefix(1), "c") == [HIT]
+    assert bench.look(prefix(1), "c") == 1
 
 
 def test_a_chunk_that_came_too_late_stays_for_a_load_that_found_it_there_meanwhile() -> None:
@@ -281,20 +279,20 @@ def test_a_chunk_that_came_too_late_stays_for_a_load_that_found_it_there_meanwhi
     bench.finish(job, Outcome.EXPIRED, settled=False)
     bench.truth.refuse(plan.slots, plan.generations)
     bench.finish(job)
-    assert bench.look(prefix(1), "b") == [HIT]
+    assert bench.look(prefix(1), "b") == 1
     assert begin(bench, 1, "b")[0].generations == plan.generations
     bench.manager.complete_load("a")
     bench.manager.complete_load("b")
     bench.check()
     assert bench.resident() == {*prefix(1)}
-    assert bench.look(prefix(1), "c") == [HIT]
+    assert bench.look(prefix(1), "c") == 1
     bench.load(prefix(1), "c")
-    assert bench.look(prefix(1), "c") == [HIT], "its load worked"
+    assert bench.look(prefix(1), "c") == 1, "its load worked"
 
 
 def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
     bench = streaming(4, below=2)
-    assert bench.look(prefix(2)) == [HIT, HIT]
+    assert bench.look(prefix(2)) == 2
     store = bench.manager.prepare_store(prefix(1), "writer")
     assert store is not None
     plan, _ = begin(bench, 2)
@@ -304,7 +302,7 @@ def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
     bench.manager.complete_store(store.keys)
     bench.manager.complete_load("reader")
     bench.check()
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2)) == 0
 
 
 def test_reads_that_are_stuck_leave_the_rest_of_ram_to_others() -> None:
@@ -315,12 +313,12 @@ def test_reads_that_are_stuck_leave_the_rest_of_ram_to_others() -> None:
     bench.finish(job, Outcome.EXPIRED, settled=False)
     bench.truth.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("a")
-    assert bench.look(prefix(4, of=1), "b") == [PENDING] * 4
+    assert bench.look(prefix(4, of=1), "b") is None
     assert bench.step() == []
     assert bench.ram.slots.free == 4
     bench.finish(job)
     bench.manager.end_request("b")
-    assert bench.look(prefix(4, of=1), "c") == [HIT] * 4
+    assert bench.look(prefix(4, of=1), "c") == 4
 
 
 def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -> None:
@@ -335,18 +333,18 @@ def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -
     bench.manager.complete_load("reader")
     bench.check()
     assert [tier.counters.hits for tier in bench.tiers] == [0, 0]
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2)) == 0
 
 
-def test_no_more_is_promised_than_arrives_in_time() -> None:
+def test_no_more_is_reserved_than_arrives_in_time() -> None:
     worth = LoadWorth(tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1.0)
     bench = streaming(32, below=24, worth=worth)
     worth.sent(77, 1, 2)
     worth.returned(TransferResult(77, [Outcome.DONE] * 2, seconds=2.0), timeout_s=10.0, now=0.0)
-    assert bench.look(prefix(5), "a") == [HIT] * 5
-    assert bench.look(prefix(24), "b") == [HIT] * 3 + [PENDING] * 21
+    assert bench.look(prefix(5), "a") == 5
+    assert bench.look(prefix(24), "b") is None
     _, jobs = begin(bench, 5, "a")
-    assert bench.look(prefix(5), "b") == [PENDING] * 5
+    assert bench.look(prefix(5), "b") is None
     assert sum(len(job.keys) for job in bench.step()) == 3
     assert sum(len(job.keys) for job in jobs) == 5
 
@@ -371,7 +369,7 @@ def test_a_reset_while_chunks_stream_keeps_their_slots_until_job_and_worker_are_
     bench.truth.not_quiet = set(plan.slots)
     bench.manager.reset()
     bench.check()
-    assert bench.look(prefix(2), "other") == [MISS]
+    assert bench.look(prefix(2), "other") == 0
     bench.finish(job)
     bench.step()
     assert bench.ram.slots.free == 2
@@ -399,19 +397,19 @@ def test_a_reset_frees_the_slot_of_a_chunk_that_had_failed_before_it() -> None:
 def test_a_tier_out_of_service_is_passed_over_at_once() -> None:
     bench = streaming(4, below=2)
     bench.manager.set_out_of_service({1})
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2)) == 0
     bench.manager.set_out_of_service(())
-    assert bench.look(prefix(2), "other") == [HIT, HIT]
+    assert bench.look(prefix(2), "other") == 2
 
 
 def test_a_tier_out_of_service_is_passed_over_by_those_who_wait_for_their_turn() -> None:
     bench = Workbench(4, 8)
     bench.manager.recover(1, zip(prefix(2), range(2), strict=True))
-    assert bench.look(prefix(2)) == [PENDING, PENDING]
+    assert bench.look(prefix(2)) is None
     bench.manager.set_out_of_service({1})
-    assert bench.look(prefix(2), "other") == [MISS]
+    assert bench.look(prefix(2), "other") == 0
     assert bench.step() == []
-    assert bench.look(prefix(2)) == [MISS]
+    assert bench.look(prefix(2)) == 0
 
 
 def test_what_may_not_pay_is_left_to_whoever_sees_all_that_is_wanted() -> None:
@@ -419,8 +417,8 @@ def test_what_may_not_pay_is_left_to_whoever_sees_all_that_is_wanted() -> None:
         tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1e-3
     )
     bench = streaming(4, below=2, worth=worth)
-    assert bench.look(prefix(2)) == [HIT, HIT]
+    assert bench.look(prefix(2)) == 2
     worth.sent(77, 1, 1)
     worth.returned(TransferResult(77, [Outcome.DONE], seconds=60.0), timeout_s=90.0, now=0.0)
     bench.step()
-    assert bench.look(prefix(2))[0] is PENDING
+    assert bench.look(prefix(2)) is None

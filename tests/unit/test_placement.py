@@ -224,7 +224,7 @@ def test_a_prefix_goes_down_when_it_is_long_enough_and_then_whole(
     write: Literal["through", "evict"],
 ) -> None:
     bench = Workbench(8, 8, placement=LadderPlacement(tiers=2, write=write, min_chunks=3))
-    bench.manager.lookup(prefix(1)[0], "writer")
+    bench.look(prefix(1), "writer")
     bench.store(prefix(2), "writer")
     bench.settle()
     assert (bench.ram.dirty, bench.resident(1)) == (0, set())

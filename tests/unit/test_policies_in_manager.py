@@ -8,7 +8,6 @@ import pytest
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction import Lru, PrefixLru
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
@@ -41,9 +40,8 @@ class Listening(Lru):
 
 def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
     """Load the prefix that is there and store the rest; return the hits."""
-    while Lookup.PENDING in (answers := bench.look(keys, req_id)):
+    while (hits := bench.look(keys, req_id)) is None:
         bench.settle()
-    hits = answers.count(Lookup.HIT)
     if hits:
         bench.load(keys[:hits], req_id)
     bench.store(keys, req_id)

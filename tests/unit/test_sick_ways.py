@@ -10,6 +10,7 @@ from kvtier.config import parse_config
 from kvtier.connector import storage
 from kvtier.connector.report.statistics import engine_statistics
 from kvtier.connector.service import CacheService
+from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import RegionGeometry
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.workbench import Workbench
@@ -60,6 +61,7 @@ def test_a_tier_is_read_from_though_nothing_gets_from_it_to_the_next(
             open_region(geometry),
             LayoutFingerprint({}),
             tokens_per_chunk=16,
+            groups=[GroupReach(16)],
             record_events=False,
         )
         try:
@@ -69,7 +71,7 @@ def test_a_tier_is_read_from_though_nothing_gets_from_it_to_the_next(
             for ways in ([("fast", "large")], [("fast", "large"), ("large", "ram")]):
                 monkeypatch.setattr(opened.engine, "out_of_service", lambda ways=ways: ways)
                 service.end_step(started=(), preempted=())
-                service.lookup(b"no such chunk", "nobody")
+                service.lookup("nobody", Prompt([[b"no such chunk"]], 0, 16))
             assert told == [frozenset({2})]
         finally:
             opened.close(timeout_s=5)

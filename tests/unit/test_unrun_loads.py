@@ -13,7 +13,7 @@ from kvtier.config import parse_config
 from kvtier.connector import storage
 from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup
+from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.workbench import prefix
@@ -61,9 +61,9 @@ class World:
             assert self.engine.wait_any(timeout_s=10)
         assert not service.statistics().tiers[0].dropped_chunks
 
-    def lookup(self, name: str, keys: list[ChunkKey]) -> set[Lookup]:
+    def lookup(self, name: str, keys: list[ChunkKey]) -> int | None:
         self.service.begin_request(Context(name))
-        return {self.service.lookup(key, name) for key in keys}
+        return self.service.lookup(name, Prompt([keys], 0, 16 * len(keys)))
 
 
 @pytest.fixture
@@ -73,7 +73,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with open_regions() as open_region:
         region = open_region(RegionGeometry(SLOTS, SLOT_NBYTES, SLOT_NBYTES, 1, 1))
         tiers = storage.open_storage(
-            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
+            config,
+            region,
+            LayoutFingerprint({}),
+            tokens_per_chunk=16,
+            groups=[GroupReach(16)],
+            record_events=False,
         )
         world = World(region, tiers)
         yield world
@@ -96,7 +101,7 @@ def test_a_load_whose_job_cannot_be_submitted_fails_at_once(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(world.engine, "submit", fail)
-    assert world.lookup("c", old) == {Lookup.HIT}
+    assert world.lookup("c", old) == 16 * len(old)
     plan = world.service.prepare_load(old, "c")
     whole, lost = world.control.arrivals(0, plan.slots, plan.generations)
     assert not any(whole)
@@ -117,8 +122,8 @@ def test_after_the_engines_thread_died_what_only_slower_tiers_have_is_a_miss(
 
     world.engine._loop.call_soon_threadsafe(die)
     world.engine._thread.join(10)
-    assert world.lookup("c", old) == {Lookup.MISS}
-    assert world.lookup("d", new) == {Lookup.HIT}
+    assert world.lookup("c", old) == 0
+    assert world.lookup("d", new) == 16 * len(new)
     nvme = world.service.statistics().tiers[1]
     assert nvme.out_of_service
     assert "its thread died" in caplog.text

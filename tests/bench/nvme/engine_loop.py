@@ -1,8 +1,8 @@
-"""vLLM's scheduler, reduced to what it asks of an offloading manager.
+"""An engine's scheduler, reduced to what it asks of a manager.
 
-Both peers implement vLLM's ``OffloadingManager``, so one loop drives both, with the calls and
-the order of calls of vLLM 0.32's scheduler: every waiting request is looked up key by key at
-every step until its lookup is no longer deferred; ``on_schedule_end`` comes after the lookups
+One loop drives both peers, with the calls and the order of calls of vLLM's scheduler: every
+waiting request is looked up at every step until its lookup is no longer deferred, by vLLM's
+manager chunk by chunk and by kvtier in one call; ``on_schedule_end`` comes after the lookups
 and before the stores; ``complete_*`` come after the workers' turn; events and statistics are
 taken at every step; and a step in which no model runs ends with a sleep of 1 ms.
 
@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
 from kvtier.keys import ChunkKey
 from tests.bench.nvme.measures import Pass, cpu_s
 from tests.bench.nvme.workload import Request, Workload
 
-__all__ = ["EngineLoop", "Moved", "Side", "WrongBytesError", "look_up", "make_context"]
+__all__ = ["EngineLoop", "Moved", "Side", "WrongBytesError", "make_context"]
 
 TICK_S = 0.001
 STALLED_S = 120.0
@@ -56,9 +56,12 @@ class Side(Protocol):
     """One peer: a manager, and the workers' part in its RAM."""
 
     manager: Any
-    """A vLLM ``OffloadingManager``."""
+    """A vLLM ``OffloadingManager``, or what has the methods that are called of one."""
     ram_share_for_waiting: float
     """Share of RAM that chunks of waiting requests may hold."""
+
+    def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None:
+        """Return how many leading ``keys`` are hits, or None when the answer is deferred."""
 
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
         """Do what workers do for a store: fill the slots, and say so."""
@@ -159,7 +162,7 @@ class EngineLoop:
         started: list[str] = []
         loads: list[tuple[Any, Sequence[ChunkKey], Any]] = []
         for request, context in list(asking.values()):
-            hits = look_up(self._manager, request.keys, context)
+            hits = self._side.look_up(request.keys, context)
             if hits is None:
                 continue
             del asking[request.req_id]
@@ -212,20 +215,6 @@ class EngineLoop:
         after = self._side.moved(self._manager.get_stats())
         self._pass.nbytes = after.up - before.up if upwards else after.down - before.down
         return self._pass
-
-
-def look_up(manager: Any, keys: Sequence[ChunkKey], context: Any) -> int | None:
-    """Return how many leading ``keys`` are hits, or None when the answer is deferred."""
-    hits, deferred = 0, False
-    for key in keys:
-        answer = manager.lookup(key, context)
-        if answer is LookupResult.MISS:
-            break
-        if answer is not LookupResult.HIT:
-            deferred = True
-        if answer is not LookupResult.RETRY:
-            hits += 1
-    return None if deferred else hits
 
 
 def make_context(request: Request) -> Any:

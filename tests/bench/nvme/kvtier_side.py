@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage, open_storage
 from kvtier.keys import ChunkKey
+from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import LayoutFingerprint
-from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.metrics import StatsReporter
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 
-__all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier"]
+__all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier", "open_side"]
 
 FINGERPRINT = LayoutFingerprint({"model": "bench"})
 FILL_NBYTES = 16 << 20
@@ -60,7 +61,19 @@ def open_kvtier(
     )
     region = make_region(config, chunk_nbytes)
     fill(region.payload)
-    storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
+    return open_side(config, region)
+
+
+def open_side(config: KvtierConfig, region: HostRegion) -> KvtierSide:
+    """Open the tiers of ``config``, with a token for each chunk."""
+    storage = open_storage(
+        config,
+        region,
+        FINGERPRINT,
+        tokens_per_chunk=1,
+        groups=[GroupReach(1)],
+        record_events=False,
+    )
     return KvtierSide(storage, config)
 
 
@@ -76,18 +89,18 @@ class KvtierSide:
     """A :class:`~tests.bench.nvme.engine_loop.Side`; rank 0 of one is played by the caller."""
 
     def __init__(self, storage: Storage, config: KvtierConfig) -> None:
-        self.manager: Any = KVTierManager(
-            CacheService(
-                storage,
-                tokens_per_chunk=1,
-                close_timeout_s=config.transfer.close_timeout_s,
-            ),
-            persistent=False,
-            report_metrics=True,
+        cache = CacheService(
+            storage, tokens_per_chunk=1, close_timeout_s=config.transfer.close_timeout_s
         )
+        self.manager: Any = _Calls(cache)
         self.ram_share_for_waiting = config.placement.pin_budget
         self._storage = storage
         self._region = storage.region
+
+    def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None:
+        """See :meth:`Side.look_up`."""
+        hits: int | None = self.manager.look_up(keys, context)
+        return hits
 
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
         """Mark each slot with its key, then stamp and acknowledge."""
@@ -122,3 +135,53 @@ class KvtierSide:
     def close(self) -> None:
         """Bring down what is dirty and close the store."""
         self.manager.shutdown()
+
+
+class _Slots(NamedTuple):
+    """Where the chunks of a job are, and the stamps of their slots."""
+
+    slots: Sequence[int]
+    generations: Sequence[int]
+
+
+class _StoreOutput(NamedTuple):
+    """A store under the names that vLLM gives its parts."""
+
+    keys_to_store: Sequence[ChunkKey]
+    store_spec: _Slots
+
+
+class _Calls:
+    """A cache behind the method names of vLLM's managers, with one call for each lookup."""
+
+    def __init__(self, cache: CacheService) -> None:
+        self._cache = cache
+        self._reporter = StatsReporter(cache)
+        self.on_new_request = cache.begin_request
+        self.on_request_finished = cache.end_request
+        self.has_pending_work = cache.has_pending_work
+        self.take_events = cache.take_events
+        self.get_stats = self._reporter.report
+        self.shutdown = cache.shutdown
+
+    def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None:
+        return self._cache.lookup(context.req_id, Prompt((keys,), 0, len(keys)))
+
+    def prepare_load(self, keys: Sequence[ChunkKey], context: Any) -> _Slots:
+        plan = self._cache.prepare_load(keys, context.req_id)
+        return _Slots(plan.slots, plan.generations)
+
+    def complete_load(self, keys: Collection[ChunkKey], context: Any) -> None:
+        self._cache.complete_load(context.req_id)
+
+    def prepare_store(self, keys: Sequence[ChunkKey], context: Any) -> _StoreOutput | None:
+        plan = self._cache.prepare_store(keys, context.req_id)
+        if plan is None:
+            return None
+        return _StoreOutput(plan.keys, _Slots(plan.slots, [plan.generation] * len(plan.slots)))
+
+    def complete_store(self, keys: Collection[ChunkKey], context: Any) -> None:
+        self._cache.complete_store(keys, context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._cache.end_step(started=context.new_req_ids, preempted=context.preempted_req_ids)

@@ -1,4 +1,4 @@
-"""Times a manager's calls. Both peers are called through vLLM's interface.
+"""Times a manager's calls, of vLLM's interface or of the like of it.
 
 Only the calls are timed; the workers' part and the making of requests are not.
 """
@@ -15,12 +15,12 @@ from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvtier.config import KvtierConfig, RamTierConfig
-from kvtier.connector.storage import open_storage
 from kvtier.keys import ChunkKey
-from tests.bench.nvme.engine_loop import look_up, make_context
+from tests.bench.nvme.engine_loop import make_context
 from tests.bench.nvme.errors import BenchError
-from tests.bench.nvme.kvtier_side import FINGERPRINT, KvtierSide, make_region
+from tests.bench.nvme.kvtier_side import make_region, open_side
 from tests.bench.nvme.manager_cost import ManagerCost, ManagerPeer
+from tests.bench.nvme.native_side import look_up
 from tests.bench.nvme.workload import Request, make_request
 
 __all__ = ["measure"]
@@ -37,6 +37,8 @@ _SLOT_NBYTES = 4096
 class _Workers(Protocol):
     manager: Any
 
+    def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None: ...
+
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None: ...
 
     def collect(self, spec: Any, keys: Sequence[ChunkKey]) -> None: ...
@@ -47,6 +49,10 @@ class _NativeLru:
 
     def __init__(self) -> None:
         self.manager: Any = CPUOffloadingManager(num_chunks=_CAPACITY, cache_policy="lru")
+
+    def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None:
+        """See :meth:`Side.look_up`."""
+        return look_up(self.manager, keys, context)
 
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
         """Do nothing."""
@@ -101,8 +107,7 @@ def _opened(peer: ManagerPeer) -> Iterator[_Workers]:
         ram = ram.model_copy(update={"eviction": "lru"})
     config = KvtierConfig(tiers=(ram,))
     region = make_region(config, _SLOT_NBYTES)
-    storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
-    side = KvtierSide(storage, config)
+    side = open_side(config, region)
     try:
         yield side
     finally:
@@ -112,7 +117,7 @@ def _opened(peer: ManagerPeer) -> Iterator[_Workers]:
 def _store(workers: _Workers, request: Request) -> float:
     manager, watch, context = workers.manager, _Stopwatch(), make_context(request)
     watch.call(manager.on_new_request, context)
-    watch.call(look_up, manager, request.keys, context)
+    watch.call(workers.look_up, request.keys, context)
     watch.call(manager.on_schedule_end, ScheduleEndContext([request.req_id], ()))
     plan = watch.call(manager.prepare_store, list(request.keys), context)
     workers.deposit(plan.store_spec, plan.keys_to_store)
@@ -126,7 +131,7 @@ def _store(workers: _Workers, request: Request) -> float:
 def _load(workers: _Workers, request: Request) -> float:
     manager, watch, context = workers.manager, _Stopwatch(), make_context(request)
     watch.call(manager.on_new_request, context)
-    hits = watch.call(look_up, manager, request.keys, context)
+    hits = watch.call(workers.look_up, request.keys, context)
     if hits != _PER_REQUEST:
         raise BenchError(f"{type(manager).__name__} kept {hits} of {_PER_REQUEST} chunks")
     spec = watch.call(manager.prepare_load, list(request.keys), context)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -21,7 +22,7 @@ from kvtier.keys import ChunkKey
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 from tests.bench.nvme.kvtier_side import fill
 
-__all__ = ["NativeSide", "open_native"]
+__all__ = ["NativeSide", "look_up", "open_native"]
 
 
 def open_native(path: Path, *, chunk_nbytes: int, ram_nbytes: int) -> NativeSide:
@@ -67,6 +68,10 @@ class NativeSide:
         self._moved = Moved()
         self._closed = False
 
+    def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None:
+        """See :meth:`Side.look_up`."""
+        return look_up(self.manager, keys, context)
+
     def deposit(self, spec: Any, keys: Sequence[ChunkKey]) -> None:
         """Mark each slot with its key."""
         for slot, key in zip(spec.chunk_ids.tolist(), keys, strict=True):
@@ -100,3 +105,17 @@ class NativeSide:
             self._closed = True
             self._memory.release()
             self.manager.shutdown()
+
+
+def look_up(manager: Any, keys: Sequence[ChunkKey], context: Any) -> int | None:
+    """Return how many leading ``keys`` are hits, or None when the answer is deferred."""
+    hits, deferred = 0, False
+    for key in keys:
+        answer = manager.lookup(key, context)
+        if answer is LookupResult.MISS:
+            break
+        if answer is not LookupResult.HIT:
+            deferred = True
+        if answer is not LookupResult.RETRY:
+            hits += 1
+    return None if deferred else hits

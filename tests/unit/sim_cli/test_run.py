@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.recording import CALLS_MARK
 from tests.unit.sim_cli.commands import kvtier, refusal
 from tests.unit.sim_traces import TRACES, needs_traces
 
@@ -178,26 +177,6 @@ def test_an_option_of_the_other_kind_of_run_is_refused(
     text = refusal("sim", "run", trace, *run, option, value)
     assert text.startswith(f"{option} does not go with {kind}; leave it out, or ")
     assert "\n" not in text
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--format", "mooncake"),
-        ("--tokens-per-id", "512"),
-        ("--chunk-bytes", "1MiB"),
-        ("--capacity", "5%"),
-        ("--prefill-rate", "5000"),
-        ("--tier-speed", "nvme=1GB/s,1GB/s,1ms"),
-    ],
-)
-def test_a_recording_says_all_itself(
-    tmp_path: Path, config: Path, option: str, value: str
-) -> None:
-    calls = tmp_path / "calls-000001.jsonl"
-    calls.write_text(f'{{"{CALLS_MARK}": 1}}\n')
-    text = refusal("sim", "run", calls, "--config", config, option, value)
-    assert text.startswith(f"{option} does not go with a recording of calls; leave it out, or ")
 
 
 def test_a_speed_of_a_tier_that_is_not_there_is_refused(trace: Path, config: Path) -> None:
