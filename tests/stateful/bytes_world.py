@@ -320,13 +320,15 @@ class BytesWorld:
             upper, lower = disks
             ways[upper.name, lower.name] = BetweenTiers(upper, lower, Relay(region, relay))
         slot_nbytes = self._geometry.slot_nbytes
+        least = self._geometry.slots if self.stage.calm else 6
         engine = SteppedEngine(
             self.stage,
             "storage",
             ways,
             chunk_nbytes=slot_nbytes,
             limits=EngineLimits(
-                queued_bytes=self._draw.choice([6, 1000]) * slot_nbytes,
+                # In production, never less than RAM holds.
+                queued_bytes=self._draw.choice([least, 1000]) * slot_nbytes,
                 running_bytes=self._draw.choice([2, 1000]) * slot_nbytes,
                 breaker_failures=3,
                 breaker_backoff_s=0.5,
@@ -430,7 +432,7 @@ class BytesWorld:
         for request, is_needed in self._engine.loads_ended(self._ranks):
             epoch = self._load_epochs.pop(request)
             self._check_load(request, epoch, self._load_lost.pop(request, set()))
-            if is_needed:
+            if is_needed and request.num_computed_tokens:
                 self._epochs[request] = epoch
 
     # -- what happens in between ---------------------------------------------------------------
