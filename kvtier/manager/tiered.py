@@ -279,7 +279,9 @@ class TieredOffloadingManager:
         """Whether :meth:`end_step` would find nothing to do until something else is called."""
         ladder = self._ladder
         return not (
-            self.has_work()
+            self._demoter.queued
+            or len(ladder.ledger)  # late jobs too: their slots are free when they end
+            or self._quarantine
             or self.has_orders
             or self._promoter.is_busy
             or self._reserves.are_low

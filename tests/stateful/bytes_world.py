@@ -1,32 +1,37 @@
-"""Both halves of the connector around real bytes, in an engine that knows what they should be.
+"""Both sides of the connector around real bytes, in an engine that knows what they should be.
 
-Manager, service, scheduler half, worker halves, transfer engines, routes and control block are
-those of production. Threads, clocks and disks are played (:mod:`tests.stateful.stepping`,
-:mod:`tests.stateful.moody_tier`): chance says who gets on, between any two of their turns and
-in the middle of copies. So deadlines pass, processes die, requests end and caches are reset
+Manager, service, scheduler side, worker sides, transfer engines, routes and control block are
+those of production. The engine (:mod:`tests.stateful.paged_engine`) reuses blocks as vLLM's
+does. Threads, clocks and disks are simulated (:mod:`tests.stateful.stepping`,
+:mod:`tests.stateful.moody_tier`): chance decides who gets on, between any two of their turns
+and in the middle of copies. So deadlines pass, processes die, requests end and caches are reset
 whatever else is going on.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvtier.connector.aggregate import OutputAggregator
+from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
-from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
-from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
+from kvtier.keys import ChunkKey, group_of
+from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
+from kvtier.manager.hits import Reach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.anonymous import open_anonymous
+from kvtier.memory.slot_layout import shard_of
 from kvtier.policies import (
     ChunkCopy,
     CopyState,
@@ -35,18 +40,19 @@ from kvtier.policies import (
     Promotion,
     build_eviction,
 )
-from kvtier.replay._batching import Batch, BatchLimits
-from kvtier.replay._requests import ReplayRequest
 from kvtier.testing.invariants import check_manager
 from kvtier.transfer import BetweenTiers, EngineLimits, FromTier, Relay, ToTier, routes
-from tests.stateful.aborting_engine import AbortingEngine
-from tests.stateful.contents import (
-    BLOCK_TOKENS,
-    BLOCKS_PER_CHUNK,
-    STRIPE_NBYTES,
-    Contents,
-)
+from tests.stateful.contents import BLOCK_NBYTES, Contents, block_name
 from tests.stateful.moody_tier import MoodyTier, digest
+from tests.stateful.paged_engine import (
+    EngineLimits as BatchLimits,
+)
+from tests.stateful.paged_engine import (
+    PagedEngine,
+    PagedRequest,
+    Phase,
+    Work,
+)
 from tests.stateful.stepping import (
     SlowCopier,
     SlowTruth,
@@ -58,10 +64,24 @@ from tests.stateful.stepping import (
 if TYPE_CHECKING:
     import pytest
 
-DOCUMENTS, LONGEST = 4, 5
+HASH_TOKENS: Final = 4
+DOCUMENTS, LONGEST = 4, 40
 REST_STEPS = 4000
 PATIENCE_S = 600.0
 """Longer than anything hangs."""
+NO_EPOCH: Final = -1
+"""Of KV that was computed partly before a reset, so that no key may name it."""
+
+FULL = CacheGroup(4)
+MODELS: Final = {
+    "full": (FULL,),
+    "full and window": (FULL, CacheGroup(4, 1, Reach.WINDOW, 9)),
+    "windows": (CacheGroup(4, 0, Reach.WINDOW, 6), CacheGroup(8, 1, Reach.WINDOW, 14)),
+    "full and local": (FULL, CacheGroup(4, 1, Reach.LOCAL, 12)),
+    "full and state": (FULL, CacheGroup(8, 1, Reach.STATE, is_handed_over=True)),
+    "full and kept state": (FULL, CacheGroup(8, 1, Reach.STATE)),
+}
+"""KV cache groups of the engines."""
 
 
 class Moving(LadderPlacement):
@@ -78,22 +98,29 @@ class Passing(LadderPlacement):
         return Promotion(keep_source=True, stay=False)
 
 
-@dataclass(eq=False, slots=True)
-class Load:
-    """A load that an engine waits for: what it is to bring, and how many ranks are done."""
-
-    request: ReplayRequest
-    epoch: int
-    blocks: Sequence[int]
-    ranks: int = 0
-
-
 @dataclass(frozen=True, slots=True)
-class Kv:
-    """What a request has computed or loaded: of which epoch, and what each block holds."""
+class Report:
+    """What a step brought, before the scheduler knows of it."""
 
-    epoch: int
-    names: dict[int, int]
+    work: Sequence[Work]
+    output: WorkerOutput
+    loaded: Sequence[set[str]]
+
+
+class OfferLog:
+    """A cache that notes which chunks of a request were offered for storing."""
+
+    def __init__(self, cache: CacheService, world: BytesWorld) -> None:
+        self._cache = cache
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+        plan = self._cache.prepare_store(keys, req_id)
+        self._world.note_offer(keys, req_id, was_taken=plan is not None)
+        return plan
 
 
 class BytesWorld:
@@ -102,13 +129,16 @@ class BytesWorld:
     Args:
         seed: Of all that is left to chance.
         patch: Lets the stage take over clocks and threads.
+        model: Which of :data:`MODELS`.
         calm: Whether nothing goes wrong, so that no load may fail.
 
     Attributes:
         checked_blocks: Blocks that were loaded, and compared with what they should hold.
     """
 
-    def __init__(self, seed: int, patch: pytest.MonkeyPatch, *, calm: bool = False) -> None:
+    def __init__(
+        self, seed: int, patch: pytest.MonkeyPatch, *, model: str, calm: bool = False
+    ) -> None:
         self._open = ExitStack()
         self.stage = stage = Stage(seed, calm=calm)
         stage.take_over(patch)
@@ -116,9 +146,14 @@ class BytesWorld:
         patch.setattr(SlowCopier, "failing", 0.0 if calm else draw.choice([0.0, 0.002]))
         patch.setattr(SteppedPool, "hanging", 0.0 if calm else draw.choice([0.0, 0.01]))
         self._ranks = ranks = draw.choice([1, 1, 2])
-        self._blocks = draw.randint(16, 34)
-        self._contents = Contents(ranks=ranks, blocks=self._blocks)
-        capacities = [draw.randint(5, 14), *self._draw_some(4, 24, most=2)]
+        self._options = options = self._draw_options(MODELS[model])
+        self._layouts = build_layouts(options)
+        self._blocks = draw.randint(30, 60)
+        self._contents = Contents(ranks=ranks, blocks=self._blocks, layouts=self._layouts)
+        groups = len(self._layouts)
+        capacities = [
+            groups * slots for slots in [draw.randint(8, 20), *self._draw_some(8, 30, most=2)]
+        ]
         self._geometry = self._shape(capacities)
         self._memory_file = self._make_memory_file()
         self._region = self._map_region()
@@ -130,19 +165,34 @@ class BytesWorld:
         self._manager = self._make_manager(capacities)
         self._service = CacheService(
             self._make_storage(),
-            tokens_per_chunk=BLOCK_TOKENS * BLOCKS_PER_CHUNK,
+            tokens_per_chunk=self._layouts[0].tokens_per_chunk,
             retain_s=draw.choice([0.0, 0.0, 0.5]),
             close_timeout_s=PATIENCE_S,
         )
-        self._scheduler = self._make_scheduler()
-        limits = BatchLimits(self._blocks, BLOCK_TOKENS, step_tokens=24, requests=8)
-        self._engine = AbortingEngine(self._scheduler, limits)
+        self._scheduler = ConnectorScheduler(OfferLog(self._service, self), options)
+        self._engine = PagedEngine(
+            self._scheduler,
+            options,
+            BatchLimits(
+                self._blocks,
+                step_tokens=draw.choice([7, 24, 60]),
+                requests=8,
+                writes_first=draw.random() < 0.25,
+                fails_requests=draw.random() < 0.3,
+            ),
+        )
+        self._scheduler.tables = self._engine
         self._workers = [self._make_worker(rank) for rank in range(ranks)]
-        self._aggregator = OutputAggregator(ranks)
-        self._lag = draw.choice([0, 0, 1])
-        self._said: list[tuple[WorkerOutput, list[set[str]]]] = []
-        self._loads: dict[str, Load] = {}
-        self._kv: dict[str, Kv] = {}
+        self._lag = draw.choice([0, 1])
+        self._reports: list[Report] = []
+        self._names: dict[int, int] = {}
+        self._epochs: dict[PagedRequest, int] = {}
+        self._load_epochs: dict[PagedRequest, int] = {}
+        self._load_lost: dict[PagedRequest, set[int]] = {}
+        self._offered: dict[PagedRequest, set[ChunkKey]] = {}
+        self._refused: set[PagedRequest] = set()
+        self._ended: list[str] = []
+        self._seen: list[weakref.ref[PagedRequest]] = []
         self._epoch = self._born = self._steps = self.checked_blocks = 0
         self._ending = False
 
@@ -157,6 +207,11 @@ class BytesWorld:
     ) -> None:
         self._open.close()
 
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their blocks."""
+        return self._engine.preemptions
+
     def run(self, steps: int) -> None:
         """Serve requests for so many steps, then let everything end."""
         turns = self._take_steps()
@@ -166,16 +221,45 @@ class BytesWorld:
                 next(turns)
         self._end(turns)
 
+    def note_offer(self, keys: Sequence[ChunkKey], req_id: str, *, was_taken: bool) -> None:
+        """Check that what is offered for storing was, or is being, computed."""
+        request = self._engine.requests[req_id]
+        scheduled = self._engine.scheduled.get(req_id, 0)
+        for key in keys:
+            end = self._contents.end_tokens(key)
+            assert end <= request.num_computed_tokens + scheduled, (
+                f"request {req_id}: a chunk that ends at {end} is offered before it is computed"
+            )
+        if was_taken:
+            self._refused.discard(request)
+            self._offered.setdefault(request, set()).update(keys)
+        else:
+            self._refused.add(request)
+
     # -- building ------------------------------------------------------------------------------
+
+    def _draw_options(self, groups: tuple[CacheGroup, ...]) -> SchedulerOptions:
+        draw = self._draw
+        has_states = any(each.reach is Reach.STATE for each in groups)
+        return SchedulerOptions(
+            groups=groups,
+            tokens_per_hash=HASH_TOKENS,
+            blocks_per_chunk=1 if has_states else draw.choice([1, 2]),
+            ranks=self._ranks,
+            store_decode=draw.random() < 0.6,
+            retention_tokens=draw.choice([None, None, 0, 16]),
+            shares_blocks=draw.random() < 0.5,
+        )
 
     def _draw_some(self, least: int, greatest: int, *, most: int) -> list[int]:
         return [self._draw.randint(least, greatest) for _ in range(self._draw.randint(1, most))]
 
     def _shape(self, capacities: Sequence[int]) -> RegionGeometry:
+        stripe_nbytes = self._options.blocks_per_chunk * BLOCK_NBYTES
         return RegionGeometry(
             slots=capacities[0],
-            slot_nbytes=STRIPE_NBYTES * self._ranks,
-            stripe_nbytes=STRIPE_NBYTES,
+            slot_nbytes=stripe_nbytes * self._ranks,
+            stripe_nbytes=stripe_nbytes,
             stripes=self._ranks,
             ranks=self._ranks,
             relay_slots=4 if len(capacities) > 2 else 0,
@@ -196,7 +280,7 @@ class BytesWorld:
         draw = self._draw
         policies = ["lru", "hedged-lhd"]
         if not self.stage.calm:
-            policies.append("prefix-lru")  # whose promises may not hold: it evicts leaves only
+            policies.append("prefix-lru")  # evicts leaves only, so a load may find no room
         eviction = draw.choice(policies)
         names = ["ram", *(disk.name for disk in self._disks)]
         tiers = [
@@ -222,6 +306,8 @@ class BytesWorld:
             ),
             truth=self._region.control,
             record_events=False,
+            groups=[layout.reach for layout in self._layouts],
+            counting_group=self._options.counting_group,
         )
 
     def _make_storage(self) -> Storage:
@@ -234,13 +320,15 @@ class BytesWorld:
             upper, lower = disks
             ways[upper.name, lower.name] = BetweenTiers(upper, lower, Relay(region, relay))
         slot_nbytes = self._geometry.slot_nbytes
+        least = self._geometry.slots if self.stage.calm else 6
         engine = SteppedEngine(
             self.stage,
             "storage",
             ways,
             chunk_nbytes=slot_nbytes,
             limits=EngineLimits(
-                queued_bytes=self._draw.choice([6, 1000]) * slot_nbytes,
+                # In production, never less than RAM holds.
+                queued_bytes=self._draw.choice([least, 1000]) * slot_nbytes,
                 running_bytes=self._draw.choice([2, 1000]) * slot_nbytes,
                 breaker_failures=3,
                 breaker_backoff_s=0.5,
@@ -251,32 +339,17 @@ class BytesWorld:
         pool = SteppedPool(self.stage, 1, name="kvtier-unused")
         return Storage(self._manager, engine, disks, pool, region, None, None)
 
-    def _make_scheduler(self) -> ConnectorScheduler:
-        return ConnectorScheduler(
-            self._service,
-            SchedulerOptions(
-                groups=(CacheGroup(BLOCK_TOKENS),),
-                tokens_per_hash=BLOCK_TOKENS,
-                blocks_per_chunk=BLOCKS_PER_CHUNK,
-                ranks=self._ranks,
-                shares_blocks=self._draw.random() < 0.5,
-            ),
-        )
-
     def _make_worker(self, rank: int) -> ConnectorWorker:
-        tensors = self._contents.memories[rank].tensors
-        worker = ConnectorWorker(
+        return ConnectorWorker(
+            self._contents.kv[rank],
             self._map_region(),
             WorkerOptions(
                 rank=rank,
-                blocks=self._blocks,
-                blocks_per_chunk=BLOCKS_PER_CHUNK,
-                groups=(tuple(tensors),),
+                share=shard_of(rank),
+                blocks_per_chunk=self._options.blocks_per_chunk,
                 close_timeout_s=PATIENCE_S,
             ),
         )
-        worker.register_kv_caches(tensors)
-        return worker
 
     # -- steps of the engine; others get on where these yield ----------------------------------
 
@@ -289,70 +362,83 @@ class BytesWorld:
             check_manager(self._manager)
 
     def _step(self) -> Iterator[None]:
-        batch = self._engine.schedule()
-        metadata = self._scheduler.build_connector_meta(batch)
-        for req_id in batch.preempted_req_ids:
-            self._kv.pop(req_id, None)
+        step, work = self._engine.schedule()
+        for req_id in step.preempted:
+            self._epochs.pop(self._engine.requests[req_id], None)
+        metadata = self._scheduler.build_connector_meta(step)
+        self._engine.scheduled_all(work)
         self._note_loads()
         yield
+        for block in step.overwritten:
+            self._write(block, self._draw.getrandbits(60))
         for worker in self._workers:
             worker.handle_preemptions(metadata)
             yield
-        self._check_blocks()
-        self._compute(batch)
+        self._compute(work)
         yield
         outputs, loaded = [], []
         for worker in self._workers:
             worker.start_load(metadata)
             worker.defer_stores(metadata)
             yield
-            loaded.append(worker.get_finished(batch.finished_req_ids)[1])
-            outputs.append(worker.take_output())
+            loaded.append(worker.get_finished())
+            outputs.append(worker.take_output() or WorkerOutput())
             yield
-        self._engine.computed(batch, self.stage.now_s)
-        self._said.append((self._aggregator.aggregate(outputs), loaded))
-        while len(self._said) > self._lag:
-            self._hear(*self._said.pop(0))
+        self._reports.append(Report(work, reduce(WorkerOutput.aggregate, outputs), loaded))
+        while len(self._reports) > self._lag:
+            self._take_report(self._reports.pop(0))
         yield
 
     def _note_loads(self) -> None:
-        for request in self._engine.loading:
-            if request.request_id not in self._loads:
-                blocks = request.blocks[: request.loaded_tokens // BLOCK_TOKENS]
-                self._loads[request.request_id] = Load(request, self._epoch, blocks)
+        for request in self._engine.requests.values():
+            if request.load and request not in self._load_epochs:
+                self._load_epochs[request] = self._epoch
 
-    def _compute(self, batch: Batch) -> None:
-        """Fill the blocks of a step; who has KV of two epochs makes what no key may name."""
-        for req_id, tokens in batch.num_scheduled_tokens.items():
-            request = self._engine.requests[req_id]
-            kv = self._kv.setdefault(req_id, Kv(self._epoch, {}))
-            if kv.epoch != self._epoch:
-                kv = self._kv[req_id] = Kv(-1, kv.names)
-            start = request.num_computed_tokens
-            for at in range(start // BLOCK_TOKENS, -(-(start + tokens) // BLOCK_TOKENS)):
-                name = self._contents.name(request, at, self._epoch)
-                kv.names[at] = name if kv.epoch == self._epoch else self._draw.getrandbits(60)
-                self._contents.fill(request.blocks[at], kv.names[at])
+    def _write(self, block: int, name: int) -> None:
+        self._names[block] = name
+        self._contents.fill(block, name)
 
-    def _hear(self, output: WorkerOutput, loaded: Sequence[set[str]]) -> None:
-        """Take what the workers said."""
+    def _compute(self, work: Sequence[Work]) -> None:
+        """Fill the blocks of a step; KV of two epochs makes what no key may name."""
+        for each in work:
+            request, tokens = each.request, each.request.all_tokens
+            if not each.start:
+                self._epochs.pop(request, None)
+            epoch = self._epochs.setdefault(request, self._epoch)
+            self._check_blocks(each, epoch)  # some of them an earlier one of this step computed
+            if epoch != self._epoch:
+                epoch = self._epochs[request] = NO_EPOCH
+            for layout, table in zip(self._layouts, each.tables, strict=True):
+                size = layout.group.tokens_per_block
+                for at in range(each.start // size, -(-each.end // size)):
+                    known = tokens[: min((at + 1) * size, each.end)]
+                    name = block_name(layout.index, known, epoch)
+                    if epoch == NO_EPOCH:
+                        name = self._draw.getrandbits(60)
+                    if not table[at].is_null:
+                        self._write(table[at].block_id, name)
+            if each.samples:
+                request.sampled.append(_sample(tokens))
+
+    def _take_report(self, report: Report) -> None:
+        """Tell the scheduler what the workers did."""
+        output = report.output
         assert not (self.stage.calm and output.failed_loads), output.failed_loads
-        self._scheduler.update_connector_output(output)
-        for req_ids in loaded:
-            for req_id in req_ids:
-                self._loads[req_id].ranks += 1
         lost = {load.request_id: load.block_ids for load in output.failed_loads.values()}
-        for req_id, load in list(self._loads.items()):
-            if load.ranks == self._ranks:
-                del self._loads[req_id]
-                names = self._check_load(load, lost.get(req_id, frozenset()))
-                if self._engine.ended(load.request, failed=req_id in lost):
-                    self._kv[req_id] = Kv(load.epoch, names)
+        for request in self._engine.requests.values():
+            if request.request_id in lost and request.load:
+                self._load_lost.setdefault(request, set()).update(lost[request.request_id])
+        self._engine.reported(report.work, output, report.loaded)
+        for request, is_needed in self._engine.loads_ended(self._ranks):
+            epoch = self._load_epochs.pop(request)
+            self._check_load(request, epoch, self._load_lost.pop(request, set()))
+            if is_needed and request.num_computed_tokens:
+                self._epochs[request] = epoch
 
     # -- what happens in between ---------------------------------------------------------------
 
     def _something_happens(self) -> None:
-        alive = list(self._engine.requests.values())
+        alive = [each for each in self._engine.requests.values() if not each.is_finished()]
         if self._ending:
             for request in alive:
                 self._engine.abort(request)
@@ -361,25 +447,49 @@ class BytesWorld:
             self._arrive()
         if alive and self.stage.chance(0.06):
             self._engine.abort(self._draw.choice(alive))
+        for request in alive:
+            if request.phase is Phase.PAUSED and self.stage.chance(0.3):
+                self._engine.resume(request)
+        if self.stage.chance(0.01):
+            self._engine.preempt_all()
         if not self.stage.calm and self.stage.chance(0.03):
+            self._reset()
+
+    def _reset(self) -> None:
+        """Reset the cache, most often because the weights change."""
+        if self._draw.random() < 0.5:
+            self._engine.preempt_all()
+            has_kv = self._engine.has_kv
+        else:
+            has_kv = self._options.shares_blocks
+        if not (has_kv and self._options.shares_blocks):
             self._epoch += 1
-            self._scheduler.reset_cache()
+        self._scheduler.reset_cache()
 
     def _arrive(self) -> None:
         self._born += 1
-        document, chunks = self._draw.randrange(DOCUMENTS), self._draw.randint(1, LONGEST)
-        hashes = [
-            hashlib.blake2b(b"%d.%d" % (document, block), digest_size=32).digest()
-            for block in range(chunks * BLOCKS_PER_CHUNK)
-        ]
-        request = ReplayRequest(
-            request_id=str(self._born),
-            arrival_s=0.0,
-            num_prompt_tokens=len(hashes) * BLOCK_TOKENS + self._draw.randint(0, 3),
-            output_tokens=self._draw.randint(1, 6),
-            block_hashes=hashes,
+        draw = self._draw
+        document, length = draw.randrange(DOCUMENTS), draw.randint(3, LONGEST)
+        # Most prompts share a document's beginning; some go their own way after it.
+        tokens = [document * 1000 + at for at in range(length)]
+        if draw.random() < 0.3:
+            tokens[draw.randrange(length) :] = [self._born * 10_000]
+        free = [name for name in self._ended if name not in self._engine.requests]
+        name = draw.choice(free) if free and draw.random() < 0.2 else str(self._born)
+        parts = [[-at for at in range(draw.randint(1, 9))] for _ in range(draw.randint(1, 2))]
+        request = PagedRequest(
+            request_id=name,
+            tokens=tokens,
+            output_tokens=draw.randint(1, 14),
+            hash_tokens=HASH_TOKENS,
+            groups=len(self._layouts),
+            parts=parts if draw.random() < 0.2 else [],
+            skip_reading_prefix_cache=draw.random() < 0.05,
+            shared_prefix_boundary=draw.choice([0, 0, length // 2]),
+            learn=self._contents.learn,
         )
-        self._contents.learn(request)
+        self._ended.append(name)
+        self._seen.append(weakref.ref(request))
         self._engine.add(request)
 
     def _end(self, turns: Iterator[None]) -> None:
@@ -408,33 +518,43 @@ class BytesWorld:
 
     @property
     def _is_busy(self) -> bool:
-        if self._said or not self._engine.is_idle or self._manager.snapshot().jobs:
+        if self._reports or self._engine.requests or self._manager.snapshot().jobs:
             return True
         return self._scheduler.has_pending_work()
 
     # -- what must hold ------------------------------------------------------------------------
 
-    def _check_load(self, load: Load, lost: frozenset[int]) -> dict[int, int]:
-        """Check every block that a load is said to have brought; return what they hold."""
-        names: dict[int, int] = {}
-        for at, block in enumerate(load.blocks):
-            names[at] = self._contents.name(load.request, at, load.epoch)
-            if block not in lost:
-                self.checked_blocks += 1
-                assert self._contents.holds(block, names[at]), (
-                    f"block {at} of request {load.request.request_id} was not loaded right"
-                )
-        return names
+    def _check_load(self, request: PagedRequest, epoch: int, lost: Collection[int]) -> None:
+        """Check every block that a load is said to have brought."""
+        for group, at, block in request.load:
+            layout = self._layouts[group]
+            end = (at + 1) * layout.group.tokens_per_block
+            name = block_name(layout.index, request.tokens[:end], epoch)
+            if block.block_id in lost:
+                self._names.pop(block.block_id, None)
+                continue
+            self.checked_blocks += 1
+            self._names[block.block_id] = name
+            assert self._contents.holds(block.block_id, name), (
+                f"block {at} of group {group} of request {request.request_id} was not loaded"
+            )
 
-    def _check_blocks(self) -> None:
-        """Check what requests have, which nobody may have written to since."""
-        alive = self._engine.requests
-        self._kv = {req_id: kv for req_id, kv in self._kv.items() if req_id in alive}
-        for req_id, kv in self._kv.items():
-            blocks = alive[req_id].blocks
-            for at, name in kv.names.items():
-                assert self._contents.holds(blocks[at], name), (
-                    f"block {at} of request {req_id} was written to"
+    def _check_blocks(self, work: Work, epoch: int) -> None:
+        """Check what a request reads in a step, which nobody may have written to since."""
+        req_id, tokens = work.request.request_id, work.request.all_tokens
+        for layout, table in zip(self._layouts, work.tables, strict=True):
+            size = layout.group.tokens_per_block
+            for at, block in enumerate(table[: work.start // size]):
+                if block.is_null:
+                    continue
+                name = self._names[block.block_id]
+                if epoch != NO_EPOCH:
+                    wanted = block_name(layout.index, tokens[: (at + 1) * size], epoch)
+                    assert name == wanted, (
+                        f"block {at} of group {layout.index} of request {req_id} holds others"
+                    )
+                assert self._contents.holds(block.block_id, name), (
+                    f"block {at} of group {layout.index} of request {req_id} was written to"
                 )
 
     def _check_tiers(self) -> None:
@@ -461,6 +581,11 @@ class BytesWorld:
             assert not tier.writing
             assert tier.slots.free + len(tier.copies) == tier.slots.capacity
         assert not self._service.statistics().internal_errors
+        self._epochs.clear()
+        self._offered.clear()
+        self._refused.clear()
+        gc.collect()
+        assert not [ref for ref in self._seen if ref() is not None], "requests are remembered"
 
     def _check_disks(self) -> None:
         """Check that a restart would find nothing that its key does not name."""
@@ -468,3 +593,8 @@ class BytesWorld:
             for key, payload, checksum in disk.held.values():
                 if digest(key, memoryview(payload)) == checksum:
                     assert payload == self._contents.wanted(key, self._epoch)
+
+
+def _sample(tokens: Sequence[int]) -> int:
+    """Return the token that follows on ``tokens``; equal prompts go on alike."""
+    return hash(tuple(tokens)) % 97

@@ -1,80 +1,89 @@
 """What every block and every slot should hold, byte by byte.
 
-That follows from a chunk's key and the *epoch*, which every reset of the cache ends: from then
-on the same tokens mean other bytes, as with other weights. Each rank has bytes of its own.
+That follows from the tokens before it, its KV cache group and the *epoch*, which every reset of
+the cache ends: from then on the same tokens mean other bytes, as with other weights. Each rank
+has bytes of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
+from kvtier.connector.groups import GroupLayout
 from kvtier.keys import ChunkKey, make_key
+from kvtier.memory.copy import KVBlocks
 from kvtier.memory.paged import PagedMemory
-from kvtier.replay._requests import ReplayRequest
 
-BLOCK_TOKENS, BLOCKS_PER_CHUNK, LAYERS = 4, 2, 2
+LAYERS = 2
 BLOCK_NBYTES = LAYERS * 2 * 8
-STRIPE_NBYTES = BLOCKS_PER_CHUNK * BLOCK_NBYTES
 _EPOCH_STEP, _RANK_STEP, _MASK = 0x1234567, 0x76543210F, (1 << 62) - 1
 
 
+def block_name(group: int, tokens: Sequence[int], epoch: int) -> int:
+    """Return what a block of ``group`` holds whose last computed token ends ``tokens``."""
+    digest = hashlib.blake2b(repr((group, *tokens)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little") + _EPOCH_STEP * epoch & _MASK
+
+
 class Contents:
-    """The bytes of one engine's chunks.
+    """The bytes of one engine's blocks and chunks.
 
     Args:
         ranks: Workers of the engine, each with a memory of its own.
         blocks: Blocks of each memory.
+        layouts: The engine's KV cache groups, which share the blocks.
 
     Attributes:
-        memories: The workers' KV memory.
-        names: What the blocks of each chunk are called that a request ever had.
+        kv: The workers' KV memory.
     """
 
-    def __init__(self, *, ranks: int, blocks: int) -> None:
-        self.memories = [make_memory(blocks) for _ in range(ranks)]
-        self.names: dict[ChunkKey, Sequence[int]] = {}
+    def __init__(self, *, ranks: int, blocks: int, layouts: Sequence[GroupLayout]) -> None:
+        self._memories = [_make_memory(blocks) for _ in range(ranks)]
+        self._layouts = layouts
+        self._prefixes: dict[ChunkKey, tuple[GroupLayout, Sequence[int]]] = {}
         self._wanted: dict[tuple[ChunkKey, int], bytes] = {}
+        self.kv = [
+            KVBlocks(memory.kv.tensors, list(memory.kv.groups) * len(layouts))
+            for memory in self._memories
+        ]
 
-    def learn(self, request: ReplayRequest) -> None:
-        """Note the chunks of a request."""
-        hashes = request.block_hashes
-        for end in range(BLOCKS_PER_CHUNK, len(hashes) + 1, BLOCKS_PER_CHUNK):
-            blocks = range(end - BLOCKS_PER_CHUNK, end)
-            self.names[make_key(hashes[end - 1], 0)] = [request.seed(at) for at in blocks]
-
-    def name(self, request: ReplayRequest, block: int, epoch: int) -> int:
-        """Return what a block of a request holds in an epoch, and no other block ever does."""
-        if block < len(request.block_hashes):
-            return request.seed(block) + _EPOCH_STEP * epoch & _MASK
-        text = f"{request.request_id}/{block}/{request.num_tokens}/{epoch}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    def learn(self, tokens: Sequence[int], hashes: Sequence[bytes], hash_tokens: int) -> None:
+        """Note the chunks of a request, of which ``hashes`` are the block hashes."""
+        for layout in self._layouts:
+            step = layout.hashes_per_chunk
+            for end in range(step, len(hashes) + 1, step):
+                key = make_key(hashes[end - 1], layout.index)
+                self._prefixes.setdefault(key, (layout, tuple(tokens[: end * hash_tokens])))
 
     def fill(self, block: int, name: int) -> None:
         """Compute a block in every rank."""
-        for rank, memory in enumerate(self.memories):
+        for rank, memory in enumerate(self._memories):
             memory.fill([block], [_seed(name, rank)])
 
     def holds(self, block: int, name: int) -> bool:
         """Return whether a block holds in every rank what it should."""
         return all(
             memory.holds([block], [_seed(name, rank)])
-            for rank, memory in enumerate(self.memories)
+            for rank, memory in enumerate(self._memories)
         )
+
+    def end_tokens(self, key: ChunkKey) -> int:
+        """Return after how many tokens the chunk ends that ``key`` names."""
+        return len(self._prefixes[key][1])
 
     def wanted(self, key: ChunkKey, epoch: int) -> bytes:
         """Return all bytes of a chunk's slot."""
         if (key, epoch) not in self._wanted:
-            names = [name + _EPOCH_STEP * epoch & _MASK for name in self.names[key]]
-            self._wanted[key, epoch] = b"".join(_stripes(names, len(self.memories)))
+            layout, tokens = self._prefixes[key]
+            size = layout.group.tokens_per_block
+            ends = range(len(tokens) - layout.tokens_per_chunk + size, len(tokens) + 1, size)
+            names = [block_name(layout.index, tokens[:end], epoch) for end in ends]
+            self._wanted[key, epoch] = b"".join(_stripes(names, len(self._memories)))
         return self._wanted[key, epoch]
 
-    @property
-    def tensors(self) -> Sequence[Mapping[str, object]]:
-        return [memory.tensors for memory in self.memories]
 
-
-def make_memory(blocks: int) -> PagedMemory:
+def _make_memory(blocks: int) -> PagedMemory:
     return PagedMemory(layers=LAYERS, blocks=blocks, block_nbytes=BLOCK_NBYTES)
 
 
@@ -84,8 +93,8 @@ def _seed(name: int, rank: int) -> int:
 
 def _stripes(names: Sequence[int], ranks: int) -> Iterable[bytes]:
     """Yield what each rank has of a chunk: block after block, layer after layer."""
-    memory = make_memory(blocks=1)
+    memory = _make_memory(blocks=1)
     for rank in range(ranks):
         for name in names:
             memory.fill([0], [_seed(name, rank)])
-            yield from (bytes(layer[0].numpy()) for layer in memory.tensors.values())
+            yield from (bytes(layer[0].numpy()) for layer in memory.kv.tensors)

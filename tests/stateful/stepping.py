@@ -235,9 +235,9 @@ class SlowCopier(BlockCopier):
             super().store(part, after=after)
 
     @override
-    def load(self, plan: BlockCopyPlan, *, after: Any, pages: slice = slice(None)) -> None:
+    def load(self, plan: BlockCopyPlan, *, after: Any) -> None:
         for part in self._one_by_one(plan):
-            super().load(part, after=after, pages=pages)
+            super().load(part, after=after)
 
     def _one_by_one(self, plan: BlockCopyPlan) -> Iterable[BlockCopyPlan]:
         for copy in plan.groups:

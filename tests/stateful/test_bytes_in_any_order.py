@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from tests.stateful.bytes_world import BytesWorld
+from tests.stateful.bytes_world import MODELS, BytesWorld
 
 STEPS = 120
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(3))
 def test_where_nothing_goes_wrong_no_load_fails(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    model: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with BytesWorld(seed, monkeypatch, calm=True) as world:
+    with BytesWorld(seed, monkeypatch, model=model, calm=True) as world:
         world.run(STEPS)
         assert world.checked_blocks, "nothing was loaded"
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(4))
 def test_every_byte_is_its_keys_whoever_gets_on_first(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    model: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with BytesWorld(seed, monkeypatch) as world:
+    with BytesWorld(seed, monkeypatch, model=model) as world:
         world.run(STEPS)
         assert world.checked_blocks, "nothing was loaded"
