@@ -9,12 +9,12 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import (
     LoadPlan,
     LoadWorth,
-    Lookup,
     ManagerLimits,
     StorePlan,
     TieredOffloadingManager,
     TierState,
 )
+from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.policies import CopyState, LadderPlacement, Placement, build_eviction
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.invariants import check_manager
@@ -48,6 +48,7 @@ class Workbench:
         worth: Which loads are worth their time; all when omitted.
         record_events: Whether somebody listens to residency events.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
+        groups: What each KV cache group needs of a prefix.
 
     Attributes:
         manager: The manager.
@@ -68,6 +69,7 @@ class Workbench:
         worth: LoadWorth | None = None,
         record_events: bool = True,
         counting_group: int = 0,
+        groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     ) -> None:
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
@@ -84,6 +86,7 @@ class Workbench:
             record_events=record_events,
             worth=worth,
             counting_group=counting_group,
+            groups=groups,
         )
 
     # -- what an engine does ----------------------------------------------------------------
@@ -96,15 +99,11 @@ class Workbench:
         self.check()
         return plan
 
-    def look(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> list[Lookup]:
-        """Look ``keys`` up one by one, like an engine up to the first miss."""
-        answers: list[Lookup] = []
-        for key in keys:
-            answers.append(self.manager.lookup(key, req_id))
-            if answers[-1] is Lookup.MISS:
-                break
+    def look(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> int | None:
+        """Return how many of ``keys``, of one token each, can be loaded now."""
+        hit = self.manager.lookup(req_id, Prompt([list(keys)], 0, len(keys)))
         self.check()
-        return answers
+        return hit
 
     def load(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> LoadPlan:
         """Load ``keys`` at once."""
