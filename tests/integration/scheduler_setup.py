@@ -13,6 +13,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -65,6 +66,7 @@ class Setup:
         local: The numbers of the groups with chunked local attention, whose window is a chunk.
         hash_tokens: Tokens that a hash covers; 0 for the shortest block's.
         guesses: Tokens that are guessed in each step that generates.
+        events: Whether somebody listens to residency events.
         priorities: Whether requests have some, so that one may lose its blocks in the step
             that gave it some.
     """
@@ -84,6 +86,7 @@ class Setup:
     hash_tokens: int = 0
     guesses: int = 0
     priorities: bool = False
+    events: bool = False
 
     @property
     def tokens_per_hash(self) -> int:
@@ -199,6 +202,8 @@ def scheduler_with(
         ),
     )
     config.scheduler_config.async_scheduling = setup.asynchronous
+    if setup.events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.cache_config.num_gpu_blocks = setup.engine_blocks
     config.cache_config.kv_cache_layout = "LBHNC"
     if setup.guesses:
