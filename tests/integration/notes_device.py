@@ -116,9 +116,10 @@ class NotesDevice:
         if copy.outcomes:
             return
         world = self._world
-        fails = world.draw.random() < world.setup.failing
+        failing = world.setup.failing
+        share = max(failing, 0.5) if world.draw.random() < failing else 0.0
         outcomes = [
-            Outcome.FAILED if not stamp or (fails and world.draw.random() < 0.5) else Outcome.DONE
+            Outcome.FAILED if not stamp or (share and world.draw.random() < share) else Outcome.DONE
             for stamp in copy.generations
         ]
         copy.outcomes = outcomes

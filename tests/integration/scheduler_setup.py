@@ -122,10 +122,12 @@ class Setup:
             return 0
         return start - start % window if number in self.local else max(0, start - window + 1)
 
-    def file(self) -> str:
+    def file(self, store: Path) -> str:
         """Return kvtier's configuration."""
         return (
-            "tiers:\n- {kind: ram, capacity: 1GiB}\nmetrics: {enabled: false}\n"
+            "tiers:\n- {kind: ram, capacity: 1GiB}\n"
+            f"- {{kind: nvme, path: {store}, capacity: 1GiB}}\n"
+            "metrics: {enabled: false}\n"
             f"engine: {{blocks_per_chunk: {self.blocks_per_chunk}, "
             f"store_decode: {str(self.store_decode).lower()}}}\n"
         )
@@ -162,7 +164,7 @@ def scheduler_with(
     init_none_hash(sha256)
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(architecture()))
-    (model / "kvtier.yaml").write_text(setup.file())
+    (model / "kvtier.yaml").write_text(setup.file(model))
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model),

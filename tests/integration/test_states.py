@@ -101,22 +101,23 @@ def test_what_is_stored_between_resets_is_what_its_keys_say(
     assert world.seen["stored of group 2"] > 0
 
 
-@pytest.mark.parametrize(
-    ("second_runner", "seed"), [(False, 2), (True, 1)], ids=["first", "second"]
-)
+@pytest.mark.parametrize("second_runner", [False, True], ids=["first", "second"])
 def test_stores_end_before_blocks_are_cleared_that_nobody_has(
-    make_world: MakeWorld, *, second_runner: bool, seed: int
+    make_world: MakeWorld, *, second_runner: bool
 ) -> None:
-    world = make_world(
-        second_runner=second_runner,
-        asynchronous=True,
-        guesses=4,
-        engine_blocks=40,
-        priorities=True,
-        seed=seed,
-    )
-    drive(world, 300)
-    assert world.seen["cleared in vain"] > 0
+    for seed in range(10):
+        world = make_world(
+            second_runner=second_runner,
+            asynchronous=True,
+            guesses=4,
+            engine_blocks=40,
+            priorities=True,
+            seed=seed,
+        )
+        drive(world, 300)
+        if world.seen["cleared in vain"]:
+            return
+    raise AssertionError("it happened with no seed")
 
 
 @pytest.mark.parametrize(
