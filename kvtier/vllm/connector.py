@@ -34,21 +34,19 @@ from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
 from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
-from kvtier.connector.service import CacheService
-from kvtier.connector.storage import open_storage
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError
 from kvtier.keys import group_of, without_adapter
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.manager.hits import Reach
-from kvtier.memory import HostRegion
 from kvtier.vllm.adapters import AdapterContents
+from kvtier.vllm.cache import open_cache
 from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_vllm_config
 from kvtier.vllm.kinds import cache_groups
-from kvtier.vllm.layout import fingerprint, require_supported_layout
+from kvtier.vllm.layout import require_supported_layout
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsReporter
 from kvtier.vllm.pages import find_pages, share_slots
-from kvtier.vllm.regions import MEET_TIMEOUT_S, offer_region, require_same_file
+from kvtier.vllm.regions import offer_region
 from kvtier.vllm.steps import StepReader
 from kvtier.vllm.versions import hit_sources, require_supported_vllm
 
@@ -157,35 +155,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Attach to the workers' memory and open the tiers."""
         settings, engine = self._settings, self._engine
         options = _scheduler_options(self._vllm, engine, self._groups, settings)
-        # The workers chose the region's shape: only they see how the KV memory is laid out.
-        region = HostRegion.attach(engine.engine_id, timeout_s=MEET_TIMEOUT_S)
-        try:
-            require_same_file(region.geometry, engine, settings)
-            storage = open_storage(
-                settings,
-                region,
-                fingerprint(engine, settings, region.geometry),
-                tokens_per_chunk=engine.chunk_tokens,
-                groups=[layout.reach for layout in build_layouts(options)],
-                counting_group=options.counting_group,
-                record_events=engine.records_events,
-                positions=chunk_positions,
-            )
-        except BaseException:
-            region.close()
-            raise
-        self._cache = CacheService(
-            storage,
-            tokens_per_chunk=engine.chunk_tokens,
-            retain_s=settings.placement.retain_s or 0.0,
-            close_timeout_s=settings.transfer.close_timeout_s,
-        )
+        reaches = [layout.reach for layout in build_layouts(options)]
+        self._cache = open_cache(engine, settings, reaches, chunk_positions)
         self._scheduler = ConnectorScheduler(self._cache, options)
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
         enabled = settings.metrics.enabled
         self._reporter = StatsReporter(self._scheduler) if enabled else None
-        _warn_of_unstable_hashes(self._vllm, persistent=bool(storage.tiers))
+        _warn_of_unstable_hashes(self._vllm, persistent=len(settings.tiers) > 1)
 
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -48,7 +48,6 @@ from kvtier.config import Door, KvtierConfig, load_config, own_paths, resolve_lo
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.metrics import METRICS, Kind, Metric
 from kvtier.connector.service import CacheService
-from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.manager.hits import GroupReach
 from kvtier.manager.plans import NOTHING_TO_STORE
@@ -56,11 +55,12 @@ from kvtier.memory import HostRegion
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Why
+from kvtier.vllm.cache import open_cache
 from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_offloading_config
-from kvtier.vllm.layout import fingerprint, require_supported_layout
+from kvtier.vllm.layout import require_supported_layout
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.pages import SlotShape
-from kvtier.vllm.regions import MEET_TIMEOUT_S, offer_region, require_same_file
+from kvtier.vllm.regions import offer_region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -118,7 +118,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's part; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
-            self._manager = _Manager(_open_cache(self._engine, self._settings), self._settings)
+            reaches = [GroupReach(self._engine.chunk_tokens)]
+            cache = open_cache(self._engine, self._settings, reaches)
+            self._manager = _Manager(cache, self._settings)
         return self._manager
 
     @override
@@ -175,30 +177,6 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
             "reset_running_requests while requests load, end the engine; %s",
             _USE_CONNECTOR,
         )
-
-
-def _open_cache(engine: EngineFacts, settings: KvtierConfig) -> CacheService:
-    region = HostRegion.attach(engine.engine_id, timeout_s=MEET_TIMEOUT_S)
-    try:
-        require_same_file(region.geometry, engine, settings)
-        storage = open_storage(
-            settings,
-            region,
-            fingerprint(engine, settings, region.geometry),
-            tokens_per_chunk=engine.chunk_tokens,
-            groups=[GroupReach(engine.chunk_tokens)],
-            record_events=engine.records_events,
-            counting_group=engine.counting_group,
-        )
-    except BaseException:
-        region.close()
-        raise
-    return CacheService(
-        storage,
-        tokens_per_chunk=engine.chunk_tokens,
-        retain_s=settings.placement.retain_s or 0.0,
-        close_timeout_s=settings.transfer.close_timeout_s,
-    )
 
 
 class _SlotSpec(LoadStoreSpec):

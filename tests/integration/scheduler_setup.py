@@ -13,6 +13,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -25,10 +26,12 @@ from vllm.v1.core.kv_cache_utils import BlockHash, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -36,12 +39,12 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier.vllm.demo.model import architecture
-from tests.integration.scheduler_pair import Pair
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 MAX_TOKENS = 512
+BLOCK_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,16 @@ class Setup:
         store_decode: Whether answers are stored.
         retention_tokens: How densely the tails of windows are kept; vLLM's default is 0.
         asynchronous: Whether steps are scheduled before the last one's tokens are known.
-        ranks: Workers.
         engine_blocks: Blocks of the engine.
         slots: Chunks of each tier.
         failing: Share of copies that fail, of workers and between tiers.
-        slowest_steps: Most steps a copy takes.
         long_prefill_tokens: Most tokens of a prompt in a step with others; 0 for no limit.
         load_failures: What becomes of a request whose load failed, as vLLM calls it.
         states: The numbers of the groups that keep states, not KV.
+        local: The numbers of the groups with chunked local attention, whose window is a chunk.
         hash_tokens: Tokens that a hash covers; 0 for the shortest block's.
         guesses: Tokens that are guessed in each step that generates.
+        events: Whether somebody listens to residency events.
         priorities: Whether requests have some, so that one may lose its blocks in the step
             that gave it some.
     """
@@ -73,17 +76,17 @@ class Setup:
     store_decode: bool = False
     retention_tokens: int | None = None
     asynchronous: bool = False
-    ranks: int = 1
     engine_blocks: int = 64
     slots: tuple[int, ...] = (48, 256)
     failing: float = 0.0
-    slowest_steps: int = 3
     long_prefill_tokens: int = 0
     load_failures: str = "recompute"
     states: tuple[int, ...] = ()
+    local: tuple[int, ...] = ()
     hash_tokens: int = 0
     guesses: int = 0
     priorities: bool = False
+    events: bool = False
 
     @property
     def tokens_per_hash(self) -> int:
@@ -108,7 +111,26 @@ class Setup:
         }
         if window is None:
             return FullAttentionSpec(**common)
+        if number in self.local:
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=window)
         return SlidingWindowSpec(**common, sliding_window=window)
+
+    def first_token_read(self, number: int, start: int) -> int:
+        """Return the first token that a group's layers read to compute token ``start``."""
+        window = self.groups[number][1]
+        if window is None:
+            return 0
+        return start - start % window if number in self.local else max(0, start - window + 1)
+
+    def file(self, store: Path) -> str:
+        """Return kvtier's configuration."""
+        return (
+            "tiers:\n- {kind: ram, capacity: 1GiB}\n"
+            f"- {{kind: nvme, path: {store}, capacity: 1GiB}}\n"
+            "metrics: {enabled: false}\n"
+            f"engine: {{blocks_per_chunk: {self.blocks_per_chunk}, "
+            f"store_decode: {str(self.store_decode).lower()}}}\n"
+        )
 
 
 def make_request(
@@ -135,13 +157,6 @@ def make_request(
     )
 
 
-def build_scheduler(setup: Setup, model: Path, pair: Pair) -> Scheduler:
-    """Build vLLM's scheduler over groups of ``setup``, with the tee as its connector."""
-    module = "tests.integration.scheduler_pair"
-    extra = {"spec_name": "PairSpec", "spec_module_path": module, "pair": pair}
-    return scheduler_with("TeeConnector", module, extra, setup, model)
-
-
 def scheduler_with(
     connector: str, module: str, extra: dict[str, Any], setup: Setup, model: Path
 ) -> Scheduler:
@@ -149,6 +164,7 @@ def scheduler_with(
     init_none_hash(sha256)
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(architecture()))
+    (model / "kvtier.yaml").write_text(setup.file(model))
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model),
@@ -180,14 +196,16 @@ def scheduler_with(
             kv_role="kv_both",
             kv_load_failure_policy=setup.load_failures,
             kv_connector_extra_config={
+                "kvtier_config": str(model / "kvtier.yaml"),
                 "blocks_per_chunk": setup.blocks_per_chunk,
                 "offload_prompt_only": not setup.store_decode,
                 **extra,
             },
         ),
     )
-    config.parallel_config.world_size = setup.ranks
     config.scheduler_config.async_scheduling = setup.asynchronous
+    if setup.events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.cache_config.num_gpu_blocks = setup.engine_blocks
     config.cache_config.kv_cache_layout = "LBHNC"
     if setup.guesses:
@@ -206,8 +224,10 @@ def scheduler_with(
         KVCacheGroupSpec([f"layer{number}"], setup.spec_of(number))
         for number in range(len(setup.groups))
     ]
+    layers = [group.layer_names[0] for group in groups]
+    memory = KVCacheTensor(setup.engine_blocks * BLOCK_NBYTES, layers, 0, BLOCK_NBYTES)
     kv_cache = KVCacheConfig(
-        num_blocks=setup.engine_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+        num_blocks=setup.engine_blocks, kv_cache_tensors=[memory], kv_cache_groups=groups
     )
     build = AsyncScheduler if setup.asynchronous else Scheduler
     return build(

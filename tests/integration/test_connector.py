@@ -135,7 +135,7 @@ def test_a_load_that_fails_costs_a_recomputation_and_nothing_else(
     corrupt = report.count("kvtier_corrupt_chunks", tier="nvme")
     assert corrupt > 0
     assert hit_tokens(report, "nvme") > 0
-    assert "the load of request" in site.log("reader")
+    assert ": not loaded: " in site.log("reader")
     kept = [answer.cached_tokens for answer in report.answers()]
     assert any(
         0 < tokens < len(prompt.tokens) - BLOCK_TOKENS
@@ -163,7 +163,7 @@ def test_with_several_groups_a_load_that_fails_is_the_matter_of_its_request_alon
     (slots,) = site.store.glob("*/slots.bin")
     rot(slots, every=20)
     report = run_engine(scenario, site.directory, "reader")
-    lost = site.log("reader").count("the load of request")
+    lost = site.log("reader").count(": not loaded: ")
     assert 0 < lost < len(wave.prompts)
     failed = [answer for answer in report.answers() if answer.failed]
     assert len(failed) == (lost if policy == "fail" else 0)

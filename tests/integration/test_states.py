@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
-from tests.integration.layerwise_world import arrange
+from tests.integration.engine_world import EngineWorld, arrange
 from tests.integration.scheduler_setup import Setup
-from tests.integration.states_world import StatesWorld
 
-MakeWorld = Callable[..., StatesWorld]
+MakeWorld = Callable[..., EngineWorld]
 
 
 @pytest.fixture
 def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorld]:
-    worlds: list[StatesWorld] = []
-    arrange(monkeypatch, "ahead")
+    worlds: list[EngineWorld] = []
+    arrange(monkeypatch)
     # It wants Triton, which its scheduler does not use.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
 
-    def make(*, second_runner: bool, seed: int, **setup: Any) -> StatesWorld:
+    def make(*, second_runner: bool, seed: int, **setup: Any) -> EngineWorld:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(second_runner)))
         common: dict[str, Any] = {
             "groups": ((16, None), (16, None)),
@@ -32,17 +31,16 @@ def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
             "retention_tokens": 0,
             "store_decode": True,
         }
-        worlds.append(StatesWorld(Setup(**(common | setup)), tmp_path / "model", seed))
+        worlds.append(EngineWorld(Setup(**(common | setup)), tmp_path / "model", seed))
         assert worlds[-1].scheduler.use_v2_model_runner is second_runner
         return worlds[-1]
 
     yield make
     for world in worlds:
-        assert world.cache.service.statistics().internal_errors == 0
-        world.cache.service.shutdown()
+        world.close()
 
 
-def drive(world: StatesWorld, steps: int, *, resets: float = 0.0) -> None:
+def drive(world: EngineWorld, steps: int, *, resets: float = 0.0) -> None:
     draw = world.draw
     prompts: list[list[int]] = []
     for _ in range(steps):
@@ -107,16 +105,19 @@ def test_what_is_stored_between_resets_is_what_its_keys_say(
 def test_stores_end_before_blocks_are_cleared_that_nobody_has(
     make_world: MakeWorld, *, second_runner: bool
 ) -> None:
-    world = make_world(
-        second_runner=second_runner,
-        asynchronous=True,
-        guesses=4,
-        engine_blocks=40,
-        priorities=True,
-        seed=11,
-    )
-    drive(world, 300)
-    assert world.seen["cleared in vain"] > 0
+    for seed in range(10):
+        world = make_world(
+            second_runner=second_runner,
+            asynchronous=True,
+            guesses=4,
+            engine_blocks=40,
+            priorities=True,
+            seed=seed,
+        )
+        drive(world, 300)
+        if world.seen["cleared in vain"]:
+            return
+    raise AssertionError("it happened with no seed")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,155 @@
+"""A rank whose blocks and slots hold notes: the copies of an engine without a model.
+
+A copy takes as many steps as the seed says and is made at the end of them. So a block that is
+overwritten before its store ended is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.connector.device import DeviceResult
+from kvtier.memory.copy import BlockCopyPlan, plan_copy
+from kvtier.types import Outcome, Why
+
+if TYPE_CHECKING:
+    from tests.integration.engine_world import EngineWorld
+
+SLOWEST_STEPS = 3
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A job that has not been reported yet."""
+
+    job_id: int
+    why: Why
+    plan: BlockCopyPlan
+    generations: Sequence[int]
+    steps: int
+    outcomes: Sequence[Outcome] = ()
+    is_retracted: bool = False
+
+
+class NotesDevice:
+    """Stands in for a :class:`~kvtier.connector.device.DeviceEngine`.
+
+    Args:
+        world: Whose notes they are.
+    """
+
+    def __init__(self, world: EngineWorld) -> None:
+        self._world = world
+        self._copies: dict[int, _Copy] = {}
+        self._failed: list[DeviceResult] = []
+
+    def plan(
+        self,
+        block_ids: Sequence[int],
+        group_sizes: Sequence[int],
+        first_blocks: Sequence[int],
+        slots: Sequence[int],
+    ) -> BlockCopyPlan:
+        size = self._world.setup.blocks_per_chunk
+        return plan_copy(block_ids, group_sizes, first_blocks, slots, blocks_per_chunk=size)
+
+    def store(self, job_id: int, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
+        self._begin(job_id, Why.STORE, plan, generations)
+
+    def load(
+        self, job_id: int, plan: BlockCopyPlan, generations: Sequence[int], *, wait_s: float
+    ) -> None:
+        assert wait_s == 0
+        self._world.seen["loads"] += 1
+        self._begin(job_id, Why.LOAD, plan, generations)
+
+    def fail(
+        self,
+        job_id: int,
+        why: Why,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        error: Exception,
+    ) -> None:
+        self._world.seen["not started"] += 1
+        outcomes = [Outcome.FAILED] * len(slots)
+        self._settle(why, slots, generations, outcomes)
+        self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, str(error)))
+
+    def poll(self) -> list[DeviceResult]:
+        ended, self._failed = self._failed, []
+        for copy in list(self._copies.values()):
+            copy.steps -= 1
+            if copy.steps < 0:
+                self._end(copy)
+                ended.append(self._report(copy))
+        return ended
+
+    def retract(self, job_ids: Iterable[int]) -> set[int]:
+        found = self._copies.keys() & set(job_ids)
+        for job_id in found:
+            self._copies[job_id].is_retracted = True
+        return found
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in sorted(self._copies.keys() & set(job_ids)):
+            self._world.seen["flushes"] += 1
+            self._copies[job_id].steps = 0
+            self._end(self._copies[job_id])
+
+    def wait_for_stores(self) -> None:
+        self.wait([copy.job_id for copy in self._copies.values() if copy.why is Why.STORE])
+
+    def close(self) -> None:
+        pass
+
+    def _begin(
+        self, job_id: int, why: Why, plan: BlockCopyPlan, generations: Sequence[int]
+    ) -> None:
+        steps = self._world.draw.randint(0, SLOWEST_STEPS)
+        self._copies[job_id] = _Copy(job_id, why, plan, generations, steps)
+
+    def _end(self, copy: _Copy) -> None:
+        """Make a copy, once."""
+        if copy.outcomes:
+            return
+        world = self._world
+        failing = world.setup.failing
+        share = max(failing, 0.5) if world.draw.random() < failing else 0.0
+        outcomes = [
+            Outcome.FAILED if not stamp or (share and world.draw.random() < share) else Outcome.DONE
+            for stamp in copy.generations
+        ]
+        copy.outcomes = outcomes
+        if copy.why is Why.LOAD:
+            world.seen["loads that failed"] += Outcome.FAILED in outcomes
+            world.note_load(copy.plan, copy.generations, outcomes)
+        elif not copy.is_retracted:
+            world.check_store(copy.plan, copy.generations)
+
+    def _report(self, copy: _Copy) -> DeviceResult:
+        del self._copies[copy.job_id]
+        if copy.is_retracted:
+            self._world.seen["stores retracted"] += 1
+            copy.outcomes = [Outcome.EXPIRED] * len(copy.outcomes)
+        self._settle(copy.why, copy.plan.slots, copy.generations, copy.outcomes)
+        return DeviceResult(copy.job_id, copy.why, copy.outcomes, 0, 0.0, "drawn")
+
+    def _settle(
+        self,
+        why: Why,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Write into the control block what became of each slot."""
+        cache = self._world.cache
+        for slot, stamp, outcome in zip(slots, generations, outcomes, strict=True):
+            if not stamp:
+                continue
+            is_whole = outcome is Outcome.DONE
+            if why is Why.LOAD and not is_whole:
+                cache.truth.refuse([slot], [stamp])
+            cache.finish([slot], stored=stamp if why is Why.STORE and is_whole else None)
