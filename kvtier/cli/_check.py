@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from kvtier.config import KvtierConfig, check_environment, has_paths_of_ranks, is_built_in
+from kvtier.config import (
+    KvtierConfig,
+    check_environment,
+    has_custom_policies,
+    has_paths_of_ranks,
+    is_built_in,
+)
 from kvtier.errors import ConfigError
-from kvtier.manager.building import check_policies
 from kvtier.units import approximate_size
 
 __all__ = ["check_start", "notes_on_ranks"]
@@ -23,7 +28,11 @@ def check_start(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
     Raises:
         ConfigError: It could not; one line per problem.
     """
-    check_policies(config)
+    if has_custom_policies(config):
+        # kvtier's own can be made; to load them and the manager takes a quarter of a second.
+        from kvtier.manager.building import check_policies  # noqa: PLC0415
+
+        check_policies(config)
     if not all(is_built_in(tier.kind) for tier in config.tiers):
         # The storage tiers and their packages are loaded only where a file needs them.
         from kvtier.tiers.registry import check_tiers  # noqa: PLC0415

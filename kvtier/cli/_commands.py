@@ -9,17 +9,11 @@ from typing import Annotated
 
 import typer
 
-import kvtier
-from kvtier.cli._cache import cache
 from kvtier.cli._choice import choice, finite
-from kvtier.cli._example import example
-from kvtier.cli._help import AsJson, Commands
+from kvtier.cli._help import AsJson
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._quantity import quantity
 from kvtier.cli._render import make_console, show_json, show_line, show_plan, show_tiers
-from kvtier.cli._replay import replay
-from kvtier.cli._sim import sim_app
-from kvtier.cli._trace import trace_app
 from kvtier.config import (
     Door,
     KvtierConfig,
@@ -32,21 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.model_geometry import KvDtype, read_model_geometry
 from kvtier.units import parse_rate
 
-__all__ = ["app"]
-
-app = Commands(
-    name="kvtier",
-    help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe.",
-    epilog="Start with: kvtier example > kvtier.yaml",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-app.command()(example)
-app.add_typer(cache)
-app.add_typer(sim_app, name="sim")
-app.add_typer(trace_app, name="trace")
+__all__ = ["check", "doctor", "plan", "print_schema", "vllm_args"]
 
 _MOST_RANKS = 4096
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
@@ -58,26 +38,6 @@ File = Annotated[
 ]
 
 
-def _on_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract
-    if wanted:
-        typer.echo(f"kvtier {kvtier.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_on_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
 def check(
     file: File,
     *,
@@ -116,7 +76,6 @@ def check(
     typer.echo(f"{file}: ok")
 
 
-@app.command()
 def doctor(
     file: File,
     *,
@@ -154,7 +113,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
 def plan(  # noqa: PLR0913 - each is an option of the command
     file: File,
     *,
@@ -189,7 +147,6 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     show_plan(make_console(), result)
 
 
-@app.command()
 def vllm_args(
     file: File,
     *,
@@ -209,13 +166,9 @@ def vllm_args(
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
 
 
-@app.command("schema")
 def print_schema() -> None:
     """Print the JSON Schema of configuration files.
 
     Editors that know YAML check and complete a file with it.
     """
     show_json(schema())
-
-
-app.command()(replay)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import typer
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.errors import KvtierError
 
 __all__ = ["run"]

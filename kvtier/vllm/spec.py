@@ -112,6 +112,12 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler half; attaches to the workers' memory and opens the tiers."""
         if self._manager is None:
+            if self._door is Door.SPEC:
+                logger.warning(
+                    "reset_prefix_cache(reset_running_requests=True) while requests run ends "
+                    "this engine in an assertion of vLLM's offloading connector: reset while "
+                    "no request runs, or use KVTierConnector, what `kvtier vllm-args` prints"
+                )
             settings = self._settings
             chunk_tokens = self._engine.chunk_tokens
             # The workers chose its shape: only they see how the KV memory is laid out.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.errors import UnsupportedError
 from kvtier.keys import make_key
+from kvtier.manager import Lookup
 from kvtier.vllm import compat
 from kvtier.vllm.late_flushes import LateFlushes
 from tests.integration.layerwise_world import LayerwiseWorld, arrange
@@ -54,6 +56,35 @@ def test_a_block_that_a_failed_request_filled_in_part_is_not_stored(
     world.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
     world.settle()
     assert world.seen["stored"] == 1
+
+
+def chunks_found(world: LayerwiseWorld, request: Request, group: int) -> list[int]:
+    """Return which chunks of a request another one would find, by their place in it."""
+    service = world.cache.service
+    asks = SimpleNamespace(req_id="asks", kv_transfer_params=None)
+    service.begin_request(asks)
+    step = world.setup.groups[group][0] // world.setup.tokens_per_hash
+    keys = [make_key(last, group) for last in request.block_hashes[step - 1 :: step]]
+    found = [at for at, key in enumerate(keys) if service.lookup(key, "asks") is Lookup.HIT]
+    service.end_request(asks)
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("within", [False, True], ids=["between steps", "within a step"])
+def test_an_aborted_request_stores_the_tail_of_the_window_it_got_to(
+    make_world: MakeWorld, asynchronous: bool, within: bool
+) -> None:
+    world = make_world(groups=((48, None), (16, 32)), asynchronous=asynchronous)
+    request = world.submit(tokens(world, 300), 4)
+    world.step(abort=within)
+    assert request.num_computed_tokens == 128
+    if not within:
+        world.abort(request)
+    world.settle()
+    assert chunks_found(world, request, 0) == [0, 1], "96 of 128 tokens"
+    # A window is two chunks: those before each third one, and before the end.
+    assert chunks_found(world, request, 1) == [1, 2, 4, 5, 6, 7]
 
 
 def test_blocks_that_a_request_lost_before_it_ended_are_not_stored(

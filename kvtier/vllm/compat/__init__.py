@@ -53,6 +53,7 @@ from kvtier.vllm.compat.engine import (
 )
 from kvtier.vllm.compat.halves import (
     blocks_can_be_struck_out,
+    bounds_aborted,
     event_payloads,
     half_is_known,
     loads_before_the_pass,
@@ -100,6 +101,7 @@ __all__ = [
     "EngineFacts",
     "adopt_chunk_size",
     "blocks_can_be_struck_out",
+    "bounds_aborted",
     "chunk_level",
     "chunk_positions",
     "clears_for_nobody",

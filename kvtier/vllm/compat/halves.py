@@ -16,6 +16,7 @@ from kvtier.vllm.compat.checks import Load, missing_members
 
 __all__ = [
     "blocks_can_be_struck_out",
+    "bounds_aborted",
     "event_payloads",
     "half_is_known",
     "loads_before_the_pass",
@@ -61,6 +62,12 @@ _STATE: Final[Mapping[str, tuple[str, ...]]] = {
 
 _LIMITS: Final[Mapping[str, tuple[str, ...]]] = {"RequestOffloadState": ("max_offload_tokens",)}
 """What is read of it to bound what is offered of a request."""
+
+_JOBS: Final[Mapping[str, tuple[str, ...]]] = {
+    "RequestOffloadState": ("req", "transfer_jobs"),
+    "TransferJobStatus": ("is_store",),
+}
+"""What is read of it to leave that to the half."""
 
 _PLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "RequestOffloadState": (
@@ -118,6 +125,18 @@ def offers_can_be_bounded(half: object, load: Load = importlib.import_module) ->
         load: Imports a module by name.
     """
     return _has(half, ("_req_status",), _LIMITS, load)
+
+
+def bounds_aborted(half: object, load: Load = importlib.import_module) -> bool:
+    """Return whether a half offers no more of an aborted request than was computed.
+
+    Since 0.30, whose half also stores the tail of each sliding window before that end.
+
+    Args:
+        half: vLLM's ``OffloadingConnectorScheduler``.
+        load: Imports a module by name.
+    """
+    return _has(half, ("_final_swa_alignment_blocks", "_jobs"), _JOBS, load)
 
 
 def offers_can_be_repeated(half: object, load: Load = importlib.import_module) -> bool:

@@ -65,6 +65,21 @@ def test_hashes_seeded_at_random_are_a_warning_at_the_first_request(
     assert "PYTHONHASHSEED" in warned[0]
 
 
+@pytest.mark.parametrize("kind", [KVTierOffloadingSpec, KVTierConnectorSpec])
+def test_the_specification_warns_once_that_a_forced_reset_ends_the_engine(
+    settings: Settings,
+    open_door: OpenDoor,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[KVTierOffloadingSpec],
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(spec_module.logger, "warning", lambda text, *_: warned.append(text))
+    door = open_door(settings(), kind)
+    door.request()
+    warnings = [text for text in warned if "reset_running_requests" in text]
+    assert len(warnings) == (kind is KVTierOffloadingSpec)
+
+
 def test_huge_pages_that_are_required_and_not_reserved_are_an_error_at_the_start(
     settings: Settings, open_door: OpenDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
