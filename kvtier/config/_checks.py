@@ -193,6 +193,8 @@ def _obstacle_at(path: Path) -> tuple[str, str] | None:
         problem = f"leads to {path.readlink()}, which does not exist"
         return problem, "create it, or mount the disk there"
     place = _existing(path)
+    if (file := _file_above(path)) is not None:
+        return f"its parent {file} is not a directory", "name a directory that kvtier may fill"
     if not place.is_dir():
         problem = f"its parent {place} does not exist"
         return problem, f"mount the disk or run: mkdir -p {place}"
@@ -213,6 +215,12 @@ def why_not_writable(directory: Path) -> str:
         return error.strerror or str(error)
 
 
+def _file_above(path: Path) -> Path | None:
+    """Return the file, or whatever is no directory, where a parent of ``path`` should be."""
+    there = next(parent for parent in path.parents if parent.exists())
+    return None if there.is_dir() else there
+
+
 def _existing(path: Path) -> Path:
     """Return ``path``, or its parent as long as kvtier has not created it yet."""
     return path if path.exists() else path.parent
@@ -220,13 +228,18 @@ def _existing(path: Path) -> Path:
 
 def held_bytes(directory: Path) -> int:
     """Return what the files below ``directory`` take of their disk."""
-    return sum(map(_allocated_bytes, directory.rglob("*")))
+    # It passes over directories that go away meanwhile, or that this user may not look into.
+    return sum(
+        _allocated_bytes(Path(parent, name))
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
+    )
 
 
 def _allocated_bytes(path: Path) -> int:
     try:
         return path.lstat().st_blocks * 512
-    except OSError:  # it went away, or is not ours to look at
+    except OSError:  # as above
         return 0
 
 
