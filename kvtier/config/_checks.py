@@ -14,6 +14,7 @@ from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
 from kvtier.ownership import find_exposure
+from kvtier.printable import printable
 from kvtier.units import approximate_size, format_size
 
 __all__ = [
@@ -187,14 +188,14 @@ def _obstacle_to_store(path: Path) -> tuple[str, str] | None:
 
 
 def _obstacle_at(path: Path) -> tuple[str, str] | None:
-    if path.exists() and not path.is_dir():
-        return "not a directory", "name a directory that kvtier may fill"
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        parent = "" if there == path else f"its parent {there} is "
+        return f"{parent}not a directory", "name a directory that kvtier may fill"
     if path.is_symlink() and not path.exists():
-        problem = f"leads to {path.readlink()}, which does not exist"
+        problem = f"leads to {printable(str(path.readlink()))}, which does not exist"
         return problem, "create it, or mount the disk there"
     place = _existing(path)
-    if (file := _file_above(path)) is not None:
-        return f"its parent {file} is not a directory", "name a directory that kvtier may fill"
     if not place.is_dir():
         problem = f"its parent {place} does not exist"
         return problem, f"mount the disk or run: mkdir -p {place}"
@@ -213,12 +214,6 @@ def why_not_writable(directory: Path) -> str:
             return ""
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _file_above(path: Path) -> Path | None:
-    """Return the file, or whatever is no directory, where a parent of ``path`` should be."""
-    there = next(parent for parent in path.parents if parent.exists())
-    return None if there.is_dir() else there
 
 
 def _existing(path: Path) -> Path:

@@ -138,7 +138,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
             writer.write(frame.encode())
 
     _log_to_engine(send)
-    _end_with(engine_pid, reader)
+    _end_with(engine_pid, writer.transport)
     frames = _frames(reader)
     opening = await anext(frames, None)
     if opening is None:
@@ -204,33 +204,37 @@ def _log_to_engine(send: Send) -> None:
     log.propagate = False
 
 
-def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
-    """Let ``reader`` end when the engine dies, whoever else may hold the socket."""
+def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
+    """Close ``transport`` when the engine dies, whoever else may hold the socket.
+
+    The transport alone ends its reader: one that is told the end and then fed what still
+    arrives fails.
+    """
     loop = asyncio.get_running_loop()
     try:
         engine = os.pidfd_open(engine_pid)
     except ProcessLookupError:
-        reader.feed_eof()
+        transport.abort()
         return
     except (OSError, AttributeError):
         # A sandbox's kernel may not have it, nor a Python that was compiled on an old one.
-        _look_for_parent(engine_pid, reader)
+        _look_for_parent(engine_pid, transport)
         return
 
     def engine_died() -> None:
         loop.remove_reader(engine)
-        reader.feed_eof()
+        transport.abort()
 
     loop.add_reader(engine, engine_died)
 
 
-def _look_for_parent(engine_pid: int, reader: asyncio.StreamReader) -> None:
-    """Let ``reader`` end soon after the engine died: this process is somebody else's then."""
+def _look_for_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
+    """Close ``transport`` soon after the engine died: this process is somebody else's then."""
     if os.getppid() != engine_pid:
-        reader.feed_eof()
+        transport.abort()
         return
     loop = asyncio.get_running_loop()
-    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, reader)
+    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, transport)
 
 
 async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import index_room_nbytes
 from kvtier.tiers.slab.lock import try_acquire
@@ -217,7 +218,7 @@ def _remove(tier: str, namespace: Namespace, io: BlockIo) -> None:
     logger.warning(
         "tier %s: removing the cache of model %s (%s in %s) to stay within capacity",
         tier,
-        model,
+        printable(str(model)),
         approximate_size(namespace.slots_nbytes),
         namespace.directory,
     )
