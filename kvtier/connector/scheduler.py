@@ -13,7 +13,6 @@ earlier step; :meth:`~ConnectorScheduler.request_finished` for requests that end
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -31,12 +30,13 @@ from kvtier.connector.schedule.tracking import TrackedRequest
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.manager import ResidencyEvent
 from kvtier.types import JobId
 
 __all__ = ["ConnectorScheduler"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 class ConnectorScheduler:

@@ -9,7 +9,6 @@ answered as a miss.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,13 +23,14 @@ from kvtier.connector.report.worth_log import WorthLog
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.manager import LoadPlan, Lookup, ResidencyEvent, StorePlan
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from kvtier.connector.report.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool, start_thread
+from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.memory import HostRegion
@@ -37,7 +37,7 @@ from kvtier.units import format_size
 
 __all__ = ["Storage", "open_storage"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

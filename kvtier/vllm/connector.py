@@ -23,7 +23,6 @@ block: the worker has written there which stamps it could not load, and vLLM cal
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from typing_extensions import override
 
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.vllm import compat
 from kvtier.vllm.adapters import AdapterContents
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierConnector"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 class KVTierConnector(OffloadingConnector):

@@ -7,7 +7,6 @@ The spec object is built in every one of them from the same configuration.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -16,6 +15,7 @@ from kvtier.config import Door, load_config, own_paths, resolve_load_path
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory import HostRegion
 from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
@@ -52,7 +52,7 @@ from kvtier.vllm.worker import KVTierWorker
 
 __all__ = ["KVTierConnectorSpec", "KVTierOffloadingSpec"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _MEET_TIMEOUT_S = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""

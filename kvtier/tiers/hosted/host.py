@@ -29,6 +29,7 @@ from typing_extensions import override
 from kvtier.config import options_of
 from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
+from kvtier.logs import ENGINE
 from kvtier.page_mapper import PageMapper, map_shared
 from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
@@ -49,6 +50,20 @@ _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
 _RECOVERED_AT_ONCE: Final = 1 << 16
 _LOOK_EVERY_S: Final = 1.0
+_STDERR: Final = "(kvtier I/O process pid=%(process)d) %(levelname)s %(asctime)s %(message)s"
+"""Of what packages log and of what nobody can be sent any more."""
+_FIELDS: Final = (
+    "name",
+    "levelno",
+    "levelname",
+    "pathname",
+    "lineno",
+    "created",
+    "msecs",
+    "process",
+    "processName",
+)
+"""What a line of a log may show of where and when it was made."""
 
 Send = Callable[[Frame], None]
 
@@ -63,12 +78,14 @@ class _LogToEngine(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        header = {"op": "log", "level": record.levelno, "logger": record.name}
+        fields = {name: getattr(record, name) for name in _FIELDS}
         try:
-            frame = Frame({**header, "text": self.format(record)})
+            fields["msg"] = self.format(record)
         except Exception:  # noqa: BLE001 - a message that cannot be formatted ends no I/O
             self.handleError(record)
             return
+        module = record.name.removeprefix(f"{ENGINE}.")
+        frame = Frame({"op": "log", "module": module, "record": fields})
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._send, frame)
 
@@ -198,7 +215,7 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
 
 
 def _log_to_engine(send: Send) -> None:
-    log = logging.getLogger("kvtier")
+    log = logging.getLogger(f"{ENGINE}.kvtier")
     log.addHandler(_LogToEngine(asyncio.get_running_loop(), send))
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -286,6 +303,7 @@ def main() -> None:
     """Serve the engine that started this process until it is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    logging.basicConfig(format=_STDERR)
     # Where processors are short the engine goes first: it waits for its model, not for a disk.
     os.nice(_NICENESS)
     keep_large_blocks_apart()

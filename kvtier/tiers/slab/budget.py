@@ -11,11 +11,11 @@ The capacity is that of the slot files, where the bytes are. The index beside ea
 from __future__ import annotations
 
 import contextlib
-import logging
 from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.logs import get_logger
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import index_room_nbytes
@@ -36,7 +36,7 @@ from kvtier.units import approximate_size
 
 __all__ = ["make_room"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _RANKS: Final = "ranks"
 _SPLIT: Final = {_RANKS, "stripes", "stripe_nbytes"}

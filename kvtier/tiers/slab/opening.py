@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvtier.errors import (
     StoreLockedError,
     TierUnavailableError,
 )
+from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
@@ -45,7 +45,7 @@ from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "close_store", "open_store", "release_store", "slots_within"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CHECKSUM_NOTE: Final = "checksum"
 _BOOT_NOTE: Final = "boot"
