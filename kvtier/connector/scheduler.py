@@ -249,6 +249,10 @@ class ConnectorScheduler:
         """Return all figures of the cache now."""
         return self._cache.statistics()
 
+    def take_load_waits(self) -> Sequence[float]:
+        """Return the seconds that requests waited for a load, since the last call."""
+        return self._cache.take_load_waits()
+
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""
         return self._cache.take_reuse_gaps()

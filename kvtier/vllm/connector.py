@@ -47,7 +47,7 @@ from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.late_flushes import LateFlushes, overwritten_stores
 from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.metrics import add_device_transfers, latest_of_front_ends
+from kvtier.vllm.metrics import LoggedStats, add_device_transfers, latest_of_front_ends
 from kvtier.vllm.recomputed import RecomputedChunks
 from kvtier.vllm.shortcuts import BusyRequests
 from kvtier.vllm.spec import KVTierConnectorSpec
@@ -465,6 +465,12 @@ class KVTierConnector(OffloadingConnector):
         # vLLM asks before it builds the spec, which says so if there is no file.
         has_file = bool(extra_config.get("kvtier_config"))
         return has_file and _settings(extra_config).transfer.load_mode == "layerwise"
+
+    @classmethod
+    @override
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoggedStats:
+        """Return what vLLM's log shows of ``data``."""
+        return LoggedStats() if data is None else LoggedStats(data=data)
 
     @classmethod
     @override

@@ -44,7 +44,11 @@ from kvtier.vllm.contract import (
     OffloadingWorker,
 )
 from kvtier.vllm.corrections import late_stores_refused
-from kvtier.vllm.layout import fingerprint, require_supported_layout
+from kvtier.vllm.layout import (
+    fingerprint,
+    require_supported_layout,
+    warn_of_weak_hashes,
+)
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.slots import lay_out_slots, require_same_file
@@ -172,6 +176,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             config = current_config()
             content = kv_content(config, self._engine)
             _require_known_layers(config, self._engine)
+            if not rank:
+                warn_of_weak_hashes(config, self._settings)
             if self._door is Door.SPEC:
                 if has_adapters(config):
                     content += _ADAPTERS
