@@ -254,6 +254,8 @@ def _split(text: str, *, kind: str, example: str) -> tuple[Decimal, str]:
 
 
 def _wrong_size_unit(text: str, number: Decimal, unit: str) -> tuple[str, str]:
+    if not unit and not number:
+        return f"{text} is no size", "write one such as 64GiB"
     if not unit:
         return f"{text} has no unit", f"write {number}GiB, {number}MiB or {number}B"
     if unit in {"b", "bit", "Gb", "Mb", "Tb"}:

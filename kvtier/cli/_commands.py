@@ -24,6 +24,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.model_geometry import KvDtype, read_model_geometry
+from kvtier.printable import printable
 from kvtier.units import parse_rate
 
 __all__ = ["check", "doctor", "plan", "print_schema", "vllm_args"]
@@ -73,7 +74,7 @@ def check(
         show_line(console, note)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{file}: ok")
+    typer.echo(f"{printable(str(file))}: ok")
 
 
 def doctor(

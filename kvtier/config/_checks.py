@@ -14,6 +14,7 @@ from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
 from kvtier.ownership import find_exposure
+from kvtier.printable import printable
 from kvtier.units import approximate_size, format_size
 
 __all__ = [
@@ -187,10 +188,12 @@ def _obstacle_to_store(path: Path) -> tuple[str, str] | None:
 
 
 def _obstacle_at(path: Path) -> tuple[str, str] | None:
-    if path.exists() and not path.is_dir():
-        return "not a directory", "name a directory that kvtier may fill"
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        parent = "" if there == path else f"its parent {there} is "
+        return f"{parent}not a directory", "name a directory that kvtier may fill"
     if path.is_symlink() and not path.exists():
-        problem = f"leads to {path.readlink()}, which does not exist"
+        problem = f"leads to {printable(str(path.readlink()))}, which does not exist"
         return problem, "create it, or mount the disk there"
     place = _existing(path)
     if not place.is_dir():
@@ -220,13 +223,18 @@ def _existing(path: Path) -> Path:
 
 def held_bytes(directory: Path) -> int:
     """Return what the files below ``directory`` take of their disk."""
-    return sum(map(_allocated_bytes, directory.rglob("*")))
+    # It passes over directories that go away meanwhile, or that this user may not look into.
+    return sum(
+        _allocated_bytes(Path(parent, name))
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
+    )
 
 
 def _allocated_bytes(path: Path) -> int:
     try:
         return path.lstat().st_blocks * 512
-    except OSError:  # it went away, or is not ours to look at
+    except OSError:  # as above
         return 0
 
 

@@ -67,7 +67,7 @@ class PolicyNames:
             return "a policy that must know the future", "use it with kvtier sim run --policy"
         if name in self.built_in:
             return None
-        if re.match(CLASS_PATTERN, name):
+        if re.fullmatch(CLASS_PATTERN, name):
             point = EntryPoint(name=name, value=name, group=self.group)
         elif name in self._points():
             point = entry_points(group=self.group)[name]

@@ -6,7 +6,6 @@ arrive and in what may be said when one fails, not in how bytes move.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.connector.step_loads import StepLoad, StepLoader
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.iopool import IoPool
+from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.threads import compute_alone
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; one that takes this long has failed."""

@@ -13,7 +13,6 @@ earlier step; :meth:`~ConnectorScheduler.request_finished` for requests that end
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -31,12 +30,13 @@ from kvtier.connector.schedule.tracking import TrackedRequest
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.manager import ResidencyEvent
 from kvtier.types import JobId
 
 __all__ = ["ConnectorScheduler"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 class ConnectorScheduler:
@@ -248,6 +248,10 @@ class ConnectorScheduler:
     def statistics(self) -> EngineStatistics:
         """Return all figures of the cache now."""
         return self._cache.statistics()
+
+    def take_load_waits(self) -> Sequence[float]:
+        """Return the seconds that requests waited for a load, since the last call."""
+        return self._cache.take_load_waits()
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""

@@ -27,7 +27,6 @@ pass; the model's thread does nothing but wait.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import KvtierError
 from kvtier.iopool import start_thread
+from kvtier.logs import get_logger
 from kvtier.memory.threads import compute_alone
 from kvtier.types import JobId
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepLoad", "StepLoader", "batches_of_layers"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _BATCH_NBYTES: Final = 4 << 20
 """Least bytes copied between two looks at what the model waits for, all loads together."""

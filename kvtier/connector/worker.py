@@ -17,7 +17,6 @@ A step without a forward pass makes the same calls.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from kvtier.connector.metadata import (
 )
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory.kv_layout import blocks_of_layers, blocks_of_one_tensor
 from kvtier.memory.slot_layout import RankShare, shard_of
 from kvtier.types import JobId, Why
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectorWorker", "WorkerOptions"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ when its file is full: what is there stays a whole recording of a shorter run.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -20,13 +19,14 @@ from typing import Any, Final
 
 from kvtier.config import TraceConfig
 from kvtier.iopool import start_thread
+from kvtier.logs import get_logger
 from kvtier.recording._calls import CallEncoder, ManagerSetup
 from kvtier.recording._files import NumberedFiles
 from kvtier.recording._requests import RequestRecord
 
 __all__ = ["Recorder", "RecorderStatistics"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _Call = tuple[str, Mapping[str, Any]]
 _STOP: Final = None

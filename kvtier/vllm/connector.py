@@ -23,7 +23,6 @@ block: the worker has written there which stamps it could not load, and vLLM cal
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from typing_extensions import override
 
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.vllm import compat
 from kvtier.vllm.adapters import AdapterContents
@@ -47,7 +47,7 @@ from kvtier.vllm.corrections import Corrections, late_stores_refused
 from kvtier.vllm.in_step import InStepLoads, why_not_in_step
 from kvtier.vllm.late_flushes import LateFlushes, overwritten_stores
 from kvtier.vllm.manager import KVTierManager
-from kvtier.vllm.metrics import add_device_transfers, latest_of_front_ends
+from kvtier.vllm.metrics import LoggedStats, add_device_transfers, latest_of_front_ends
 from kvtier.vllm.recomputed import RecomputedChunks
 from kvtier.vllm.shortcuts import BusyRequests
 from kvtier.vllm.spec import KVTierConnectorSpec
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierConnector"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 class KVTierConnector(OffloadingConnector):
@@ -465,6 +465,12 @@ class KVTierConnector(OffloadingConnector):
         # vLLM asks before it builds the spec, which says so if there is no file.
         has_file = bool(extra_config.get("kvtier_config"))
         return has_file and _settings(extra_config).transfer.load_mode == "layerwise"
+
+    @classmethod
+    @override
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoggedStats:
+        """Return what vLLM's log shows of ``data``."""
+        return LoggedStats() if data is None else LoggedStats(data=data)
 
     @classmethod
     @override

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
@@ -16,7 +18,10 @@ __all__ = [
     "block_hashes_are_stable",
     "fingerprint",
     "require_supported_layout",
+    "warn_of_weak_hashes",
 ]
+
+logger = get_logger(__name__)
 
 _FORMAT = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
@@ -82,6 +87,19 @@ def fingerprint(
             "hash_seed": environment().python_hash_seed or "",
         }
     )
+
+
+def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
+    """Warn if different prompts may be made to have one key in a store that stays."""
+    cache = getattr(vllm_config, "cache_config", None)
+    algorithm = getattr(cache, "prefix_caching_hash_algo", None) or "sha256"
+    if len(config.tiers) > 1 and not algorithm.startswith("sha256"):
+        logger.warning(
+            "--prefix-caching-hash-algo %s: it is not collision-resistant, and a store keeps "
+            "what a collision put there: a prompt made for it reads another one's KV, also "
+            "after a restart; use sha256 or sha256_cbor",
+            algorithm,
+        )
 
 
 def block_hashes_are_stable() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -13,6 +12,7 @@ from typing_extensions import override
 from kvtier.connector.report.statistics import EngineStatistics
 from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.manager import Lookup, StorePlan
 from kvtier.vllm.adapters import AdapterContent, content_of, tie_content, without_adapter
 from kvtier.vllm.contract import (
@@ -42,7 +42,7 @@ from kvtier.vllm.worker import wait_for_stores_here
 
 __all__ = ["KVTierManager"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _KVTIER_HIT, _KVTIER_MISS, _KVTIER_PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Final
 
 from prometheus_client import Gauge
+from typing_extensions import override
 
 from kvtier.connector.metrics import (
     METRICS,
-    REUSE_GAP,
     TRANSFER_BYTES,
     TRANSFER_SIZE,
     TRANSFER_TIME,
@@ -23,7 +23,6 @@ from kvtier.connector.metrics import (
     Metric,
 )
 from kvtier.connector.report.reporter import Reporter, StatisticsSource
-from kvtier.connector.stats import ConnectorStats
 from kvtier.vllm.contract import (
     OffloadingConnectorStats,
     OffloadingCounterMetadata,
@@ -33,6 +32,7 @@ from kvtier.vllm.contract import (
 )
 
 __all__ = [
+    "LoggedStats",
     "StatsReporter",
     "add_device_transfers",
     "latest_of_front_ends",
@@ -84,15 +84,19 @@ def add_device_transfers(stats: OffloadingConnectorStats) -> None:
                 stats.observe_histogram(TRANSFER_SIZE.name, size, labels)
 
 
-def _add_transfers(stats: OffloadingConnectorStats, transfers: ConnectorStats) -> None:
-    for transfer_type, operations in transfers.data.items():
-        labels = (transfer_type,)
-        sizes = [operation["op_size"] for operation in operations]
-        seconds = sum(operation["op_time"] for operation in operations)
-        stats.increase_counter(TRANSFER_BYTES.name, sum(sizes), labels)
-        stats.increase_counter(TRANSFER_TIME.name, seconds, labels)
-        for size in sizes:
-            stats.observe_histogram(TRANSFER_SIZE.name, size, labels)
+class LoggedStats(OffloadingConnectorStats):
+    """Statistics as vLLM's front end logs them: without zeros.
+
+    The first report has every series, so that Prometheus has those that stand at 0.
+    """
+
+    @override
+    def reduce(self) -> dict[str, int | float]:
+        return {name: value for name, value in super().reduce().items() if value}
+
+    @override
+    def is_empty(self) -> bool:
+        return not self.reduce()
 
 
 class StatsReporter:
@@ -123,8 +127,9 @@ class StatsReporter:
                 stats.increase_counter(metric.name, value, labels)
             else:
                 stats.set_gauge(metric.name, value, labels)
-        for tier, gaps in zip(report.now.tiers, report.reuse_gaps, strict=True):
-            for gap_s in gaps:
-                stats.observe_histogram(REUSE_GAP.name, gap_s, (tier.name,))
-        _add_transfers(stats, report.transfers)
+        for (metric, labels), observed in report.observations():
+            for value in observed:
+                stats.observe_histogram(metric.name, value, labels)
+        for (metric, labels), growth in report.moved():
+            stats.increase_counter(metric.name, growth, labels)
         return None if stats.is_empty() else stats

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.errors import UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, PageMapping, RankShare, shard_of, share_pages
 from kvtier.transfer import relay_slots
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["lay_out_slots", "require_same_file"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 def lay_out_slots(

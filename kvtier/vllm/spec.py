@@ -7,7 +7,6 @@ The spec object is built in every one of them from the same configuration.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -16,6 +15,7 @@ from kvtier.config import Door, load_config, own_paths, resolve_load_path
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import open_storage
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory import HostRegion
 from kvtier.vllm.adapters import positions_with_adapters
 from kvtier.vllm.compat import (
@@ -44,7 +44,11 @@ from kvtier.vllm.contract import (
     OffloadingWorker,
 )
 from kvtier.vllm.corrections import late_stores_refused
-from kvtier.vllm.layout import fingerprint, require_supported_layout
+from kvtier.vllm.layout import (
+    fingerprint,
+    require_supported_layout,
+    warn_of_weak_hashes,
+)
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.metrics import metric_definitions
 from kvtier.vllm.slots import lay_out_slots, require_same_file
@@ -52,7 +56,7 @@ from kvtier.vllm.worker import KVTierWorker
 
 __all__ = ["KVTierConnectorSpec", "KVTierOffloadingSpec"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _MEET_TIMEOUT_S = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""
@@ -172,6 +176,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             config = current_config()
             content = kv_content(config, self._engine)
             _require_known_layers(config, self._engine)
+            if not rank:
+                warn_of_weak_hashes(config, self._settings)
             if self._door is Door.SPEC:
                 if has_adapters(config):
                     content += _ADAPTERS

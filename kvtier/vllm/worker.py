@@ -10,7 +10,6 @@ later message could undo it.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -21,6 +20,7 @@ from typing_extensions import override
 
 from kvtier.connector.device import DeviceEngine, DeviceResult, blocks_not_loaded
 from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import Why
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierWorker", "wait_for_stores_here"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

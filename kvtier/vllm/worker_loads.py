@@ -9,12 +9,12 @@ computed for it is wrong and must not be stored.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtier.logs import get_logger
 from kvtier.vllm.worker import KVTierWorker
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerLoads"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

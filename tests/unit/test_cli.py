@@ -92,11 +92,11 @@ def test_every_problem_is_an_error_line_without_a_traceback(shell: Shell, config
 def test_a_file_that_may_not_be_read_is_named_with_a_remedy(
     shell: Shell, config: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> bytes:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     problem = "cannot be read: Permission denied; check its permissions"
     assert shell(command, config) == Ran(2, "", f"error: {config}: {problem}\n")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,8 @@ def test_checking_leaves_nothing_in_a_store(tmp_path: Path) -> None:
     [
         ("/proc/version", "not a directory; name a directory"),
         ("/proc/no/such/store", "its parent /proc/no/such does not exist; mount"),
-        ("/proc/version/store", "its parent /proc/version does not exist"),
+        ("/proc/version/store", "its parent /proc/version is not a directory; name a dir"),
+        ("/proc/version/deep/store", "its parent /proc/version is not a directory; name"),
         ("/proc", "/proc is not writable: "),
         ("/proc/store", "/proc is not writable: "),
     ],
@@ -132,6 +135,23 @@ def test_what_a_store_holds_already_counts_as_room(
     (tmp_path / "namespace").mkdir()
     (tmp_path / "namespace" / "slots.bin").write_bytes(b"x" * (2 << 20))
     assert check_environment(ladder(tmp_path)) == []
+
+
+def test_a_directory_that_vanishes_during_the_check_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vanishing = tmp_path / "namespace"
+    vanishing.mkdir()
+    scan = os.scandir
+
+    def scan_too_late(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path) == vanishing:
+            vanishing.rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_too_late)
+    assert check_environment(ladder(tmp_path)) == []
+    assert not vanishing.exists()
 
 
 def test_a_slower_tier_that_is_no_larger_is_a_warning(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvtier.config import KvtierConfig, load_config
+from kvtier.config import KvtierConfig, load_config, parse_config
 from kvtier.memory import RegionGeometry
 from kvtier.vllm.compat import EngineFacts
-from kvtier.vllm.layout import fingerprint
+from kvtier.vllm.layout import fingerprint, warn_of_weak_hashes
+from tests.unit.warned import warnings_in
 
 GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
 LARGE = b" " * (1 << 20)
@@ -53,6 +55,31 @@ def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     os.utime(path, (date_s, date_s))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "warned"),
+    [("sha256", False), ("sha256_cbor", False), ("xxhash", True), ("xxhash_cbor", True)],
+)
+@pytest.mark.parametrize("keeps", [True, False], ids=["with a store", "in memory only"])
+def test_hashes_that_may_collide_are_warned_of_where_a_store_keeps_them(
+    caplog: pytest.LogCaptureFixture, algorithm: str, warned: bool, keeps: bool
+) -> None:
+    nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n" if keeps else ""
+    config = parse_config(f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{nvme}", source="a.yaml")
+    cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
+    warn_of_weak_hashes(SimpleNamespace(cache_config=cache), config)
+    found = warnings_in(caplog)
+    assert len(found) == (warned and keeps)
+    assert all(f"--prefix-caching-hash-algo {algorithm}: " in text for text in found)
+    assert all(text.endswith("use sha256 or sha256_cbor") for text in found)
+
+
+def test_a_vllm_that_does_not_say_how_it_hashes_is_not_warned_of(
+    config: KvtierConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_weak_hashes(None, config)
+    assert warnings_in(caplog) == []
 
 
 def test_groups_that_have_other_numbers_in_keys_are_others(

@@ -11,11 +11,12 @@ The capacity is that of the slot files, where the bytes are. The index beside ea
 from __future__ import annotations
 
 import contextlib
-import logging
 from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.logs import get_logger
+from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.index import index_room_nbytes
 from kvtier.tiers.slab.lock import try_acquire
@@ -35,7 +36,7 @@ from kvtier.units import approximate_size
 
 __all__ = ["make_room"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _RANKS: Final = "ranks"
 _SPLIT: Final = {_RANKS, "stripes", "stripe_nbytes"}
@@ -217,7 +218,7 @@ def _remove(tier: str, namespace: Namespace, io: BlockIo) -> None:
     logger.warning(
         "tier %s: removing the cache of model %s (%s in %s) to stay within capacity",
         tier,
-        model,
+        printable(str(model)),
         approximate_size(namespace.slots_nbytes),
         namespace.directory,
     )

@@ -19,6 +19,7 @@ from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
 from kvtier.ownership import find_exposure, find_stranger
+from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (
     LOCK,
@@ -101,7 +102,7 @@ class Layout:
         Raises:
             ValueError: It is not the text of a layout this version understands.
         """
-        content = json.loads(text)
+        content = _parse(text)
         match content:
             case {
                 "format": str(form),
@@ -359,7 +360,7 @@ def open_root(
 
 def _no_directory(tier: str, root: Path) -> str:
     if root.is_symlink() and not root.exists():
-        there = root.readlink()
+        there = printable(str(root.readlink()))
         problem = f"leads to {there}, which does not exist; create it, or mount the disk there"
     else:
         problem = "is not a directory; name one that kvtier may fill"
@@ -417,7 +418,7 @@ def _version_of(directory: Path, io: BlockIo) -> int | None:
     """Return the version of a namespace's layout, None if ``directory`` is not one of ours."""
     try:
         _require_own_files("", directory)
-        content = json.loads(io.read_bytes(directory / LAYOUT))
+        content = _parse(io.read_bytes(directory / LAYOUT))
     except (OSError, ValueError, StoreDamagedError):
         return None
     match content:
@@ -481,9 +482,21 @@ def _require_own_files(tier: str, directory: Path) -> None:
                 )
     names = {path.name for path in directory.iterdir()}
     if LAYOUT not in names and names - {LOCK, _DRAFT}:
-        foreign = min(names - {LOCK, _DRAFT})
+        foreign = printable(min(names - {LOCK, _DRAFT}))
         problem = f"it has {foreign} but no {LAYOUT}"
         raise StoreDamagedError(tier, _unusable(directory, problem))
+
+
+def _parse(text: str | bytes) -> object:
+    """Return what the text of a ``layout.json`` says.
+
+    Raises:
+        ValueError: It is no JSON, or nested deeper than any layout.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def _unusable(directory: Path, problem: str) -> str:

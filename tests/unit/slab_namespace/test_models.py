@@ -356,7 +356,9 @@ def test_what_an_earlier_version_made_leaves_for_lack_of_room(
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{}", None], ids=["empty", "strange", "gone"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[" * 200_000, None], ids=["empty", "strange", "deep", "gone"]
+)
 def test_what_takes_room_and_cannot_be_told_to_be_ours_is_warned_of(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
