@@ -180,10 +180,12 @@ def format_size(nbytes: int) -> str:
 def format_duration(seconds: float) -> str:
     """Return ``seconds`` exactly, in seconds or milliseconds.
 
-    >>> format_duration(0.25), format_duration(90.0)
-    ('250ms', '90s')
+    >>> format_duration(0.25), format_duration(90.0), format_duration(604800.0)
+    ('250ms', '90s', '7d')
     """
     exact = Decimal(repr(seconds))
+    if exact and not exact % 86400:
+        return f"{_plain(exact / 86400)}d"
     if 0 < exact < 1:
         return f"{_plain(exact * 1000)}ms"
     return f"{_plain(exact)}s"

@@ -410,7 +410,7 @@ def _place(space: StoredNamespace) -> dict[str, str]:
 
 
 def _model(space: StoredNamespace) -> str:
-    return str(space.layout.fingerprint.fields.get("model", "unknown"))
+    return space.layout.model
 
 
 def _good(found: Verification) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,14 @@ File = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="Configuration, a YAML file.", readable=False),
 ]
+EngineModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="What the engine is started with: says which cache in the store is its own.",
+    ),
+]
 
 
 def check(
@@ -46,6 +55,7 @@ def check(
         int,
         typer.Option(min=1, metavar="N", help="Data-parallel ranks that run on this machine."),
     ] = 1,
+    model: EngineModel = None,
     as_json: AsJson = False,
 ) -> None:
     """Check FILE, and the disks and memory of this machine.
@@ -62,18 +72,18 @@ def check(
             f"--data-parallel-size {data_parallel_size}: {problem}; write {_MOST_RANKS} or less"
         )
     config = load_config(file)
-    warnings = check_start(config, ranks=data_parallel_size)
-    notes = notes_on_ranks(config, ranks=data_parallel_size)
+    report = check_start(config, ranks=data_parallel_size, model=model)
+    notes = [*notes_on_ranks(config, ranks=data_parallel_size), *report.notes]
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)
-        show_json({"file": str(file), "warnings": warnings, "notes": notes, "config": document})
+        found = {"warnings": report.warnings, "notes": notes}
+        show_json({"file": str(file), **found, "config": document})
         return
     console = make_console()
     show_tiers(console, config)
     for note in notes:
         show_line(console, note)
-    for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+    _warn(report.warnings)
     typer.echo(f"{printable(str(file))}: ok")
 
 
@@ -92,6 +102,7 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the disks.")
     ] = True,
+    model: EngineModel = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what makes FILE slow or unsafe on this machine.
@@ -103,9 +114,11 @@ def doctor(
     # The storage tier and its packages are loaded for those who ask for them only.
     from kvtier.cli._doctor import examination_document, show_examination  # noqa: PLC0415
     from kvtier.doctor import Verdict, examine  # noqa: PLC0415
+    from kvtier.vllm.identity import declared_identity  # noqa: PLC0415
 
     config = load_config(file)
-    examination = examine(config, seconds=seconds if measure else None)
+    identity = declared_identity(config, model)
+    examination = examine(config, seconds=seconds if measure else None, identity=identity)
     if as_json:
         show_json(examination_document(file, examination))
     else:
@@ -155,16 +168,29 @@ def vllm_args(
         str,
         typer.Option(metavar="NAME", help=f"The way into vLLM: {' or '.join(Door)}."),
     ] = Door.CONNECTOR.value,
+    model: EngineModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
 ) -> None:
     """Print the vLLM arguments that load FILE.
 
-    Append the line, which is quoted for a shell, to 'vllm serve MODEL'.
+    Append the line, which is quoted for a shell, to 'vllm serve MODEL'. Exits with 2 if an
+    engine has the store open here, or could not start with what is in it.
     """
+    from kvtier.cli._check import check_stores  # noqa: PLC0415
+
     way = Door(choice("--door", door, Door))
     config: KvtierConfig = resolve_load_path(load_config(file), way)
+    report = check_stores(config, model=model)
+    for note in report.notes:
+        typer.echo(f"note: {note}", err=True)
+    _warn(report.warnings)
     value = json.dumps(vllm_transfer_config(file, config, door=way))
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(f"warning: {line}", err=True)
 
 
 def print_schema() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -77,7 +76,9 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
 
 
 def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
-    """Look at the directories, disks and memory of this machine.
+    """Look at the directories and the memory of this machine.
+
+    The disks' room and what is in the stores, :mod:`kvtier.tiers.start` looks at.
 
     A file is created in each store's directory, or next to it, and removed at once: nothing
     else tells reliably whether one can be.
@@ -123,37 +124,8 @@ def _memory_problems(config: KvtierConfig, ranks: int) -> Iterator[str]:
 
 def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iterator[str]:
     """Look at the directories of every tier, one for each rank."""
-    on_disks = dict[int, dict[int, list[Path]]]()
     for number, paths in stores.items():
-        obstacles = _obstacles(config, _store_key(config, number), paths, _obstacle_to_store)
-        yield from obstacles
-        for path in paths if not obstacles else ():
-            on_disk = on_disks.setdefault(_existing(path).stat().st_dev, {})
-            on_disk.setdefault(number, []).append(path)
-    for on_disk in on_disks.values():
-        yield from _room_problems(config, on_disk)
-
-
-def _room_problems(config: KvtierConfig, on_disk: dict[int, list[Path]]) -> Iterator[str]:
-    """Say which tiers of those on one disk it has no room for, each beside the ones before."""
-    paths = [path for paths in on_disk.values() for path in paths]
-    reserved_bytes = sum(map(held_bytes, paths))
-    free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
-    before = list[str]()
-    for number, stores in on_disk.items():
-        tier = config.tiers[number]
-        wanted_bytes = tier.capacity_bytes * len(stores)
-        if wanted_bytes > free_bytes:
-            beside = f"beside {' and '.join(before)}, " if before else ""
-            all_ranks = _all_ranks(tier.capacity_bytes, len(stores))
-            room = approximate_size(max(free_bytes, 0))
-            problem = f"{all_ranks}{beside}the disk has room for {room}"
-            remedy = "lower it or free space: all of it is reserved at start"
-            value = format_size(tier.capacity_bytes)
-            key = f"tiers[{number}].capacity"
-            yield config.origin.complain(key, problem, remedy, value=value)
-        free_bytes -= wanted_bytes
-        before.append(tier.name)
+        yield from _obstacles(config, _store_key(config, number), paths, _obstacle_to_store)
 
 
 def _all_ranks(nbytes: int, ranks: int) -> str:

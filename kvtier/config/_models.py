@@ -135,6 +135,13 @@ class NvmeTierConfig(TierConfig):
     keep_after_reset: bool = False
     """Whether what is stored after a reset of the cache survives a restart; not with weights
     that are updated while the engine runs."""
+    on_mismatch: Literal["refuse", "remove"] = "refuse"
+    """What a start does with another identity's cache that leaves too little of `capacity`:
+    `refuse` to start while it was used within `keep_for`, or `remove` it."""
+    keep_for_s: Duration = Field(
+        default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
+    )
+    """How long after its last use a cache is kept by `on_mismatch: refuse`."""
     own_process: bool = True
     """Read, write and checksum in a process of its own, out of the way of the engine's."""
 
@@ -309,6 +316,8 @@ class EngineConfig(_Section):
 class IdentityConfig(_Section):
     """What, besides model and layout, must be equal for stored bytes to be reused."""
 
+    name: str | None = Field(default=None, min_length=1)
+    """What the model is called, instead of the name or path that the engine was given."""
     model_revision: str | None = None
     """Revision of the weights, if the engine does not know it."""
     weights_epoch: int = Field(default=0, ge=0)

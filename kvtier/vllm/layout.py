@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
@@ -12,7 +11,7 @@ from kvtier.logs import get_logger
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat import EngineFacts, hashes_are_seeded_at_random
-from kvtier.vllm.model_files import model_files
+from kvtier.vllm.identity import declared_identity
 
 __all__ = [
     "block_hashes_are_stable",
@@ -22,9 +21,6 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
-
-_FORMAT = "kvtier-vllm-2"
-"""Raised when the bytes of a slot are laid out differently."""
 
 
 def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
@@ -70,22 +66,17 @@ def fingerprint(
         groups += f";{','.join(map(str, engine.group_ids))}"
     return LayoutFingerprint(
         {
-            "format": _FORMAT,
-            "model": engine.model_name,
-            "model_files": model_files(Path(engine.model_name)),
-            "model_revision": config.identity.model_revision or "",
-            "weights_epoch": config.identity.weights_epoch,
+            **declared_identity(config, engine.model_name),
             "kv_dtype": engine.kv_dtype,
             "kv_layout": engine.kv_layout or "",
             "kv_content": geometry.content,
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
             "tokens_per_hash": engine.tokens_per_hash,
-            "blocks_per_chunk": engine.blocks_per_chunk,
             "ranks": "any" if geometry.is_portable else geometry.ranks,
             "stripes": geometry.stripes,
             "stripe_nbytes": geometry.stripe_nbytes,
-            "hash_seed": environment().python_hash_seed or "",
-        }
+        },
+        label=config.identity.name or engine.model_name,
     )
 
 

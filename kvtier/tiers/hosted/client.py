@@ -422,6 +422,7 @@ def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Open
         "options": options.model_dump(mode="json"),
         "slot_nbytes": context.slot_nbytes,
         "fingerprint": dict(context.fingerprint.fields),
+        "label": context.fingerprint.label,
         "piece_nbytes": context.piece_nbytes,
         "threads": context.pool.threads,
         "was_reset": context.was_reset,

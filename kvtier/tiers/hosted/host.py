@@ -201,7 +201,7 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
     header = opening.header
     context = TierContext(
         slot_nbytes=header["slot_nbytes"],
-        fingerprint=LayoutFingerprint(header["fingerprint"]),
+        fingerprint=LayoutFingerprint(header["fingerprint"], header["label"]),
         pool=pool,
         piece_nbytes=header["piece_nbytes"],
         owner_pid=engine_pid,

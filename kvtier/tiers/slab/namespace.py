@@ -45,6 +45,7 @@ __all__ = [
     "find_strangers_file",
     "is_named_as_one",
     "is_of_later_version",
+    "is_ours",
     "nbytes_of",
     "open_root",
     "read_layout",
@@ -85,12 +86,19 @@ class Layout:
     fingerprint: LayoutFingerprint
     slot_nbytes: int
 
+    @property
+    def model(self) -> str:
+        """The model's name for people, printable."""
+        name = self.fingerprint.label or str(self.fingerprint.fields.get("model", ""))
+        return "".join(filter(str.isprintable, name)) or "unknown"
+
     def to_json(self) -> str:
         """Return the text of the file."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
             "slot_nbytes": self.slot_nbytes,
+            "model": self.model,
             "fingerprint": dict(self.fingerprint.fields),
         }
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -103,6 +111,7 @@ class Layout:
             ValueError: It is not the text of a layout this version understands.
         """
         content = _parse(text)
+        label = content.get("model", "") if isinstance(content, dict) else ""
         match content:
             case {
                 "format": str(form),
@@ -117,7 +126,7 @@ class Layout:
             raise ValueError(
                 f"it has format {form!r}, version {version}; this kvtier {_VERSION}"
             )
-        return cls(LayoutFingerprint(fields), slot_nbytes)
+        return cls(LayoutFingerprint(fields, str(label)), slot_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +198,7 @@ class Namespace:
             It, or who has it and will be gone soon; None if an engine has it open, or it is
             not ours.
         """
-        if not _is_ours(directory, io):
+        if not is_ours(directory, io):
             return None
         try:
             if find_strangers_file(directory):
@@ -446,7 +455,7 @@ def why_unreadable(directory: Path, io: BlockIo) -> str:
     return ""
 
 
-def _is_ours(directory: Path, io: BlockIo) -> bool:
+def is_ours(directory: Path, io: BlockIo) -> bool:
     """Return whether ``directory`` is a namespace that this version made, or an earlier one."""
     layout = read_layout(directory, io)
     if layout is None:

@@ -198,7 +198,7 @@ def _make_room(
 
     def attempt(*, patient: bool) -> Occupied | None:
         with open_root(options.name, options.path, io):
-            return make_room(namespace, spec, options.capacity_bytes, io, patient=patient)
+            return make_room(namespace, spec, options, io, patient=patient)
 
     for _ in PATIENCE.attempts():
         if attempt(patient=True) is None:

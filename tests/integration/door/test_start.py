@@ -107,7 +107,7 @@ def test_a_second_engine_on_the_store_is_refused_with_the_holders_pid(
 def test_a_store_of_another_model_gets_its_own_namespace(
     settings: Settings, open_door: OpenDoor, tmp_path: Path
 ) -> None:
-    path = settings(ram=16, nvme=32)
+    path = settings(ram=16, nvme=32, extra="  on_mismatch: remove\n")
     door = open_door(path)
     keys = fill_and_store(door, 50, 4)
     door.close()
@@ -122,7 +122,7 @@ def test_a_store_of_another_model_gets_its_own_namespace(
 def test_only_layers_of_the_same_element_types_find_what_was_stored(
     settings: Settings, open_door: OpenDoor
 ) -> None:
-    path = settings(extra="  own_process: false\n")
+    path = settings(extra="  own_process: false\n  on_mismatch: remove\n")
     door = open_door(path, held=("fp8", "auto"))
     keys = fill_and_store(door, 50, 1)
     door.close()
@@ -136,7 +136,7 @@ def test_only_layers_of_the_same_element_types_find_what_was_stored(
 def test_only_a_model_that_runs_with_the_same_settings_finds_what_was_stored(
     settings: Settings, open_door: OpenDoor, kind: type[KVTierOffloadingSpec]
 ) -> None:
-    path = settings(extra="  own_process: false\n")
+    path = settings(extra="  own_process: false\n  on_mismatch: remove\n")
     long_rope = {"rope_parameters": {"rope_type": "longrope"}}
     door = open_door(path, kind, run_as={"hf_config": long_rope, "max_model_len": 512})
     keys = fill_and_store(door, 50, 1)
