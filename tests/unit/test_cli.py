@@ -431,6 +431,7 @@ def test_the_help_loads_the_commands_names_only() -> None:
     assert {name for name in loaded if name.startswith("kvtier.")} == {
         "kvtier.cli",
         "kvtier.errors",
+        "kvtier.printable",
     }
 
 

@@ -88,9 +88,9 @@ class Layout:
 
     @property
     def model(self) -> str:
-        """The model's name for people, printable."""
+        """The model's name for people, with control characters escaped."""
         name = self.fingerprint.label or str(self.fingerprint.fields.get("model", ""))
-        return "".join(filter(str.isprintable, name)) or "unknown"
+        return printable(name) or "unknown"
 
     def to_json(self) -> str:
         """Return the text of the file."""
