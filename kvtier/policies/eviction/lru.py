@@ -12,12 +12,20 @@ A request's chunks come, and mostly go, together, so the queue is made for runs 
 lists, one to append to and one, reversed, to take from the end of (Hood and Melville,
 "Real-time queue operations in pure LISP", 1981, but not in real time). Both take a run in one
 call where a deque takes it entry by entry, and most entries need no decision of their own.
+
+A prompt reaches a tier in several batches: what was loaded, then what each step computed. Its
+first batch is of no use to anybody without the others' ancestors, so the last chunk must leave
+first. Chunks that come or are used as a batch therefore wait in the list of their *prompt*, root
+to leaf, before they enter the queue. A batch whose first chunk continues a waiting prompt
+extends it. Prompts enter the queue leaf to root: when the queue is empty, when too many wait, or
+when a chunk comes or is used alone. They wait in the order of their last use and are younger
+than the queue, so only chunks of one prompt change places with each other.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from operator import not_
 from typing import Final
@@ -25,6 +33,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
+from kvtier.keys import GROUP_NBYTES
 from kvtier.policies.base import (
     ChunkCopy,
     Evictable,
@@ -38,20 +47,26 @@ __all__ = ["Lru"]
 
 _SLACK: Final = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
+_PROMPTS: Final = 1024
+"""Most prompts that may still grow: as many as an engine runs at a time."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Lru(Eviction):
-    """Evicts the copy whose last use is longest ago."""
+    """Evicts the copy whose last use is longest ago; of one prompt the deepest chunk first."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._newer: list[ChunkCopy] = []
         self._older: list[ChunkCopy] = []  # its last entry is the oldest
+        self._prompts: OrderedDict[bytes, list[ChunkCopy]] = OrderedDict()
+        self._waiting = 0  # entries in them
         self._members = 0
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if self._prompts:
+            self._end_prompts()
         self._members += 1
         copy.queued = 0
         self._newer.append(copy)
@@ -60,30 +75,29 @@ class Lru(Eviction):
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
         self._members += len(copies)
-        self._newer += copies
+        self._extend_prompt(copies)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if self._prompts:
+            self._end_prompts()
         copy.queued += 1
         self._newer.append(copy)
-        if len(self._newer) + len(self._older) > 2 * self._members + _SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
         touched = list(copies)
         for copy in touched:
             copy.queued += 1
-        self._newer += touched
-        if len(self._newer) + len(self._older) > 2 * self._members + _SLACK:
-            self._tidy()
+        self._extend_prompt(touched)
+        self._bound()
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         copy.queued += 1  # no entry is its place any more
         self._members -= 1
-        if len(self._newer) + len(self._older) > 2 * self._members + _SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
@@ -99,7 +113,7 @@ class Lru(Eviction):
                 break
             else:
                 rejected.append(copy)
-        self._newer += rejected
+        self._extend_prompt(rejected)
         return victim
 
     @override
@@ -124,7 +138,7 @@ class Lru(Eviction):
                 else:
                     rejected.append(copy)
             victims += compress(run, map(not_, doubtful))
-        self._newer += rejected
+        self._extend_prompt(rejected)
         self._members -= len(victims)
         return victims
 
@@ -132,27 +146,73 @@ class Lru(Eviction):
         """Return the members, next victim first; looks at every entry."""
         stale: Counter[ChunkCopy] = Counter()
         members: list[ChunkCopy] = []
-        for copy in chain(reversed(self._older), self._newer):
+        for copy in self._entries():
             if stale[copy] == copy.queued:
                 members.append(copy)
             stale[copy] += 1
         return members
 
+    def _entries(self) -> Iterator[ChunkCopy]:
+        """Return all entries, oldest first."""
+        prompts = chain.from_iterable(map(reversed, self._prompts.values()))
+        return chain(reversed(self._older), self._newer, prompts)
+
+    def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
+        """Append ``copies``, given leaf to root, to the prompt that they continue."""
+        if not copies:
+            return
+        prompts = self._prompts
+        before, last = copies[-1].parent, copies[0].key[:-GROUP_NBYTES]
+        prompt = None if before is None else prompts.pop(before[:-GROUP_NBYTES], None)
+        batch = list(reversed(copies))
+        if last in prompts:
+            if prompt is None and prompts[last] == batch:
+                prompt = prompts.pop(last)  # another request uses the same prefix
+            else:
+                self._end_prompts()
+        elif len(prompts) >= _PROMPTS:
+            self._end_prompt(prompts.popitem(last=False)[1])
+        self._waiting += len(batch)
+        if prompt is None:
+            prompts[last] = batch
+        else:
+            prompt += batch
+            prompts[last] = prompt
+
+    def _end_prompt(self, prompt: list[ChunkCopy]) -> None:
+        """Put ``prompt``, which waits no longer, into the queue."""
+        self._waiting -= len(prompt)
+        self._newer += reversed(prompt)
+
+    def _end_prompts(self) -> None:
+        for prompt in self._prompts.values():
+            self._end_prompt(prompt)
+        self._prompts.clear()
+
     def _turn(self) -> bool:
         """Begin to take what was appended; return whether there is anything."""
-        self._older, self._newer = self._newer, self._older
-        self._older.reverse()
+        if self._newer or not self._prompts:
+            self._older, self._newer = self._newer, self._older
+            self._older.reverse()
+        else:
+            self._older = self._prompts.popitem(last=False)[1]
+            self._waiting -= len(self._older)
         return bool(self._older)
 
-    def _tidy(self) -> None:
-        """Drop every entry that is not its copy's place."""
+    def _bound(self) -> None:
+        """Drop every entry that is not its copy's place, when there are too many of them."""
+        entries = len(self._newer) + len(self._older) + self._waiting
+        if entries <= 2 * self._members + _SLACK:
+            return
         kept: list[ChunkCopy] = []
-        for copy in chain(reversed(self._older), self._newer):
+        for copy in self._entries():
             if copy.queued:
                 copy.queued -= 1
             else:
                 kept.append(copy)
         self._older.clear()
+        self._prompts.clear()
+        self._waiting = 0
         self._newer = kept
 
 
