@@ -12,22 +12,30 @@ a chunk's place in its group, as a share of what is named of the group, tells wh
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TypeVar
+from itertools import chain, pairwise
 
-from kvtier.keys import GROUP_NBYTES, of_one_group
+from kvtier.keys import GROUP_NBYTES
 from kvtier.policies import ChunkCopy
 
 __all__ = ["across_groups", "by_group", "prompts_of"]
 
-_Item = TypeVar("_Item")
+_key_of = operator.attrgetter("key")
+_parent_of = operator.attrgetter("parent")
 
 
 def by_group(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     """Return the copies of each KV cache group; they stand group after group."""
-    groups = [copy.key[-GROUP_NBYTES:] for copy in copies]
-    return _cut(copies, [before != group for before, group in pairwise(groups)])
+    parts: list[Sequence[ChunkCopy]] = []
+    begin = 0
+    while begin < len(copies):
+        group = copies[begin].key[-GROUP_NBYTES:]
+        end = bisect_right(copies, 0, begin, key=lambda copy: not copy.key.endswith(group))
+        parts.append(copies[begin:end])
+        begin = end
+    return parts
 
 
 def across_groups(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
@@ -36,7 +44,7 @@ def across_groups(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     Args:
         copies: Group after group, each root to leaf.
     """
-    if not copies or of_one_group((copies[0].key, copies[-1].key)):
+    if not copies or _is_of_one_group(copies):
         return copies
     return _merge(by_group(copies))
 
@@ -52,12 +60,14 @@ def prompts_of(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     if not copies:
         return []
     first, last = copies[0], copies[-1]
-    if last.depth - first.depth == len(copies) - 1 and of_one_group((first.key, last.key)):
+    if last.depth - first.depth == len(copies) - 1 and _is_of_one_group(copies):
         return [copies]
-    breaks = [before.key != copy.parent for before, copy in pairwise(copies)]
+    follows = map(operator.eq, map(_key_of, copies), map(_parent_of, copies[1:]))
+    cuts = [at for at, is_next in enumerate(follows, 1) if not is_next]
     prompts: list[Sequence[ChunkCopy]] = []
     parts: list[Sequence[ChunkCopy]] = []
-    for part in _cut(copies, breaks):
+    for begin, end in pairwise([0, *cuts, len(copies)]):
+        part = copies[begin:end]
         if parts and part[0].key[-GROUP_NBYTES:] <= parts[-1][0].key[-GROUP_NBYTES:]:
             prompts.append(_merge(parts))
             parts = []
@@ -66,18 +76,23 @@ def prompts_of(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
     return prompts
 
 
-def _cut(copies: Sequence[_Item], breaks: Sequence[bool]) -> list[Sequence[_Item]]:
-    """Cut ``copies`` before each but the first where ``breaks`` says so."""
-    cuts = [at for at, is_break in enumerate(breaks, 1) if is_break]
-    return [copies[begin:end] for begin, end in pairwise([0, *cuts, len(copies)])]
+def _is_of_one_group(copies: Sequence[ChunkCopy]) -> bool:
+    return copies[0].key[-GROUP_NBYTES:] == copies[-1].key[-GROUP_NBYTES:]
 
 
-def _merge(parts: Sequence[Sequence[_Item]]) -> Sequence[_Item]:
-    """Return the items of all ``parts``, each of which covers the same tokens, by their end."""
+def _merge(parts: Sequence[Sequence[ChunkCopy]]) -> Sequence[ChunkCopy]:
+    """Return the copies of all ``parts``, which cover the same tokens, by where they end.
+
+    The first and the last are of the first part: a policy sees by them what a batch continues.
+    """
     if len(parts) == 1:
         return parts[0]
-    if len({len(part) for part in parts}) == 1:
-        return [item for items in zip(*parts, strict=True) for item in items]
-    items = [item for part in parts for item in part]
+    merged = list(chain.from_iterable(parts))
+    if len(set(map(len, parts))) == 1:
+        for at, part in enumerate(parts):
+            merged[at :: len(parts)] = part
+        merged.append(merged.pop(-len(parts)))
+        return merged
     ends = [at / len(part) for part in parts for at in range(1, len(part) + 1)]
-    return [items[at] for at in sorted(range(len(items)), key=ends.__getitem__)]
+    ends[0], ends[len(parts[0]) - 1] = 0.0, 2.0
+    return [merged[at] for at in sorted(range(len(merged)), key=ends.__getitem__)]

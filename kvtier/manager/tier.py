@@ -172,18 +172,7 @@ class TierState(Holds):
             is_ordered: Whether they come instead in the order in which another tier evicted
                 them.
         """
-        idle = len(copies)
-        if self.index:
-            for copy in copies:  # in a slower tier nobody else holds what is not whole
-                copy.state = _RESIDENT
-                copy.pins = 0
-        else:
-            for copy in copies:
-                copy.state = _RESIDENT
-                copy.pins = pins = copy.pins - 1
-                if pins:
-                    idle -= 1
-        self.idle += idle
+        self.idle += self._end_writing(copies)
         if self._kids is not None:
             self._kids.arrive(copies)
         self.writing -= len(copies)
@@ -191,8 +180,7 @@ class TierState(Holds):
         if is_ordered:
             self.eviction.on_insert_many(copies, ctx)
             return
-        prompts = prompts_of(copies)
-        for prompt in reversed(prompts):  # the parts of a prompt with gaps, deepest first
+        for prompt in prompts_of(copies) if self.index else (across_groups(copies),):
             self.eviction.on_insert_many(self._ordered(prompt), ctx)
 
     def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
@@ -345,6 +333,21 @@ class TierState(Holds):
         if not self.leaving.isdisjoint(copies):
             for copy in copies:
                 self.stay(copy, ctx)
+
+    def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
+        """Make ``copies`` resident and drop their writer's pin; return how many are idle."""
+        if self.index:
+            for copy in copies:  # in a slower tier nobody else holds what is not whole
+                copy.state = _RESIDENT
+                copy.pins = 0
+            return len(copies)
+        held = 0
+        for copy in copies:
+            copy.state = _RESIDENT
+            copy.pins = pins = copy.pins - 1
+            if pins:
+                held += 1
+        return len(copies) - held
 
     def _take_over(self, slots: Sequence[int]) -> list[ChunkCopy]:
         """Return the copy object of each of ``slots``; those not there yet are made.

@@ -13,18 +13,18 @@ lists, one to append to and one, reversed, to take from the end of (Hood and Mel
 "Real-time queue operations in pure LISP", 1981, but not in real time). Both take a run in one
 call where a deque takes it entry by entry, and most entries need no decision of their own.
 
-A prompt reaches a tier in several batches: what was loaded, then what each step computed. Its
-first batch is of no use to anybody without the others' ancestors, so the last chunk must leave
-first. Chunks that come or are used as a batch therefore wait in the list of their *prompt*, root
-to leaf, before they enter the queue. A batch whose first chunk continues a waiting prompt
-extends it. Prompts enter the queue leaf to root: when the queue is empty, when too many wait, or
-when a chunk comes or is used alone. They wait in the order of their last use and are younger
-than the queue, so only chunks of one prompt change places with each other.
+A prompt reaches a tier in batches: what was loaded, then what each step computed. A chunk is of
+no use without all before it, so the last batch must leave first. What comes or is used as a
+batch, leaf to root, therefore waits in a list of its *prompt* before it enters the queue. A
+batch extends the prompt whose last chunk it continues. A prompt enters the queue leaf to root
+when the queue is empty, when too many wait, or when a chunk comes or is used by itself. Prompts
+wait in the order of their last use and are younger than the queue. So only chunks of one prompt
+change places, and where no batch continues another the order is that of single calls.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from operator import not_
@@ -33,7 +33,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
-from kvtier.keys import GROUP_NBYTES
+from kvtier.keys import ChunkKey
 from kvtier.policies.base import (
     ChunkCopy,
     Evictable,
@@ -48,7 +48,7 @@ __all__ = ["Lru"]
 _SLACK: Final = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
 _PROMPTS: Final = 1024
-"""Most prompts that may still grow: as many as an engine runs at a time."""
+"""Most prompts that wait: as many as an engine runs at a time."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -59,7 +59,7 @@ class Lru(Eviction):
         super().__init__(capacity)
         self._newer: list[ChunkCopy] = []
         self._older: list[ChunkCopy] = []  # its last entry is the oldest
-        self._prompts: OrderedDict[bytes, list[ChunkCopy]] = OrderedDict()
+        self._prompts: dict[ChunkKey | None, list[ChunkCopy]] = {}  # by their last chunk
         self._waiting = 0  # entries in them
         self._members = 0
 
@@ -74,8 +74,9 @@ class Lru(Eviction):
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
-        self._members += len(copies)
-        self._extend_prompt(copies)
+        if copies:
+            self._members += len(copies)
+            self._extend_prompt(copies)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -90,8 +91,9 @@ class Lru(Eviction):
         touched = list(copies)
         for copy in touched:
             copy.queued += 1
-        self._extend_prompt(touched)
-        self._bound()
+        if touched:
+            self._extend_prompt(touched)
+            self._bound()
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
@@ -113,7 +115,8 @@ class Lru(Eviction):
                 break
             else:
                 rejected.append(copy)
-        self._extend_prompt(rejected)
+        if rejected:
+            self._extend_prompt(rejected)
         return victim
 
     @override
@@ -138,7 +141,8 @@ class Lru(Eviction):
                 else:
                     rejected.append(copy)
             victims += compress(run, map(not_, doubtful))
-        self._extend_prompt(rejected)
+        if rejected:
+            self._extend_prompt(rejected)
         self._members -= len(victims)
         return victims
 
@@ -159,44 +163,41 @@ class Lru(Eviction):
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
         """Append ``copies``, given leaf to root, to the prompt that they continue."""
-        if not copies:
-            return
-        prompts = self._prompts
-        before, last = copies[-1].parent, copies[0].key[:-GROUP_NBYTES]
-        prompt = None if before is None else prompts.pop(before[:-GROUP_NBYTES], None)
-        batch = list(reversed(copies))
+        prompts, last = self._prompts, copies[0].key
+        prompt = prompts.pop(copies[-1].parent, None)
         if last in prompts:
-            if prompt is None and prompts[last] == batch:
+            if prompts[last] == copies[::-1]:
                 prompt = prompts.pop(last)  # another request uses the same prefix
             else:
                 self._end_prompts()
         elif len(prompts) >= _PROMPTS:
-            self._end_prompt(prompts.popitem(last=False)[1])
-        self._waiting += len(batch)
+            self._newer += reversed(self._take_prompt())
+        self._waiting += len(copies)
         if prompt is None:
-            prompts[last] = batch
-        else:
-            prompt += batch
-            prompts[last] = prompt
+            prompt = []
+        prompt += reversed(copies)
+        prompts[last] = prompt
 
-    def _end_prompt(self, prompt: list[ChunkCopy]) -> None:
-        """Put ``prompt``, which waits no longer, into the queue."""
+    def _take_prompt(self) -> list[ChunkCopy]:
+        """Return the entries of the prompt that waits longest, which then waits no more."""
+        prompt = self._prompts.pop(next(iter(self._prompts)))
         self._waiting -= len(prompt)
-        self._newer += reversed(prompt)
+        return prompt
 
     def _end_prompts(self) -> None:
+        """Put all prompts into the queue."""
         for prompt in self._prompts.values():
-            self._end_prompt(prompt)
+            self._waiting -= len(prompt)
+            self._newer += reversed(prompt)
         self._prompts.clear()
 
     def _turn(self) -> bool:
-        """Begin to take what was appended; return whether there is anything."""
+        """Begin to take what came last; return whether there is anything."""
         if self._newer or not self._prompts:
             self._older, self._newer = self._newer, self._older
             self._older.reverse()
         else:
-            self._older = self._prompts.popitem(last=False)[1]
-            self._waiting -= len(self._older)
+            self._older = self._take_prompt()
         return bool(self._older)
 
     def _bound(self) -> None:
