@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-from kvtier.keys import GROUP_NBYTES
+from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.policies import ChunkCopy
 
-__all__ = ["across_groups", "by_group", "prompts_of"]
+__all__ = ["across_groups", "by_group", "nearest", "prompts_of"]
 
 _key_of = operator.attrgetter("key")
 _parent_of = operator.attrgetter("parent")
@@ -47,6 +48,20 @@ def across_groups(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
     if not copies or _is_of_one_group(copies):
         return copies
     return _merge(by_group(copies))
+
+
+def nearest(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
+    """Return which ``count`` of one prompt's ``keys`` are nearest to the root, ascending.
+
+    Args:
+        keys: Group after group, each root to leaf.
+        count: At most their number.
+    """
+    if of_one_group(keys):
+        return range(count)
+    groups = Counter(key[-GROUP_NBYTES:] for key in keys)
+    ends = [at / chunks for chunks in groups.values() for at in range(1, chunks + 1)]
+    return sorted(sorted(range(len(keys)), key=ends.__getitem__)[:count])
 
 
 def prompts_of(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
@@ -81,18 +96,13 @@ def _is_of_one_group(copies: Sequence[ChunkCopy]) -> bool:
 
 
 def _merge(parts: Sequence[Sequence[ChunkCopy]]) -> Sequence[ChunkCopy]:
-    """Return the copies of all ``parts``, which cover the same tokens, by where they end.
-
-    The first and the last are of the first part: a policy sees by them what a batch continues.
-    """
+    """Return the copies of all ``parts``, which cover the same tokens, by where they end."""
     if len(parts) == 1:
         return parts[0]
     merged = list(chain.from_iterable(parts))
     if len(set(map(len, parts))) == 1:
         for at, part in enumerate(parts):
             merged[at :: len(parts)] = part
-        merged.append(merged.pop(-len(parts)))
         return merged
     ends = [at / len(part) for part in parts for at in range(1, len(part) + 1)]
-    ends[0], ends[len(parts[0]) - 1] = 0.0, 2.0
     return [merged[at] for at in sorted(range(len(merged)), key=ends.__getitem__)]

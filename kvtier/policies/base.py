@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
+from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
 from kvtier.policies.terms import NO_TERMS
 from kvtier.types import Why
@@ -28,6 +29,7 @@ __all__ = [
     "CopyState",
     "Evictable",
     "Eviction",
+    "NoVictimError",
     "Placement",
     "PolicyContext",
     "Promotion",
@@ -153,6 +155,15 @@ class PolicyContext:
     request: str = ""
     session: str = ""
     next_use: int = NEVER
+
+
+class NoVictimError(KvtierError):
+    """An eviction policy returned no victim although every member may go."""
+
+    def __init__(self, eviction: Eviction) -> None:
+        kind = type(eviction)
+        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
+        super().__init__(f"{problem} although every chunk may go; repair its pick")
 
 
 Evictable = Callable[[ChunkCopy], bool]

@@ -33,7 +33,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
-from kvtier.keys import ChunkKey
+from kvtier.keys import GROUP_NBYTES
 from kvtier.policies.base import (
     ChunkCopy,
     Evictable,
@@ -59,7 +59,7 @@ class Lru(Eviction):
         super().__init__(capacity)
         self._newer: list[ChunkCopy] = []
         self._older: list[ChunkCopy] = []  # its last entry is the oldest
-        self._prompts: dict[ChunkKey | None, list[ChunkCopy]] = {}  # by their last chunk
+        self._prompts: dict[bytes, list[ChunkCopy]] = {}  # by the hash of their last chunk
         self._waiting = 0  # entries in them
         self._members = 0
 
@@ -163,13 +163,12 @@ class Lru(Eviction):
 
     def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
         """Append ``copies``, given leaf to root, to the prompt that they continue."""
-        prompts, last = self._prompts, copies[0].key
-        prompt = prompts.pop(copies[-1].parent, None)
+        # Chunks of all KV cache groups that end at one token have one hash.
+        prompts, last = self._prompts, copies[0].key[:-GROUP_NBYTES]
+        before = copies[-1].parent
+        prompt = None if before is None else prompts.pop(before[:-GROUP_NBYTES], None)
         if last in prompts:
-            if prompts[last] == copies[::-1]:
-                prompt = prompts.pop(last)  # another request uses the same prefix
-            else:
-                self._end_prompts()
+            prompt = self._join(prompt, last, copies)
         elif len(prompts) >= _PROMPTS:
             self._newer += reversed(self._take_prompt())
         self._waiting += len(copies)
@@ -177,6 +176,21 @@ class Lru(Eviction):
             prompt = []
         prompt += reversed(copies)
         prompts[last] = prompt
+
+    def _join(
+        self, prompt: list[ChunkCopy] | None, last: bytes, copies: Sequence[ChunkCopy]
+    ) -> list[ChunkCopy] | None:
+        """Return ``prompt`` and the one that waits with the same last chunk as ``copies``.
+
+        Another request used a prefix that ends there, so all of it is used once more.
+        """
+        if copies[0].parent is None and self._prompts[last] != copies[::-1]:
+            self._end_prompts()  # nobody knows whether they are of one prompt
+            return prompt
+        same = self._prompts.pop(last)
+        if prompt is None:
+            return same
+        return same + prompt if same[0].depth <= prompt[0].depth else prompt + same
 
     def _take_prompt(self) -> list[ChunkCopy]:
         """Return the entries of the prompt that waits longest, which then waits no more."""
@@ -205,16 +219,25 @@ class Lru(Eviction):
         entries = len(self._newer) + len(self._older) + self._waiting
         if entries <= 2 * self._members + _SLACK:
             return
-        kept: list[ChunkCopy] = []
-        for copy in self._entries():
-            if copy.queued:
-                copy.queued -= 1
-            else:
-                kept.append(copy)
+        self._newer = _places(chain(reversed(self._older), self._newer))
         self._older.clear()
-        self._prompts.clear()
         self._waiting = 0
-        self._newer = kept
+        for last, prompt in list(self._prompts.items()):
+            prompt[:] = _places(reversed(prompt))[::-1]
+            self._waiting += len(prompt)
+            if not prompt:
+                del self._prompts[last]
+
+
+def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
+    """Return those of ``entries``, oldest first, that are not stale."""
+    kept: list[ChunkCopy] = []
+    for copy in entries:
+        if copy.queued:
+            copy.queued -= 1
+        else:
+            kept.append(copy)
+    return kept
 
 
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:
