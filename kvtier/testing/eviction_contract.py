@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.testing.naming import naming
 from kvtier.testing.counting import (
     count_entries,
     count_steps,
@@ -27,6 +26,7 @@ from kvtier.testing.counting import (
     skip_if_compiled,
 )
 from kvtier.testing.model_tier import ModelTier
+from kvtier.testing.naming import naming
 from kvtier.testing.streams import PINNED, STREAMS, Stream
 
 __all__ = ["EvictionContract"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -62,9 +62,9 @@ class Ours:
         self.bench.manager.begin_request(name)
         hits = self.usable(prompt)
         if hits:
-            self.bench.load(sum(_groups(prompt, 0, hits), []), name)
+            self.bench.load([*chain(*_groups(prompt, 0, hits))], name)
         for begin, end in _steps(hits, parts):
-            assert self.bench.store(sum(_groups(prompt, begin, end), []), name) is not None
+            assert self.bench.store([*chain(*_groups(prompt, begin, end))], name) is not None
         self.bench.manager.end_request(name)
 
     def usable(self, prompt: int) -> int:
@@ -90,7 +90,7 @@ def _keys(prompt: int, begin: int, end: int, context: ReqContext) -> list[Offloa
     for group in keys:
         for depth, key in enumerate(group, begin):
             context.set_offload_key_position(key, (depth + 1) * 16)
-    return sum(keys, [])
+    return [*chain(*keys)]
 
 
 @pytest.mark.parametrize("parts", [[CHUNKS], [4, 8, CHUNKS]], ids=["at once", "in parts"])
