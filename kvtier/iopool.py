@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -23,10 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 from typing_extensions import override
 
 from kvtier.errors import CapacityError, ClosedError
+from kvtier.logs import get_logger
 
 __all__ = ["IoPool", "Kept", "settled", "start_thread"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtier.keys import ChunkKey
@@ -131,9 +131,11 @@ class LayoutFingerprint:
 
     Attributes:
         fields: What the layout is made of: model, dtype, tokens per chunk, ranks, layout, ...
+        label: The model's name for people; no part of the identity.
     """
 
     fields: Mapping[str, str | int]
+    label: str = field(default="", compare=False)
 
     def namespace(self) -> str:
         """Return a directory name that differs whenever any field differs.

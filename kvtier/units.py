@@ -180,10 +180,12 @@ def format_size(nbytes: int) -> str:
 def format_duration(seconds: float) -> str:
     """Return ``seconds`` exactly, in seconds or milliseconds.
 
-    >>> format_duration(0.25), format_duration(90.0)
-    ('250ms', '90s')
+    >>> format_duration(0.25), format_duration(90.0), format_duration(604800.0)
+    ('250ms', '90s', '7d')
     """
     exact = Decimal(repr(seconds))
+    if exact and not exact % 86400:
+        return f"{_plain(exact / 86400)}d"
     if 0 < exact < 1:
         return f"{_plain(exact * 1000)}ms"
     return f"{_plain(exact)}s"
@@ -254,6 +256,8 @@ def _split(text: str, *, kind: str, example: str) -> tuple[Decimal, str]:
 
 
 def _wrong_size_unit(text: str, number: Decimal, unit: str) -> tuple[str, str]:
+    if not unit and not number:
+        return f"{text} is no size", "write one such as 64GiB"
     if not unit:
         return f"{text} has no unit", f"write {number}GiB, {number}MiB or {number}B"
     if unit in {"b", "bit", "Gb", "Mb", "Tb"}:

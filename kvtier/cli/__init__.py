@@ -24,7 +24,7 @@ def main() -> None:
     behind stdout is an error line. Anything else is a bug and keeps its traceback.
     """
     try:
-        # Loading the commands takes a second, in which a person may change their mind.
+        # Importing takes time, in which a person may interrupt the command.
         from kvtier.cli._run import run  # noqa: PLC0415
 
         code = run()

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvtier.cli._render import make_table, show_prose, show_table
 from kvtier.keys import group_of, short
+from kvtier.printable import printable
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
 from kvtier.tiers.slab.maintain import CompactedIndex
 from kvtier.tiers.slab.verify import Verification
@@ -284,7 +285,7 @@ def show_compactions(
     table = make_table("namespace", "model", numbers=("before", "after"), narrow=True)
     for space, sizes in done:
         before, after = map(approximate_size, (sizes.before_nbytes, sizes.after_nbytes))
-        table.add_row(space.name, _model(space), before, after)
+        table.add_row(space.name, printable(_model(space)), before, after)
     show_table(console, table)
 
 
@@ -409,7 +410,7 @@ def _place(space: StoredNamespace) -> dict[str, str]:
 
 
 def _model(space: StoredNamespace) -> str:
-    return str(space.layout.fingerprint.fields.get("model", "unknown"))
+    return space.layout.model
 
 
 def _good(found: Verification) -> int:
@@ -437,7 +438,8 @@ def _time(at: int) -> str:
 
 
 def _heading(console: Console, space: StoredNamespace) -> None:
-    console.print(Text(f"{space.name}  {_model(space)}", style="bold"), soft_wrap=True)
+    heading = printable(f"{space.name}  {_model(space)}")
+    console.print(Text(heading, style="bold"), soft_wrap=True)
 
 
 def _pairs(console: Console, lines: Mapping[str, str]) -> None:
@@ -445,5 +447,5 @@ def _pairs(console: Console, lines: Mapping[str, str]) -> None:
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     for name, value in lines.items():
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value)))
     show_prose(console, table)

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from kvtier.config import KvtierConfig, check_environment, has_paths_of_ranks, is_built_in
+from collections.abc import Sequence
+
+from kvtier.config import (
+    KvtierConfig,
+    has_custom_policies,
+    has_paths_of_ranks,
+    is_built_in,
+)
 from kvtier.errors import ConfigError
-from kvtier.manager.building import check_policies
+from kvtier.tiers.start import StartReport, examine_start, examine_stores
 from kvtier.units import approximate_size
+from kvtier.vllm.identity import declared_identity
 
-__all__ = ["check_start", "notes_on_ranks"]
+__all__ = ["check_start", "check_stores", "notes_on_ranks"]
 
 
-def check_start(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
+def check_start(
+    config: KvtierConfig, *, ranks: int = 1, model: str | None = None
+) -> StartReport:
     """Make sure that kvtier could start with ``config`` here.
 
     Args:
         config: The configuration.
         ranks: Data-parallel ranks that are to run on this machine.
-
-    Returns:
-        Warnings: what works, but probably not as meant.
+        model: What the engine is to be started with, if that is known.
 
     Raises:
         ConfigError: It could not; one line per problem.
     """
-    check_policies(config)
+    if has_custom_policies(config):
+        # kvtier's own can be made; to load them and the manager takes a quarter of a second.
+        from kvtier.manager.building import check_policies  # noqa: PLC0415
+
+        check_policies(config)
     if not all(is_built_in(tier.kind) for tier in config.tiers):
         # The storage tiers and their packages are loaded only where a file needs them.
         from kvtier.tiers.registry import check_tiers  # noqa: PLC0415
 
         check_tiers(config)
-    problems, warnings = _page_problems(config), list[str]()
-    try:
-        warnings = check_environment(config, ranks=ranks)
-    except ConfigError as error:
-        problems = [*str(error).splitlines(), *problems]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return warnings
+    report = examine_start(config, declared_identity(config, model), ranks=ranks)
+    _require_no_problem([*report.problems, *_page_problems(config)])
+    return report
+
+
+def check_stores(config: KvtierConfig, *, model: str | None = None) -> StartReport:
+    """Make sure that an engine could open the stores that are there already.
+
+    Nothing else of this machine is looked at, for the engine may run on another one.
+
+    Raises:
+        ConfigError: It could not; one line per problem.
+    """
+    identity = declared_identity(config, model)
+    report = examine_stores(config, identity, only_existing=True)
+    _require_no_problem(report.problems)
+    return report
 
 
 def notes_on_ranks(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
@@ -51,6 +72,11 @@ def notes_on_ranks(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
         what = "capacities are those of each data-parallel rank: N ranks take N times as much"
         return [f"{what}; --data-parallel-size N checks whether there is room"]
     return []
+
+
+def _require_no_problem(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _page_problems(config: KvtierConfig) -> list[str]:

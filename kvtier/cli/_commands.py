@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import kvtier
-from kvtier.cli._cache import cache
 from kvtier.cli._choice import choice, finite
-from kvtier.cli._example import example
-from kvtier.cli._help import AsJson, Commands
+from kvtier.cli._help import AsJson
 from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._quantity import quantity
 from kvtier.cli._render import make_console, show_json, show_line, show_plan, show_tiers
-from kvtier.cli._replay import replay
-from kvtier.cli._sim import sim_app
-from kvtier.cli._trace import trace_app
 from kvtier.config import (
     Door,
     KvtierConfig,
@@ -30,23 +25,10 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.model_geometry import KvDtype, read_model_geometry
+from kvtier.printable import printable
 from kvtier.units import parse_rate
 
-__all__ = ["app"]
-
-app = Commands(
-    name="kvtier",
-    help="Keep an LLM engine's KV cache in tiers: GPU, pinned RAM, NVMe.",
-    epilog="Start with: kvtier example > kvtier.yaml",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-app.command()(example)
-app.add_typer(cache)
-app.add_typer(sim_app, name="sim")
-app.add_typer(trace_app, name="trace")
+__all__ = ["check", "doctor", "plan", "print_schema", "vllm_args"]
 
 _MOST_RANKS = 4096
 _DTYPES = f"Element type of the KV cache: {', '.join(KvDtype)}."
@@ -56,28 +38,16 @@ File = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="Configuration, a YAML file.", readable=False),
 ]
+EngineModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="What the engine is started with: says which cache in the store is its own.",
+    ),
+]
 
 
-def _on_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract
-    if wanted:
-        typer.echo(f"kvtier {kvtier.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_on_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
 def check(
     file: File,
     *,
@@ -85,6 +55,7 @@ def check(
         int,
         typer.Option(min=1, metavar="N", help="Data-parallel ranks that run on this machine."),
     ] = 1,
+    model: EngineModel = None,
     as_json: AsJson = False,
 ) -> None:
     """Check FILE, and the disks and memory of this machine.
@@ -101,22 +72,21 @@ def check(
             f"--data-parallel-size {data_parallel_size}: {problem}; write {_MOST_RANKS} or less"
         )
     config = load_config(file)
-    warnings = check_start(config, ranks=data_parallel_size)
-    notes = notes_on_ranks(config, ranks=data_parallel_size)
+    report = check_start(config, ranks=data_parallel_size, model=model)
+    notes = [*notes_on_ranks(config, ranks=data_parallel_size), *report.notes]
     if as_json:
         document = config.model_dump(mode="json", by_alias=True)
-        show_json({"file": str(file), "warnings": warnings, "notes": notes, "config": document})
+        found = {"warnings": report.warnings, "notes": notes}
+        show_json({"file": str(file), **found, "config": document})
         return
     console = make_console()
     show_tiers(console, config)
     for note in notes:
         show_line(console, note)
-    for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{file}: ok")
+    _warn(report.warnings)
+    typer.echo(f"{printable(str(file))}: ok")
 
 
-@app.command()
 def doctor(
     file: File,
     *,
@@ -132,6 +102,7 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the disks.")
     ] = True,
+    model: EngineModel = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what makes FILE slow or unsafe on this machine.
@@ -143,9 +114,11 @@ def doctor(
     # The storage tier and its packages are loaded for those who ask for them only.
     from kvtier.cli._doctor import examination_document, show_examination  # noqa: PLC0415
     from kvtier.doctor import Verdict, examine  # noqa: PLC0415
+    from kvtier.vllm.identity import declared_identity  # noqa: PLC0415
 
     config = load_config(file)
-    examination = examine(config, seconds=seconds if measure else None)
+    identity = declared_identity(config, model)
+    examination = examine(config, seconds=seconds if measure else None, identity=identity)
     if as_json:
         show_json(examination_document(file, examination))
     else:
@@ -154,7 +127,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
 def plan(  # noqa: PLR0913 - each is an option of the command
     file: File,
     *,
@@ -189,7 +161,6 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     show_plan(make_console(), result)
 
 
-@app.command()
 def vllm_args(
     file: File,
     *,
@@ -197,25 +168,34 @@ def vllm_args(
         str,
         typer.Option(metavar="NAME", help=f"The way into vLLM: {' or '.join(Door)}."),
     ] = Door.CONNECTOR.value,
+    model: EngineModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
 ) -> None:
     """Print the vLLM arguments that load FILE.
 
-    Append the line, which is quoted for a shell, to 'vllm serve MODEL'.
+    Append the line, which is quoted for a shell, to 'vllm serve MODEL'. Exits with 2 if an
+    engine has the store open here, or could not start with what is in it.
     """
+    from kvtier.cli._check import check_stores  # noqa: PLC0415
+
     way = Door(choice("--door", door, Door))
     config: KvtierConfig = resolve_load_path(load_config(file), way)
+    report = check_stores(config, model=model)
+    for note in report.notes:
+        typer.echo(f"note: {note}", err=True)
+    _warn(report.warnings)
     value = json.dumps(vllm_transfer_config(file, config, door=way))
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
 
 
-@app.command("schema")
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(f"warning: {line}", err=True)
+
+
 def print_schema() -> None:
     """Print the JSON Schema of configuration files.
 
     Editors that know YAML check and complete a file with it.
     """
     show_json(schema())
-
-
-app.command()(replay)

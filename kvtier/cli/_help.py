@@ -60,7 +60,13 @@ class Commands(typer.Typer):
     """
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - typer's
-        super().__init__(no_args_is_help=True, rich_markup_mode=None, **settings)
+        super().__init__(
+            no_args_is_help=True,
+            rich_markup_mode=None,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            **settings,
+        )
 
     @override
     def command(

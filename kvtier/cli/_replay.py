@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,8 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     every byte it loads with what was stored. Stores lie in temporary directories beside those
     of the configuration. For the prediction, disks whose speed is not given are measured first.
     """
-    # It needs torch, which takes seconds to import and no other command wants.
+    _check_torch()
+    # torch takes seconds to import, and no other command needs it.
     from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
 
     ladder = own_paths(load_config(config), rank=None)
@@ -100,6 +102,12 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         return
     _show(result)
     show_assumptions(loaded)
+
+
+def _check_torch() -> None:
+    if find_spec("torch") is None:
+        remedy = "install it with: pip install 'kvtier[torch]'"
+        raise ConfigError(f"kvtier replay needs the package torch; {remedy}")
 
 
 def _check_beside(config: KvtierConfig) -> None:

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import typer
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.errors import KvtierError
+from kvtier.printable import printable
 
 __all__ = ["run"]
 
@@ -27,8 +28,8 @@ def run() -> int:
     try:
         return app(prog_name="kvtier", standalone_mode=False) or 0
     except KvtierError as error:
-        for line in str(error).splitlines():
-            typer.echo(f"error: {line}", err=True)
+        for line in str(error).split("\n"):
+            typer.echo(f"error: {printable(line)}", err=True)
         return _FAILED
     except _UsageError as error:
         typer.echo(_usage(error), err=True)

@@ -32,6 +32,7 @@ from kvtier.config._models import (
 )
 from kvtier.config._origin import Origin
 from kvtier.config._own_paths import has_paths_of_ranks, own_paths
+from kvtier.config._policies import has_custom_policies
 from kvtier.config._schema import schema
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "check_environment",
     "child_environment",
     "environment",
+    "has_custom_policies",
     "has_paths_of_ranks",
     "held_bytes",
     "is_built_in",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
 from kvtier.ownership import find_exposure
+from kvtier.printable import printable
 from kvtier.units import approximate_size, format_size
 
 __all__ = [
@@ -76,7 +76,9 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
 
 
 def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
-    """Look at the directories, disks and memory of this machine.
+    """Look at the directories and the memory of this machine.
+
+    The disks' room and what is in the stores, :mod:`kvtier.tiers.start` looks at.
 
     A file is created in each store's directory, or next to it, and removed at once: nothing
     else tells reliably whether one can be.
@@ -122,37 +124,8 @@ def _memory_problems(config: KvtierConfig, ranks: int) -> Iterator[str]:
 
 def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iterator[str]:
     """Look at the directories of every tier, one for each rank."""
-    on_disks = dict[int, dict[int, list[Path]]]()
     for number, paths in stores.items():
-        obstacles = _obstacles(config, _store_key(config, number), paths, _obstacle_to_store)
-        yield from obstacles
-        for path in paths if not obstacles else ():
-            on_disk = on_disks.setdefault(_existing(path).stat().st_dev, {})
-            on_disk.setdefault(number, []).append(path)
-    for on_disk in on_disks.values():
-        yield from _room_problems(config, on_disk)
-
-
-def _room_problems(config: KvtierConfig, on_disk: dict[int, list[Path]]) -> Iterator[str]:
-    """Say which tiers of those on one disk it has no room for, each beside the ones before."""
-    paths = [path for paths in on_disk.values() for path in paths]
-    reserved_bytes = sum(map(held_bytes, paths))
-    free_bytes = shutil.disk_usage(_existing(paths[0])).free + reserved_bytes
-    before = list[str]()
-    for number, stores in on_disk.items():
-        tier = config.tiers[number]
-        wanted_bytes = tier.capacity_bytes * len(stores)
-        if wanted_bytes > free_bytes:
-            beside = f"beside {' and '.join(before)}, " if before else ""
-            all_ranks = _all_ranks(tier.capacity_bytes, len(stores))
-            room = approximate_size(max(free_bytes, 0))
-            problem = f"{all_ranks}{beside}the disk has room for {room}"
-            remedy = "lower it or free space: all of it is reserved at start"
-            value = format_size(tier.capacity_bytes)
-            key = f"tiers[{number}].capacity"
-            yield config.origin.complain(key, problem, remedy, value=value)
-        free_bytes -= wanted_bytes
-        before.append(tier.name)
+        yield from _obstacles(config, _store_key(config, number), paths, _obstacle_to_store)
 
 
 def _all_ranks(nbytes: int, ranks: int) -> str:
@@ -187,10 +160,12 @@ def _obstacle_to_store(path: Path) -> tuple[str, str] | None:
 
 
 def _obstacle_at(path: Path) -> tuple[str, str] | None:
-    if path.exists() and not path.is_dir():
-        return "not a directory", "name a directory that kvtier may fill"
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        parent = "" if there == path else f"its parent {there} is "
+        return f"{parent}not a directory", "name a directory that kvtier may fill"
     if path.is_symlink() and not path.exists():
-        problem = f"leads to {path.readlink()}, which does not exist"
+        problem = f"leads to {printable(str(path.readlink()))}, which does not exist"
         return problem, "create it, or mount the disk there"
     place = _existing(path)
     if not place.is_dir():
@@ -220,13 +195,18 @@ def _existing(path: Path) -> Path:
 
 def held_bytes(directory: Path) -> int:
     """Return what the files below ``directory`` take of their disk."""
-    return sum(map(_allocated_bytes, directory.rglob("*")))
+    # It passes over directories that go away meanwhile, or that this user may not look into.
+    return sum(
+        _allocated_bytes(Path(parent, name))
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
+    )
 
 
 def _allocated_bytes(path: Path) -> int:
     try:
         return path.lstat().st_blocks * 512
-    except OSError:  # it went away, or is not ours to look at
+    except OSError:  # as above
         return 0
 
 

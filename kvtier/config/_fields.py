@@ -8,6 +8,7 @@ says the unit.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,20 +39,17 @@ from kvtier.units import (
 
 __all__ = [
     "RANK_PLACEHOLDER",
-    "RELATIVE_PATH",
     "Duration",
     "FilePath",
     "Fraction",
     "Size",
+    "path_problem",
+    "refusal",
 ]
 
 RANK_PLACEHOLDER: Final = "{data_parallel_rank}"
 """Stands in a path for the number of the engine among data-parallel ones."""
-RELATIVE_PATH: Final = {
-    "problem": "not an absolute path",
-    "remedy": "write it from the root: engines start in different directories",
-}
-"""What is wrong with a relative path, and what to do."""
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
@@ -69,20 +67,36 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def refusal(problem: str, remedy: str) -> PydanticCustomError:
+    """Return the error of a value, for a validator to raise."""
+    words = {"problem": problem, "remedy": remedy}
+    return PydanticCustomError("kvtier", "{problem}; {remedy}", words)
+
+
+def path_problem(path: Path) -> tuple[str, str] | None:
+    """Return why no tier may fill ``path``, and what to do; None if one may."""
+    if not path.is_absolute():
+        remedy = "write it from the root: engines start in different directories"
+        return "not an absolute path", remedy
+    if _CONTROL.search(str(path)):
+        return "a path with control characters", "name it without them"
+    if not os.path.normpath(path).strip("/"):
+        remedy = "name a directory that only kvtier fills, such as /var/lib/kvtier"
+        return "the root of the file system", remedy
+    return None
+
+
 def _without_other_braces(path: Path) -> Path:
     """Refuse what is meant as a placeholder and is none: it would become part of a name."""
     if re.search(r"[{}]", str(path).replace(RANK_PLACEHOLDER, "")):
         problem = f"a brace that is not of {RANK_PLACEHOLDER}, the only placeholder"
-        remedy = "write that, or a path without braces"
-        raise PydanticCustomError(
-            "kvtier", "{problem}; {remedy}", {"problem": problem, "remedy": remedy}
-        )
+        raise refusal(problem, "write that, or a path without braces")
     return path
 
 
-def _absolute(path: Path) -> Path:
-    if not path.is_absolute():
-        raise PydanticCustomError("kvtier", "{problem}; {remedy}", dict(RELATIVE_PATH))
+def _without_problem(path: Path) -> Path:
+    if (problem := path_problem(path)) is not None:
+        raise refusal(*problem)
     return path
 
 
@@ -117,6 +131,6 @@ FilePath = Annotated[
     Path,
     Field(strict=False),  # code may give text
     AfterValidator(_without_other_braces),
-    AfterValidator(_absolute),
+    AfterValidator(_without_problem),
 ]
 """An absolute path, maybe with a :data:`RANK_PLACEHOLDER`."""

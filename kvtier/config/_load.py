@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -57,7 +58,8 @@ def load_config(path: Path | str) -> KvtierConfig:
     """
     source = str(path)
     try:
-        raw = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            raw = file.read(_MOST_NBYTES + 1)
     except FileNotFoundError as error:
         remedy = "check the path; kvtier example > kvtier.yaml makes a file to start from"
         raise ConfigError(f"{source}: no such file; {remedy}") from error
@@ -66,6 +68,9 @@ def load_config(path: Path | str) -> KvtierConfig:
     except OSError as error:
         remedy = "check its permissions"
         raise ConfigError(f"{source}: cannot be read: {error.strerror}; {remedy}") from error
+    if len(raw) > _MOST_NBYTES:
+        problem = f"more than {_MOST_NBYTES >> 10} KiB, which is no configuration"
+        raise ConfigError(f"{source}: {problem}; check the path")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -104,7 +109,8 @@ class _Reader:
     """Turns plain values into models, collecting every problem on the way."""
 
     origin: Origin
-    problems: list[tuple[int, str]] = field(default_factory=list)
+    problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
+    """The line of each, and what returns its text: only those that are shown are worded."""
 
     def read(self, values: dict[str, Any]) -> KvtierConfig:
         sections = KvtierConfig.model_fields
@@ -170,7 +176,7 @@ class _Reader:
         obstacle = names.obstacle(name)
         if obstacle is not None:
             self._note(key, *obstacle)
-        elif not re.match(CLASS_PATTERN, name):
+        elif not re.fullmatch(CLASS_PATTERN, name):
             self._one_of(name, names.installed(), key, names.what)
 
     def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
@@ -226,19 +232,29 @@ class _Reader:
 
     def _unknown(self, key: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        remedy = did_you_mean(name, known).removeprefix("; ") or f"known: {', '.join(known)}"
-        self._note(key, "unknown key", remedy)
+
+        def words() -> str:
+            close = did_you_mean(name, known).removeprefix("; ")
+            remedy = close or f"known: {', '.join(known)}"
+            return self.origin.complain(key, "unknown key", remedy)
+
+        self.problems.append((self.origin.line_of(key) or 0, words))
 
     def _note(self, key: str, problem: str, remedy: str) -> None:
-        line = self.origin.line_of(key) or 0
-        self.problems.append((line, self.origin.complain(key, problem, remedy)))
+        words = partial(self.origin.complain, key, problem, remedy)
+        self.problems.append((self.origin.line_of(key) or 0, words))
 
     def _refusal(self) -> ConfigError:
         in_file_order = sorted(self.problems, key=lambda problem: problem[0])
-        return ConfigError("\n".join(text for _, text in in_file_order))
+        lines = [words() for _, words in in_file_order[:_MOST_PROBLEMS]]
+        if more := len(in_file_order) - len(lines):
+            lines.append(f"{self.origin.source}: {more:,} more problems; mend these first")
+        return ConfigError("\n".join(lines))
 
 
 _MISSING: Final = object()
+_MOST_PROBLEMS: Final = 20
+_MOST_NBYTES: Final = 256 << 10
 
 
 def _names(model: type[BaseModel]) -> list[str]:

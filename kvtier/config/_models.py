@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import override
 
 from kvtier.config._answers import LocalStore, Remark
-from kvtier.config._fields import RELATIVE_PATH, Duration, FilePath, Fraction, Size
+from kvtier.config._fields import Duration, FilePath, Fraction, Size, path_problem, refusal
 from kvtier.config._origin import Origin
 
 __all__ = [
@@ -47,6 +47,8 @@ __all__ = [
 
 NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
 """What logs and metrics can call a tier."""
+_SMALLEST_TIER_NBYTES: Final = 4096
+"""No slot is smaller."""
 
 
 class _Section(BaseModel):
@@ -79,6 +81,13 @@ class TierConfig(_Section):
     """Bytes the tier may hold; bookkeeping comes on top."""
     eviction: str = "hedged-lhd"
     """Which chunk leaves a full tier: a policy by name, or `module:Class` for your own."""
+
+    @field_validator("capacity_bytes")
+    @classmethod
+    def _capacity_holds_something(cls, nbytes: int) -> int:
+        if nbytes < _SMALLEST_TIER_NBYTES:
+            raise refusal("less than the 4KiB of the smallest slot", "write one such as 64GiB")
+        return nbytes
 
     def local_store(self) -> LocalStore | None:
         """Return the directory of this machine that the tier fills, None if it fills none.
@@ -126,6 +135,13 @@ class NvmeTierConfig(TierConfig):
     keep_after_reset: bool = False
     """Whether what is stored after a reset of the cache survives a restart; not with weights
     that are updated while the engine runs."""
+    on_mismatch: Literal["refuse", "remove"] = "refuse"
+    """What a start does with another identity's cache that leaves too little of `capacity`:
+    `refuse` to start while it was used within `keep_for`, or `remove` it."""
+    keep_for_s: Duration = Field(
+        default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
+    )
+    """How long after its last use a cache is kept by `on_mismatch: refuse`."""
     own_process: bool = True
     """Read, write and checksum in a process of its own, out of the way of the engine's."""
 
@@ -281,7 +297,7 @@ class TraceConfig(_Section):
 class EngineConfig(_Section):
     """What kvtier asks of the engine."""
 
-    blocks_per_chunk: int = Field(default=1, ge=1)
+    blocks_per_chunk: int = Field(default=1, ge=1, le=65536)
     """Engine blocks per stored chunk; more means fewer, larger I/Os and coarser reuse."""
     store_decode: bool = True
     """Keep the KV of generated tokens too; conversations of several turns need it."""
@@ -290,10 +306,16 @@ class EngineConfig(_Section):
 class IdentityConfig(_Section):
     """What, besides model and layout, must be equal for stored bytes to be reused."""
 
+    name: str | None = Field(default=None, min_length=1)
+    """What the model is called, instead of the name or path that the engine was given."""
     model_revision: str | None = None
     """Revision of the weights, if the engine does not know it."""
     weights_epoch: int = Field(default=0, ge=0)
     """Raise it when weights change under the same name: everything stored before is ignored."""
+
+
+def _is_one(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - pydantic's contract
@@ -351,14 +373,23 @@ class KvtierConfig(_Section):
     @classmethod
     def _shadows_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names):
-            words = {"problem": "a policy is named twice", "remedy": "name each once"}
-            raise PydanticCustomError("kvtier", "{problem}; {remedy}", words)
+            raise refusal("a policy is named twice", "name each once")
         return names
 
     @model_validator(mode="after")
     def _tiers_form_a_ladder(self) -> Self:
         for number, tier in enumerate(self.tiers):
             self._check_tier(number, tier, self.tiers[:number])
+        return self
+
+    @model_validator(mode="after")
+    def _recording_is_not_a_store(self) -> Self:
+        record = self.trace.record
+        for number, tier in enumerate(self.tiers):
+            store = tier.local_store()
+            if record and store and _is_one(record, store.path):
+                problem = f"tiers[{number}] has the same path"
+                _refuse("trace.record", problem, "use two directories")
         return self
 
     @staticmethod
@@ -379,10 +410,10 @@ class KvtierConfig(_Section):
 
 
 def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> None:
-    if not store.path.is_absolute():
-        _refuse(key, **RELATIVE_PATH)
+    if (problem := path_problem(store.path)) is not None:
+        _refuse(key, *problem)
     paths = [other.path for tier in faster if (other := tier.local_store())]
-    if os.path.realpath(store.path) in map(os.path.realpath, paths):
+    if any(_is_one(store.path, path) for path in paths):
         _refuse(key, "another tier has the same path", "use two directories")
 
 

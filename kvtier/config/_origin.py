@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
+from kvtier.printable import printable
 
 __all__ = ["Origin"]
 
@@ -73,4 +74,4 @@ class Origin:
         if len(shown) > _LONGEST_VALUE:
             shown = f"{shown[:_LONGEST_VALUE]}..."
         subject = f"{key} = {shown}" if shown else key
-        return ": ".join(part for part in (file, subject) if part)
+        return printable(": ".join(part for part in (file, subject) if part))

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
-__all__ = ["ADMISSION", "CLASS_PATTERN", "EVICTION", "PLACEMENT", "PolicyNames", "remedy_for"]
+from kvtier.config._models import KvtierConfig
+
+__all__ = [
+    "ADMISSION",
+    "CLASS_PATTERN",
+    "EVICTION",
+    "PLACEMENT",
+    "PolicyNames",
+    "has_custom_policies",
+    "remedy_for",
+]
 
 CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """How a class is named that no package provides under a name of its own: ``module:Class``."""
@@ -57,7 +67,7 @@ class PolicyNames:
             return "a policy that must know the future", "use it with kvtier sim run --policy"
         if name in self.built_in:
             return None
-        if re.match(CLASS_PATTERN, name):
+        if re.fullmatch(CLASS_PATTERN, name):
             point = EntryPoint(name=name, value=name, group=self.group)
         elif name in self._points():
             point = entry_points(group=self.group)[name]
@@ -107,3 +117,14 @@ PLACEMENT: Final = PolicyNames("placement policy", "kvtier.placement", frozenset
 ADMISSION: Final = PolicyNames(
     "admission policy", "kvtier.admission", frozenset(["all", "second-touch", "tinylfu"])
 )
+
+
+def has_custom_policies(config: KvtierConfig) -> bool:
+    """Return whether ``config`` names a policy that is not kvtier's own."""
+    rules = config.placement
+    evictions = {*config.shadow, *(tier.eviction for tier in config.tiers)}
+    return not (
+        evictions <= EVICTION.built_in
+        and rules.policy in PLACEMENT.built_in
+        and rules.admit in ADMISSION.built_in
+    )

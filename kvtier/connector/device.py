@@ -6,13 +6,13 @@ how jobs arrive and in how a failure is reported.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ClosedError
 from kvtier.iopool import IoPool
+from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.threads import compute_alone
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceEngine", "DeviceResult", "blocks_not_loaded"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; one that takes this long has failed."""

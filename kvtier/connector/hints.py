@@ -12,7 +12,6 @@ that cannot be read is left out, a list of nothing else allows any tier, an empt
 
 from __future__ import annotations
 
-import logging
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvtier.logs import get_logger
 from kvtier.manager import NO_TERMS, RequestTerms
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "TierNature",
 ]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 HINTS_KEY: Final = "kvtier"
 LOAD_TIERS_KEY: Final = "kv_load_tiers"

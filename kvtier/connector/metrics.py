@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from kvtier import __version__
 from kvtier.connector.report.statistics import EngineStatistics
 
 __all__ = [
+    "LOAD_WAIT",
     "METRICS",
     "REUSE_GAP",
     "TRANSFER_BYTES",
@@ -144,6 +146,7 @@ _TIER_GAUGES: Final = {
     "held_chunks": "Chunks that could not be evicted now.",
     "dirty_chunks": "Chunks that must still reach a slower tier.",
     "queued_bytes": "Bytes queued or running to and from the tier.",
+    "recovered_chunks": "Chunks of earlier engines that the tier had when this one started.",
     "load_seconds_per_gb": "What loading a gigabyte is estimated to take; 0 if not measured.",
     "out_of_service": (
         "1 while the tier is not read from, or not written to, after repeated failures."
@@ -200,6 +203,19 @@ _SHADOW: Final = (
     *_rows(Kind.GAUGE, _SHADOW_LABELS, "shadow_", _SHADOW_GAUGES),
 )
 
+INFO: Final = Metric(
+    "kvtier_info",
+    Kind.GAUGE,
+    "Always 1: kvtier's version, and each tier's namespace and directory.",
+    ("version", "tier", "namespace", "path"),
+)
+LOAD_WAIT: Final = Metric(
+    "kvtier_load_wait_seconds",
+    Kind.HISTOGRAM,
+    "Time that a request waited for chunks before it could be computed.",
+    (),
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
 REUSE_GAP: Final = Metric(
     "kvtier_evict_reuse_gap_seconds",
     Kind.HISTOGRAM,
@@ -231,6 +247,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     metric.name: metric
     for metric in (
         *(row.metric for row in (*_TIER, *_ENGINE, *_SHADOW)),
+        INFO,
+        LOAD_WAIT,
         REUSE_GAP,
         TRANSFER_BYTES,
         TRANSFER_TIME,
@@ -266,6 +284,7 @@ class SeriesReader:
             *(_named(_TIER, tier.name) for tier in now.tiers),
             _named(_ENGINE),
             *(_named(_SHADOW, shadow.tier, shadow.policy) for shadow in now.shadows),
+            [Series(INFO, (__version__, *store)) for store in now.stores],
         )
 
     def read(self, now: EngineStatistics) -> list[Values]:
@@ -274,6 +293,7 @@ class SeriesReader:
             *map(_read_tier, now.tiers),
             _read_engine(now),
             *map(_read_shadow, now.shadows),
+            (1.0,) * len(now.stores),
         ]
 
 

@@ -18,7 +18,6 @@ Calls of one step:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -40,13 +39,14 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.manager import LoadPlan, ResidencyEvent
 from kvtier.manager.hits import Reach
 from kvtier.types import JobId
 
 __all__ = ["NOTHING_TO_DO", "ConnectorScheduler"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 NOTHING_TO_DO: Final = ConnectorMetadata()
 """What workers get in a step that starts no job."""
@@ -266,6 +266,10 @@ class ConnectorScheduler:
     def statistics(self) -> EngineStatistics:
         """Return all figures of the cache now."""
         return self._cache.statistics()
+
+    def take_load_waits(self) -> Sequence[float]:
+        """Return the seconds that requests waited for a load, since the last call."""
+        return self._cache.take_load_waits()
 
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
         """Return, per tier, seconds from an eviction to the next request for the chunk."""

@@ -9,7 +9,6 @@ answered as a miss.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,10 +19,12 @@ from kvtier.connector.hints import NO_HINTS, HintReader, RequestHints, TierNatur
 from kvtier.connector.pace import StepClock
 from kvtier.connector.report.pressure import PressureLog
 from kvtier.connector.report.statistics import EngineStatistics, engine_statistics
+from kvtier.connector.report.waits import LoadWaits
 from kvtier.connector.report.worth_log import WorthLog
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.storage import Storage
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.manager import LoadPlan, ResidencyEvent, StorePlan
 from kvtier.manager.hits import Prompt
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
@@ -31,7 +32,7 @@ from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["CacheService", "answered_with"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -141,6 +142,7 @@ class CacheService:
         self._loading: dict[str, deque[Sequence[ChunkKey]]] = {}
         self._internal_errors = 0
         self._transfers = ConnectorStats()
+        self._waits = LoadWaits()
         self._ways: dict[JobId, tuple[str, str]] = {}
         self._pressure = PressureLog(names, storage.region.geometry.slot_nbytes)
         self._worth = WorthLog(names)
@@ -164,6 +166,7 @@ class CacheService:
         self._hints.pop(request.req_id, None)
         self._ended.discard(request.req_id)
         self._jobs.pop(request.req_id, None)
+        self._waits.forget(request.req_id)
         hints = self._reader.read(request.kv_transfer_params)
         if hints != NO_HINTS:
             self._hints[request.req_id] = hints
@@ -175,6 +178,7 @@ class CacheService:
     def end_request(self, request: RequestContext) -> None:
         """Forget a request; its loads and stores in flight go on."""
         self.rests = False
+        self._waits.forget(request.req_id)
         if request.req_id in self._hints:
             self._ended.add(request.req_id)
             self._drop_hints(request.req_id)
@@ -188,7 +192,10 @@ class CacheService:
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens can be loaded now; None to be asked at the next step."""
         self._begin_step()
-        return 0 if self._disabled else self._manager.lookup(req_id, prompt)
+        tokens = 0 if self._disabled else self._manager.lookup(req_id, prompt)
+        if tokens is None:
+            self._waits.begin(req_id)
+        return tokens
 
     @answered_with(_nowhere)
     def residence(self, key: ChunkKey, req_id: str) -> int | None:
@@ -218,6 +225,7 @@ class CacheService:
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.note_internal_error("prepare_load", error)
             return self._no_load(len(keys), req_id)
+        self._waits.begin(req_id)
         if plan.wait_s:
             self._start_now()
         if self._retain_seconds(req_id):
@@ -229,6 +237,7 @@ class CacheService:
     def complete_load(self, req_id: str) -> None:
         """End a request's load: chunks a worker could not load are dropped."""
         self.rests = False
+        self._waits.end(req_id)
         loads = self._loading.get(req_id)
         if loads:
             # Before the load lets go of them: some may have come up for it alone.
@@ -278,6 +287,9 @@ class CacheService:
             self._take_results()
             now = time.monotonic()
             self._manager.end_step(started=started, preempted=preempted, now=now)
+            if self._waits.any_waits:
+                for req_id in started:
+                    self._waits.end(req_id)
             if self._manager.has_orders:
                 self._hand_over()
             if now >= self._logs_due_s:
@@ -313,6 +325,10 @@ class CacheService:
         self._steps_untaken = 0  # after that, or an error at each step would never let it rest
         return events
 
+    def take_load_waits(self) -> list[float]:
+        """Return the seconds that requests waited for a load, since the last call."""
+        return self._waits.take()
+
     def take_reuse_gaps(self) -> list[list[float]]:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""
         return self._manager.take_reuse_gaps()
@@ -339,6 +355,8 @@ class CacheService:
             internal_errors=self._internal_errors,
             shadows=() if self._observer is None else self._observer.figures(),
             recorder=None if recorder is None else recorder.statistics(),
+            recovered=self._storage.recovered,
+            stores=self._storage.stores,
         )
 
     # -- reset and shutdown --------------------------------------------------------------------

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from kvtier.config import KvtierConfig
 from kvtier.connector.report.observer import Observer, Positions, build_observer
+from kvtier.connector.report.statistics import StoreInfo
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.heap import bulk_loading
 from kvtier.iopool import IoPool, start_thread
+from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.manager.hits import GroupReach
@@ -37,7 +38,7 @@ from kvtier.units import format_size
 
 __all__ = ["Storage", "open_storage"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Storage:
         region: The RAM tier.
         recorder: Writes down what is asked for, if anything does.
         observer: Follows whole requests, if anything wants to know.
+        recovered: Chunks that survived from earlier engines, by the tier's name.
+        stores: Where the tiers keep chunks.
     """
 
     manager: TieredOffloadingManager
@@ -61,6 +64,8 @@ class Storage:
     region: HostRegion
     recorder: Recorder | None
     observer: Observer | None
+    recovered: Mapping[str, int] = field(default_factory=dict)
+    stores: Sequence[StoreInfo] = ()
 
     def close(self, *, timeout_s: float) -> None:
         """Settle what is queued and close everything. Idempotent."""
@@ -133,7 +138,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
             groups=groups,
             counting_group=counting_group,
         )
-        _recover(manager, tiers, slot_nbytes)
+        recovered = _recover(manager, tiers, slot_nbytes)
         engine = _start_engine(config, region, tiers)
     except BaseException:
         if recorder is not None:
@@ -141,7 +146,8 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
         _close_all(tiers, timeout_s=transfer.close_timeout_s)
         pool.close(timeout_s=transfer.close_timeout_s)
         raise
-    return Storage(manager, engine, tiers, pool, region, recorder, observer)
+    stores = _stores(config, fingerprint)
+    return Storage(manager, engine, tiers, pool, region, recorder, observer, recovered, stores)
 
 
 def _start_engine(
@@ -230,11 +236,14 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
 
 def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
-) -> None:
+) -> dict[str, int]:
+    """Give the manager what survived; returns how many chunks of each tier."""
+    recovered: dict[str, int] = {}
     # The slowest first: what only one tier has is owed to the next before it is evicted.
     for number, tier in reversed(list(enumerate(tiers, start=1))):
         with bulk_loading():
             chunks = manager.recover(number, tier.recovered())
+        recovered[tier.name] = chunks
         logger.info(
             "tier %s: %d of %d chunks of %s recovered",
             tier.name,
@@ -242,3 +251,11 @@ def _recover(
             tier.capacity_slots,
             format_size(slot_nbytes),
         )
+    return recovered
+
+
+def _stores(config: KvtierConfig, fingerprint: LayoutFingerprint) -> list[StoreInfo]:
+    namespace = fingerprint.namespace()
+    return [
+        StoreInfo(tier.name, namespace, str(getattr(tier, "path", ""))) for tier in config.tiers
+    ]

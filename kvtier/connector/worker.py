@@ -21,7 +21,6 @@ Whether a store is whole is written in the control block; a failed load is named
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,6 +35,7 @@ from kvtier.connector.metadata import (
 )
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory.slot_layout import RankShare
 from kvtier.types import JobId, Why
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConnectorWorker", "WorkerOptions"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

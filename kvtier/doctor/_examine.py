@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from kvtier.config import (
     KvtierConfig,
     LocalStore,
     TierConfig,
-    check_environment,
     has_paths_of_ranks,
     own_paths,
 )
@@ -23,9 +22,10 @@ from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
-from kvtier.errors import ConfigError
 from kvtier.manager import TieredOffloadingManager
 from kvtier.memory.limits import huge_page_pool, memory_limits
+from kvtier.tiers.slab.examine import StoreExamination
+from kvtier.tiers.start import StartReport, examine_start
 from kvtier.transfer import relay_slots
 from kvtier.units import approximate_size
 
@@ -48,12 +48,14 @@ class _Subject:
         tier: The tier's section.
         store: Its directory.
         key: Key of the section.
+        found: What a start would find there; None if that cannot be told.
     """
 
     config: KvtierConfig
     tier: TierConfig
     store: LocalStore
     key: str
+    found: StoreExamination | None
 
     @property
     def name(self) -> str:
@@ -84,7 +86,11 @@ class Examination:
 
 
 def examine(
-    config: KvtierConfig, *, seconds: float | None, machine: Machine | None = None
+    config: KvtierConfig,
+    *,
+    seconds: float | None,
+    identity: Mapping[str, str | int] | None = None,
+    machine: Machine | None = None,
 ) -> Examination:
     """Look at everything that ``config`` needs of this machine; blocks.
 
@@ -93,25 +99,25 @@ def examine(
     Args:
         config: The configuration.
         seconds: How long to measure reading, and writing, of each disk; None for not at all.
+        identity: The known part of the engine's identity.
         machine: Where to look; this machine by default.
     """
     machine = machine or Machine()
     examination = Examination()
     of_ranks = has_paths_of_ranks(config)
     config = own_paths(config, rank=None)
+    report = examine_start(config, identity or {})
     for number, tier in enumerate(config.tiers[1:], start=1):
         if store := tier.local_store():
-            subject = _Subject(config, tier, store, f"tiers[{number}]")
+            found = report.stores.get(number, [None])[0]
+            subject = _Subject(config, tier, store, f"tiers[{number}]", found)
             _examine_store(subject, seconds, machine, examination)
         else:
             examination.findings.append(_elsewhere(tier))
     engine_runs = any(finding.check.endswith(": in use") for finding in examination.findings)
     for check, look in _host_checks(machine, config, engine_runs=engine_runs):
         _collect(check, look, examination)
-    start: list[Finding] = []
-    _collect(
-        "configuration", partial(_check_start, config, examination.findings), examination, start
-    )
+    start = list(_check_start(config, report, examination.findings))
     if of_ranks:
         start.append(_ONE_RANK)
     examination.findings[:0] = start
@@ -135,19 +141,22 @@ def _ram_bytes(config: KvtierConfig) -> int:
     return config.ram.capacity_bytes + relay_slots(config, piece) * piece
 
 
-def _check_start(config: KvtierConfig, known: Sequence[Finding]) -> Iterator[Finding]:
+def _check_start(
+    config: KvtierConfig, report: StartReport, known: Sequence[Finding]
+) -> Iterator[Finding]:
     """Say what ``kvtier check`` says, without what ``known`` says already in more words."""
     tiers = ", ".join(
         f"{tier.name} of {approximate_size(tier.capacity_bytes)}" for tier in config.tiers
     )
     yield Finding("configuration", Verdict.OK, tiers)
-    try:
-        verdict, lines = Verdict.WARNING, check_environment(config)
-    except ConfigError as error:
-        verdict, lines = Verdict.PROBLEM, str(error).splitlines()
+    lines = [
+        *((Verdict.PROBLEM, line) for line in report.problems),
+        *((Verdict.WARNING, line) for line in report.warnings),
+        *((Verdict.NOTE, line) for line in report.notes),
+    ]
     problem = Verdict.PROBLEM
     known_keys = {finding.key for finding in known if finding.verdict is problem}
-    for line in lines:
+    for verdict, line in lines:
         match = re.search(r"tiers\[\d+\]\.\w+", line)
         key = match[0] if match else ""
         if verdict is not problem or key not in known_keys:
@@ -205,8 +214,10 @@ def _store_checks(
         yield _store.check_directory(tier.name, path, status, intruder, path_key)
 
     def room() -> Iterator[Finding]:
-        found = _store.find_room(path, place)
-        yield from _store.check_room(tier.name, found, tier.capacity_bytes, f"{key}.capacity")
+        if subject.found is not None:
+            found = _store.find_room(subject.found, place)
+            capacity_bytes = tier.capacity_bytes
+            yield from _store.check_room(tier.name, found, capacity_bytes, f"{key}.capacity")
 
     def direct_io() -> Iterator[Finding]:
         refusal = direct_io_refusal(place)
@@ -224,7 +235,8 @@ def _store_checks(
 
     yield "file system", mount
     yield "directory", directory
-    yield "in use", lambda: _store.check_use(tier.name, _store.find_holders(path))
+    holders = () if subject.found is None else subject.found.holders
+    yield "in use", lambda: _store.check_use(tier.name, holders)
     yield "free space", room
     yield "O_DIRECT", direct_io
     yield "device", device
@@ -285,11 +297,9 @@ def _at_once(config: KvtierConfig) -> int:
     return min(transfer.io_threads, max(1, transfer.queue_limit_bytes // transfer.piece_bytes))
 
 
-def _collect(
-    check: str, look: Look, examination: Examination, into: list[Finding] | None = None
-) -> None:
+def _collect(check: str, look: Look, examination: Examination) -> None:
     """Add the findings of ``look``; if it fails, that is one."""
-    findings = examination.findings if into is None else into
+    findings = examination.findings
     try:
         findings.extend(look())
     except Exception as error:  # noqa: BLE001 - whatever it is, the other checks go on

@@ -40,14 +40,15 @@ class GdsParts:
     Attributes:
         gpus: CUDA devices.
         kvikio: Versions of the installed kvikio packages by the CUDA major they are built for.
-        torch_cuda: CUDA version that torch is built for, such as ``13.0``; empty for none.
+        torch_cuda: CUDA version that torch is built for, such as ``13.0``; empty for none, and
+            None where torch is not installed.
         cufile: Whether libcufile is installed.
         module: Whether the kernel module nvidia-fs is loaded.
     """
 
     gpus: int
     kvikio: Mapping[int, str]
-    torch_cuda: str
+    torch_cuda: str | None
     cufile: bool
     module: bool
 
@@ -72,9 +73,12 @@ def check_gds(parts: GdsParts) -> Finding:
     check = "GPUDirect"
     if not parts.gpus:
         return Finding(check, Verdict.NOTE, f"no GPU; {_NOT_YET}")
-    torch_major = int(parts.torch_cuda.partition(".")[0] or 0)
     if not parts.kvikio:
         return Finding(check, Verdict.NOTE, f"kvikio is not installed; {_NOT_YET}")
+    if parts.torch_cuda is None:
+        found = "torch is not installed: its CUDA version is not compared with kvikio's"
+        return Finding(check, Verdict.NOTE, found, "pip install 'kvtier[torch]'")
+    torch_major = int(parts.torch_cuda.partition(".")[0] or 0)
     if set(parts.kvikio) != {torch_major}:
         built = ", ".join(f"CUDA {major}" for major in sorted(parts.kvikio))
         found = f"kvikio is built for {built}, torch for CUDA {parts.torch_cuda or 'none'}"
@@ -124,9 +128,11 @@ def _kvikio_majors(packages: Mapping[str, str]) -> dict[int, str]:
     return found
 
 
-def _installed_torch_cuda() -> str:
+def _installed_torch_cuda() -> str | None:
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None:
+        return None
+    if not spec.submodule_search_locations:
         return ""
     version = Path(spec.submodule_search_locations[0]) / "version.py"
     return cuda_of_torch(version.read_text("utf-8")) if version.exists() else ""

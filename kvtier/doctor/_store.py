@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvtier.config import held_bytes
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.errors import ConfigError
 from kvtier.ownership import Exposure, find_exposure
-from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces, holder_of
+from kvtier.tiers.slab.examine import StoreExamination
+from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.tiers.slab.namespace import find_strangers_file, is_named_as_one
 from kvtier.units import approximate_size
 
@@ -23,7 +24,6 @@ __all__ = [
     "check_directory",
     "check_room",
     "check_use",
-    "find_holders",
     "find_intruder",
     "find_room",
     "stored_chunk_nbytes",
@@ -38,36 +38,45 @@ class Room:
     """Room for a store.
 
     Attributes:
-        free_bytes: What this process may still allocate.
-        held_bytes: What the store has already.
+        free_bytes: What this process may still allocate; None where nobody counts.
+        held_bytes: What the cache has already, and what a start would remove.
+        wanted_bytes: Free bytes that the cache and its index would take.
         free_inodes: Files that may still be made; None where nobody counts.
     """
 
-    free_bytes: int
+    free_bytes: int | None
     held_bytes: int
+    wanted_bytes: int
     free_inodes: int | None
 
 
-def find_room(path: Path, place: Path) -> Room:
-    """Return the room for the store at ``path``, on the file system of ``place``."""
+def find_room(found: StoreExamination, place: Path) -> Room:
+    """Return the room for the store that was examined, on the file system of ``place``."""
     status = os.statvfs(place)
     inodes = status.f_favail if status.f_files else None
-    return Room(status.f_bavail * status.f_frsize, held_bytes(path), inodes)
+    return Room(
+        found.free_nbytes,
+        found.own_nbytes + found.reclaimed_nbytes,
+        found.wanted_nbytes - found.reclaimed_nbytes,
+        inodes,
+    )
 
 
 def check_room(tier: str, room: Room, capacity_bytes: int, key: str) -> Iterator[Finding]:
     """Say whether the capacity fits, and with it what the file system needs for its own."""
     check = f"{tier}: free space"
-    left_bytes = room.free_bytes + room.held_bytes - capacity_bytes
+    free_bytes = sys.maxsize if room.free_bytes is None else room.free_bytes
+    left_bytes = free_bytes - room.wanted_bytes
+    free = "unknown room" if room.free_bytes is None else approximate_size(room.free_bytes)
     found = (
-        f"{approximate_size(room.free_bytes)} free and {approximate_size(room.held_bytes)} "
-        f"in the store, for a capacity of {approximate_size(capacity_bytes)}"
+        f"{free} free and {approximate_size(room.held_bytes)} in the store, "
+        f"for a capacity of {approximate_size(capacity_bytes)} and its index"
     )
     if left_bytes < 0:
         remedy = "lower the capacity or free space: all of it is reserved at start"
         yield Finding(check, Verdict.PROBLEM, found, remedy, key)
     elif left_bytes < _SPARE_NBYTES:
-        found = f"{found}: little is left for the index and for others"
+        found = f"{found}: little is left for others"
         remedy = f"lower the capacity by {approximate_size(_SPARE_NBYTES)} or free space"
         yield Finding(check, Verdict.WARNING, found, remedy, key)
     else:
@@ -115,18 +124,7 @@ def check_directory(
     return Finding(check, Verdict.OK, f"{path}, mode {mode:04o}, user {status.st_uid}", key=key)
 
 
-def find_holders(path: Path) -> list[str]:
-    """Return what the lock files say about the engines that have the store at ``path`` open.
-
-    Raises:
-        ConfigError: The store cannot be read by this user.
-        OSError: The file system failed.
-    """
-    holders = (holder_of(space.directory) for space in _namespaces(path))
-    return [holder for holder in holders if holder is not None]
-
-
-def check_use(tier: str, holders: list[str]) -> Iterator[Finding]:
+def check_use(tier: str, holders: Sequence[str]) -> Iterator[Finding]:
     """Say who has the store open; nothing if nobody has."""
     for holder in holders:
         remedy = (

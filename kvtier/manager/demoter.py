@@ -129,7 +129,7 @@ class Demoter:
             return run if chunks else None
         ladder.tiers[target].counters.dropped += chunks - fits
         ladder.ram.counters.lost += chunks - fits
-        return run.cut(fits)[0] if fits else None
+        return run.head(fits) if fits else None
 
     def _enqueue(self, target: int, run: Run) -> None:
         """Queue copies that owe themselves to tier ``target`` and are pinned for it."""

@@ -28,13 +28,16 @@ class DemotionJobs:
         self._ladder = ladder
         self.in_flight = [0] * len(ladder.tiers)
 
-    def send(self, source: TierState, run: Run, index: int) -> int:
+    def send(
+        self, source: TierState, run: Run, index: int, *, is_eviction: bool = False
+    ) -> int:
         """Plan jobs; what finds no room below is counted as lost.
 
         Args:
             source: Tier of the run.
             run: What to copy down.
             index: Of the tier that it goes to.
+            is_eviction: Whether the run leaves its tier, in its order, to make room.
 
         Returns:
             How many of the run are on their way; its job needs a pin on each of them.
@@ -69,6 +72,7 @@ class DemotionJobs:
                 run.slots[part],
                 copies[part],
                 ladder.epoch,
+                is_eviction=is_eviction,
             )
             timeout_s = ladder.limits.store_timeout_s
             ladder.ledger.open(
@@ -104,7 +108,7 @@ class DemotionJobs:
                 Run(record.sources, record.keys, record.source_slots, source_tier.departed),
             )
         source_tier.counters.demoted += len(arrived)
-        ladder.publish(target, arrived)
+        ladder.publish(target, arrived, is_ordered=record.is_eviction)
         return arrived
 
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:

@@ -190,11 +190,13 @@ class Ladder:
                 return
             gaps.asked(key)
 
-    def publish(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Make written ``copies`` hits and record that they arrived."""
+    def publish(
+        self, tier: TierState, copies: Sequence[ChunkCopy], *, is_ordered: bool = False
+    ) -> None:
+        """Do :meth:`TierState.publish` and record that ``copies`` arrived."""
         if not copies:
             return
-        tier.publish(copies, self.ctx)
+        tier.publish(copies, self.ctx, is_ordered=is_ordered)
         if self.events.listened_to:
             self.events.add(tier.index, [copy.key for copy in copies], removed=False)
 

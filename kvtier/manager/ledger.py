@@ -37,6 +37,7 @@ class JobRecord:
         epoch: The cache epoch the job belongs to; after a reset its results only free slots.
         late: Whether its deadline passed.
         moved: The sources that leave when their bytes arrived.
+        is_eviction: Whether the sources leave their tier, in this order, to make room.
     """
 
     why: Why
@@ -49,6 +50,7 @@ class JobRecord:
     epoch: int
     late: bool = False
     moved: Collection[ChunkCopy] = ()
+    is_eviction: bool = False
 
     def sort_out(
         self, outcomes: Sequence[Outcome]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.manager.order import by_group
 from kvtier.policies import ChunkCopy
 from kvtier.policies.terms import RequestTerms
 from kvtier.types import JobId
@@ -105,8 +106,8 @@ class RequestState:
         if of_one_group((copies[0].key, copies[-1].key)):
             self._follow(copies)
             return
-        for copy in copies:
-            self._follow((copy,))
+        for part in by_group(copies):
+            self._follow(part)
 
     def _follow(self, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`remember` for ``copies`` of one group.

@@ -96,7 +96,7 @@ class Reserves:
                 return
             short -= len(victims.copies)
             for index, batch in self._sort_out(tier, victims).items():
-                sent = self._jobs.send(tier, victims.part(batch), index)
+                sent = self._jobs.send(tier, victims.part(batch), index, is_eviction=True)
                 tier.pin_dirty(batch[:sent])
                 takes[index] -= len(batch)
         if short > 0:

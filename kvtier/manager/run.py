@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.order import nearest
 from kvtier.policies import ChunkCopy
 
 __all__ = ["Run", "without"]
@@ -43,6 +44,10 @@ class Run(NamedTuple):
             Run(copies[:chunks], keys[:chunks], slots[:chunks], departed),
             Run(copies[chunks:], keys[chunks:], slots[chunks:], departed),
         )
+
+    def head(self, chunks: int) -> Run:
+        """Return the run of the first ``chunks`` of one prompt, whatever their group."""
+        return self.part([self.copies[at] for at in nearest(self.keys, chunks)])
 
     @staticmethod
     def join(runs: Sequence[Run]) -> Run:

@@ -17,6 +17,7 @@ from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
+from kvtier.manager.order import nearest
 from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.requests import RequestState
 from kvtier.manager.run import Run
@@ -174,7 +175,7 @@ class Storer:
         if fits is None:
             return None
         self._note_wanted(new)
-        head = new[:fits]
+        head = new if fits == len(new) else [new[at] for at in nearest(new, fits)]
         room = self._ladder.make_room(ram, head) if head else None
         if room is None:
             self._refuse(len(new))

@@ -9,6 +9,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager.counters import TierCounters, TierSnapshot
 from kvtier.manager.holds import Holds
 from kvtier.manager.kids import Kids, is_idle_leaf
+from kvtier.manager.order import across_groups, prompts_of
 from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.policies.base import is_idle, is_unpinned
@@ -160,25 +161,27 @@ class TierState(Holds):
         self.idle += len(copies)
         self.eviction.on_insert_many(copies, ctx)
 
-    def publish(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Make written copies hits and drop their writer's pin."""
-        idle = len(copies)
-        if self.index:
-            for copy in copies:  # in a slower tier nobody else holds what is not whole
-                copy.state = _RESIDENT
-                copy.pins = 0
-        else:
-            for copy in copies:
-                copy.state = _RESIDENT
-                copy.pins = pins = copy.pins - 1
-                if pins:
-                    idle -= 1
-        self.idle += idle
+    def publish(
+        self, copies: Sequence[ChunkCopy], ctx: PolicyContext, *, is_ordered: bool = False
+    ) -> None:
+        """Make written copies hits and drop their writer's pin.
+
+        Args:
+            copies: Prompt after prompt; of each group after group, and of those root to leaf.
+            ctx: What the policy is told besides.
+            is_ordered: Whether they come instead in the order in which another tier evicted
+                them.
+        """
+        self.idle += self._end_writing(copies)
         if self._kids is not None:
             self._kids.arrive(copies)
         self.writing -= len(copies)
         self.counters.stored += len(copies)
-        self.eviction.on_insert_many(copies, ctx)
+        if is_ordered:
+            self.eviction.on_insert_many(copies, ctx)
+            return
+        for prompt in prompts_of(copies) if self.index else (across_groups(copies),):
+            self.eviction.on_insert_many(self._ordered(prompt), ctx)
 
     def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
         """Return the run of ``copies``."""
@@ -300,10 +303,8 @@ class TierState(Holds):
         return self.slots.exchange([victim.slot for victim in victims], count), keys
 
     def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Note a use of resident ``copies``, given root to leaf."""
-        if self.eviction.touch_order == "reverse":
-            copies = copies[::-1]
-        self.use(copies, ctx)
+        """Note a use of resident ``copies`` of a prompt: group after group, root to leaf."""
+        self.use(self._ordered(across_groups(copies)), ctx)
 
     def use(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Note a use of one resident copy after the other."""
@@ -322,6 +323,25 @@ class TierState(Holds):
             quarantined=self.quarantined,
             counters=self.counters.snapshot(),
         )
+
+    def _ordered(self, prompt: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+        """Return the copies of ``prompt``, given root to leaf, in the policy's touch order."""
+        return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
+
+    def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
+        """Make ``copies`` resident and drop their writer's pin; return how many are idle."""
+        if self.index:
+            for copy in copies:  # in a slower tier nobody else holds what is not whole
+                copy.state = _RESIDENT
+                copy.pins = 0
+            return len(copies)
+        held = 0
+        for copy in copies:
+            copy.state = _RESIDENT
+            copy.pins = pins = copy.pins - 1
+            if pins:
+                held += 1
+        return len(copies) - held
 
     def _take_over(self, slots: Sequence[int]) -> list[ChunkCopy]:
         """Return the copy object of each of ``slots``; those not there yet are made.

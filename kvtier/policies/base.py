@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
+from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
 from kvtier.policies.terms import NO_TERMS
 from kvtier.types import Why
@@ -28,6 +29,7 @@ __all__ = [
     "CopyState",
     "Evictable",
     "Eviction",
+    "NoVictimError",
     "Placement",
     "PolicyContext",
     "Promotion",
@@ -155,6 +157,15 @@ class PolicyContext:
     next_use: int = NEVER
 
 
+class NoVictimError(KvtierError):
+    """An eviction policy returned no victim although every member may go."""
+
+    def __init__(self, eviction: Eviction) -> None:
+        kind = type(eviction)
+        problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
+        super().__init__(f"{problem} although every chunk may go; repair its pick")
+
+
 Evictable = Callable[[ChunkCopy], bool]
 
 
@@ -208,8 +219,9 @@ class Eviction(metaclass=ABCMeta):
     """Whether ``ctx.next_use`` must be set, which only a simulator can do."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
-    """Order in which the manager reports a request's hits. ``reverse`` is leaf to root, so that
-    of one prefix the root stays longest; ``forward`` is root to leaf."""
+    """Order in which the manager reports what a request used, and what it stored at once.
+    ``reverse`` is leaf to root, so that of one prefix the root stays longest; ``forward`` is
+    root to leaf. Chunks of several KV cache groups come by depth, not group after group."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -270,10 +282,9 @@ class Eviction(metaclass=ABCMeta):
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         """Do :meth:`on_insert` for ``copies``, which became members together.
 
-        Those of one prompt come root to leaf, or in the order in which another tier gave them
-        up. As none was used before another, a policy may let a prompt in from either end,
-        whichever way it came: leaf first, say, so that of those the root stays longest. Copies
-        that name no parent enter in the order given.
+        Those of one prompt come in :attr:`touch_order`, or in the order in which another tier
+        evicted them. As none was used before another, a policy may let a prompt in from either
+        end, whichever way it came. Copies that name no parent enter in the order given.
         """
         for copy in copies:
             self.on_insert(copy, ctx)

@@ -7,7 +7,7 @@ is. There are no options; a variant is a class of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -61,6 +61,7 @@ class PolicyRole(Generic[PolicyT]):
         group: Entry points: a policy's name -> its class.
         base: What the class must be derived from.
         duties: Methods that the base leaves to the class.
+        state: Attributes that the base's constructor sets.
         built_in: kvtier's own, by name.
     """
 
@@ -68,6 +69,7 @@ class PolicyRole(Generic[PolicyT]):
     group: str
     base: type[Any]
     duties: tuple[str, ...]
+    state: tuple[str, ...]
     built_in: Mapping[str, type[PolicyT]]
 
     def named(self, name: str) -> type[PolicyT]:
@@ -127,6 +129,21 @@ class PolicyRole(Generic[PolicyT]):
         }
         return ", ".join(sorted(owed | abstract))
 
+    def make(self, name: str, size: int) -> PolicyT:
+        """Return a new policy called ``name`` for a cache of ``size``.
+
+        Raises:
+            ConfigError: There is no such policy, or it cannot be made.
+        """
+        factory = cast("Callable[[int], PolicyT]", self.named(name))
+        with self.making(name):
+            policy = factory(size)
+        unset = ", ".join(each for each in self.state if not hasattr(policy, each))
+        if unset:
+            problem = f"{self.what} {name!r} has no {unset}"
+            raise ConfigError(f"{problem}; its __init__ must call super().__init__()")
+        return policy
+
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
         """Turn what a policy called ``name`` raises when it is made into a ConfigError."""
@@ -142,6 +159,7 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     "kvtier.eviction",
     Eviction,
     ("on_hit", "on_insert", "on_remove", "pick"),
+    ("capacity", "hears_misses", "surplus"),
     BUILT_IN_EVICTIONS,
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
@@ -149,6 +167,7 @@ PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
     "kvtier.placement",
     Placement,
     ("demote", "place", "promote"),
+    ("tiers",),
     {"ladder": LadderPlacement},
 )
 ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
@@ -156,6 +175,7 @@ ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
     "kvtier.admission",
     Admission,
     ("admits",),
+    ("capacity",),
     {"second-touch": SecondTouch, "tinylfu": TinyLfu},
 )
 
@@ -172,12 +192,10 @@ def build_eviction(name: str, *, capacity: int, future: bool = False) -> Evictio
         ConfigError: There is no such policy, it cannot be made, or it needs a future that
             nobody knows.
     """
-    factory = EVICTIONS.named(name)
-    if factory.needs_future and not future:
+    if EVICTIONS.named(name).needs_future and not future:
         problem = f"eviction policy {name!r} must know the future"
         raise ConfigError(f"{problem}; use it in kvtier sim, and another one in a live tier")
-    with EVICTIONS.making(name):
-        return factory(capacity)
+    return EVICTIONS.make(name, capacity)
 
 
 def build_placement(name: str, *, tiers: int) -> Placement:
@@ -190,12 +208,11 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    factory = PLACEMENTS.named(name)
+    placement = PLACEMENTS.make(name, tiers)
     with PLACEMENTS.making(name):
-        placement = factory(tiers)
         if not isinstance(placement.min_chunks, int):
             raise TypeError(f"min_chunks is {placement.min_chunks!r} and no int")
-        return placement
+    return placement
 
 
 def build_admission(name: str, *, capacity: int) -> Admission:
@@ -208,6 +225,4 @@ def build_admission(name: str, *, capacity: int) -> Admission:
     Raises:
         ConfigError: There is no such policy, or it cannot be made.
     """
-    factory = ADMISSIONS.named(name)
-    with ADMISSIONS.making(name):
-        return factory(capacity)
+    return ADMISSIONS.make(name, capacity)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.keys import ChunkKey
-from kvtier.policies.base import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.base import ChunkCopy, CopyState, Eviction, NoVictimError, PolicyContext
 from kvtier.policies.leaves import pick_leaf
 from kvtier.policies.registry import build_eviction
 from kvtier.policies.terms import NO_TERMS, RequestTerms, terms_of_session
@@ -196,7 +196,7 @@ class _Ghost:
         else:
             victim = self._eviction.pick(_always, ctx)
             if victim is None:
-                raise LookupError("the policy names no victim although every copy may go")
+                raise NoVictimError(self._eviction)
         del self._here[victim.key]
         if self._eviction.leaf_only:
             self._count_kid(victim.parent, -1)

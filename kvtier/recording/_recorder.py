@@ -7,7 +7,6 @@ records are dropped and counted; nobody waits.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -17,12 +16,13 @@ from typing import Final
 
 from kvtier.config import TraceConfig
 from kvtier.iopool import start_thread
+from kvtier.logs import get_logger
 from kvtier.recording._files import NumberedFiles
 from kvtier.recording._requests import RequestRecord
 
 __all__ = ["Recorder", "RecorderStatistics"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _STOP: Final = None
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.policies.base import NoVictimError
 from kvtier.policies.leaves import pick_leaf
 from kvtier.policies.terms import NO_TERMS, terms_of_session
 from kvtier.sim.traces import Trace
@@ -139,7 +140,7 @@ class Tier:
                 copy = ChunkCopy(key, number)
                 copy.state = CopyState.RESIDENT
             else:
-                copy = _picked(pick(_always, ctx))
+                copy = _picked(pick(_always, ctx), eviction)
                 here[copy.slot] = None
                 copy.key = key
                 copy.slot = number
@@ -152,9 +153,9 @@ class Tier:
         return hits
 
 
-def _picked(copy: ChunkCopy | None) -> ChunkCopy:
+def _picked(copy: ChunkCopy | None, eviction: Eviction) -> ChunkCopy:
     if copy is None:
-        raise LookupError("the policy names no victim although every copy may go")
+        raise NoVictimError(eviction)
     return copy
 
 
@@ -197,7 +198,7 @@ class _CarefulTier(Tier):
         self._eviction.on_insert(copy, self.ctx)
 
     def _evict(self) -> ChunkCopy:
-        victim = _picked(self._eviction.pick(_always, self.ctx))
+        victim = _picked(self._eviction.pick(_always, self.ctx), self._eviction)
         self._here[victim.slot] = None
         return victim
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -32,6 +31,7 @@ from typing import Final
 
 from kvtier.errors import ClosedError
 from kvtier.iopool import start_thread
+from kvtier.logs import get_logger
 from kvtier.transfer.answers import Answers
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits
@@ -42,7 +42,7 @@ from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["TransferEngine"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _START_TIMEOUT_S: Final = 60.0
 """Longer than any tier takes to get ready for its first call: it is open already."""

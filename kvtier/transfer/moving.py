@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from kvtier.keys import short
+from kvtier.logs import get_logger
 from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.jobs import Pending
 from kvtier.transfer.routes import raising
@@ -15,7 +15,7 @@ from kvtier.types import Job, Outcome
 
 __all__ = ["begin", "outcomes_of", "tell_of_losses"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from kvtier.errors import TierUnavailableError
+from kvtier.logs import get_logger
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.answers import Answers
 from kvtier.transfer.channel import Channel, EngineLimits
@@ -20,7 +20,7 @@ from kvtier.types import JobId, Outcome, TransferResult
 
 __all__ = ["Action", "Runner"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Action = Callable[[], Awaitable[None]]
 

@@ -19,7 +19,6 @@ until this one ends.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from typing import Any, Final
 import xxhash
 
 from kvtier.keys import ADAPTER_AT, ADAPTER_NBYTES, ChunkKey, without_adapter
+from kvtier.logs import get_logger
 
 __all__ = [
     "AdapterContent",
@@ -41,7 +41,7 @@ __all__ = [
     "without_adapter",
 ]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 DIGEST_NBYTES: Final = ADAPTER_NBYTES
 

@@ -13,7 +13,6 @@ block's number does not say whose it is, and of a window only the end was loaded
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.config import KvtierConfig, environment, load_config, own_paths, resolve_load_path
+from kvtier.config import KvtierConfig, load_config, own_paths, resolve_load_path
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
 from kvtier.connector.requests import chunk_positions
@@ -37,13 +36,14 @@ from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError
 from kvtier.keys import group_of, without_adapter
+from kvtier.logs import get_logger
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.cache import open_cache
 from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_vllm_config
 from kvtier.vllm.kinds import cache_groups
-from kvtier.vllm.layout import require_supported_layout
+from kvtier.vllm.layout import require_supported_layout, warn_of_weak_hashes
 from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsReporter
 from kvtier.vllm.pages import find_pages, share_slots
 from kvtier.vllm.regions import offer_region
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierConnector"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy == "fail":
                 logger.warning(
-                    "kvtier: kv_load_failure_policy is fail, vLLM's default: a request whose "
+                    "kv_load_failure_policy is fail, vLLM's default: a request whose "
                     "chunks cannot be loaded ends with an error; with recompute it is computed"
                 )
             self._open_scheduler()
@@ -162,7 +162,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = AdapterContents(self._vllm.lora_config)
         enabled = settings.metrics.enabled
         self._reporter = StatsReporter(self._scheduler) if enabled else None
-        _warn_of_unstable_hashes(self._vllm, persistent=len(settings.tiers) > 1)
+        warn_of_weak_hashes(self._vllm, settings)
 
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -501,14 +501,3 @@ def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> boo
     if vllm_config.scheduler_config.async_scheduling:
         return has_states
     return vllm_config.speculative_config is not None
-
-
-def _warn_of_unstable_hashes(vllm_config: VllmConfig, *, persistent: bool) -> None:
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    seeded = environment().python_hash_seed is not None
-    if persistent and not seeded and not algorithm.startswith("sha256"):
-        logger.warning(
-            "kvtier: vLLM seeds %s block hashes at random, so nothing stored is found after a "
-            "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
-            algorithm,
-        )

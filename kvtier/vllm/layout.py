@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from typing import Any
 
 from kvtier.config import KvtierConfig, check_chunk_fits, environment
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory import RegionGeometry
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat.engine import EngineFacts
-from kvtier.vllm.model_files import model_files
+from kvtier.vllm.identity import declared_identity
 
 __all__ = [
     "fingerprint",
     "require_supported_layout",
+    "warn_of_weak_hashes",
 ]
 
-_FORMAT = "kvtier-vllm-2"
-"""Raised when the bytes of a slot are laid out differently."""
+logger = get_logger(__name__)
 
 
 def require_supported_layout(engine: EngineFacts, config: KvtierConfig) -> None:
@@ -64,20 +65,34 @@ def fingerprint(
         groups += f";{','.join(map(str, engine.group_ids))}"
     return LayoutFingerprint(
         {
-            "format": _FORMAT,
-            "model": engine.model_name,
-            "model_files": model_files(Path(engine.model_name)),
-            "model_revision": config.identity.model_revision or "",
-            "weights_epoch": config.identity.weights_epoch,
+            **declared_identity(config, engine.model_name),
             "kv_dtype": engine.kv_dtype,
             "kv_layout": engine.kv_layout or "",
             "kv_content": geometry.content,
             "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
             "tokens_per_hash": engine.tokens_per_hash,
-            "blocks_per_chunk": engine.blocks_per_chunk,
             "ranks": "any" if geometry.is_portable else geometry.ranks,
             "stripes": geometry.stripes,
             "stripe_nbytes": geometry.stripe_nbytes,
-            "hash_seed": environment().python_hash_seed or "",
-        }
+        },
+        label=config.identity.name or engine.model_name,
     )
+
+
+def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
+    """Warn if vLLM's block hashes do not suit a store that stays after a restart."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if len(config.tiers) == 1 or algorithm.startswith("sha256"):
+        return
+    logger.warning(
+        "--prefix-caching-hash-algo %s: it is not collision-resistant, and a store keeps "
+        "what a collision put there: a prompt made for it reads another one's KV, also "
+        "after a restart; use sha256 or sha256_cbor",
+        algorithm,
+    )
+    if environment().python_hash_seed is None:
+        logger.warning(
+            "vLLM seeds %s block hashes at random, so nothing stored is found after a "
+            "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
+            algorithm,
+        )

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvtier.connector.metrics import (
     METRICS,
-    REUSE_GAP,
     TRANSFER_BYTES,
     TRANSFER_SIZE,
     TRANSFER_TIME,
@@ -106,16 +105,10 @@ class StatsReporter:
         stats = KVTierStats()
         for series, value in self._changes.take(report.now):
             stats.add(series, value)
-        for tier, gaps in zip(report.now.tiers, report.reuse_gaps, strict=True):
-            if gaps:
-                stats.add(Series(REUSE_GAP, (tier.name,)), list(gaps))
-        for transfer_type, operations in report.transfers.data.items():
-            labels = (transfer_type,)
-            sizes: list[float] = [operation["op_size"] for operation in operations]
-            stats.add(Series(TRANSFER_BYTES, labels), sum(sizes))
-            seconds = sum(operation["op_time"] for operation in operations)
-            stats.add(Series(TRANSFER_TIME, labels), seconds)
-            stats.add(Series(TRANSFER_SIZE, labels), sizes)
+        for series, observed in report.observations():
+            stats.add(series, list(observed))
+        for series, growth in report.moved():
+            stats.add(series, growth)
         return None if stats.is_empty() else stats
 
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-__all__ = ["model_files"]
+__all__ = ["ModelFiles", "model_files"]
 
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _READ_NBYTES: Final = 64 << 20
@@ -33,23 +33,33 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 """Multiples of it, modulo 2**64, lie evenly in all and in no step with a model's layers."""
 
 
-def model_files(model: Path) -> str:
-    """Return a digest of a local model: its settings, its weights' sizes, dates and samples.
+class ModelFiles(NamedTuple):
+    """What identifies a local model.
+
+    Attributes:
+        digest: Of its settings, and its weights' sizes, dates and samples; empty if the model
+            is not local.
+        has_weights: Whether weights are in the digest, so that the path need not be.
+    """
+
+    digest: str
+    has_weights: bool
+
+
+def model_files(model: Path) -> ModelFiles:
+    """Return what identifies a local model, wherever it is.
 
     Args:
-        model: A directory, or a file as GGUF's.
-
-    Returns:
-        Nothing for what is nothing local, which its name alone identifies here.
+        model: A directory, a file such as a GGUF, or the name of a model that is not local.
     """
     if model.is_file():
-        named = {model.name: model}
+        named = {f"model{model.suffix}": model}
     elif model.is_dir():
         weights = (path for path in model.rglob("*") if path.suffix in _WEIGHTS)
         found = filter(Path.is_file, chain(model.glob("*.json"), weights))
         named = {str(path.relative_to(model)): path for path in found}
     else:
-        return ""
+        return ModelFiles("", has_weights=False)
     blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(named)))
     names = sorted(named)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-model") as threads:
@@ -66,7 +76,8 @@ def model_files(model: Path) -> str:
         digest.update(f"{name}:{status}\n".encode())
         for part in read:
             digest.update(part.result())
-    return digest.hexdigest()[:16]
+    has_weights = any(path.suffix in _WEIGHTS for path in named.values())
+    return ModelFiles(digest.hexdigest()[:16], has_weights)
 
 
 def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:

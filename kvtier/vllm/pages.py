@@ -11,7 +11,6 @@ and a slot's bytes need not depend on the number of ranks (:mod:`kvtier.memory.s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtier.errors import UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.memory.copy import KVBlocks
 from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
 from kvtier.vllm.kinds import layer_specs
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotShape", "find_pages", "share_slots"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,7 @@ def share_slots(
         }
         share = _portable_share(vllm_config, specs, kv_caches)
     except UnsupportedError as error:
-        logger.info(
-            "kvtier: chunks can be read with --tensor-parallel-size %d only: %s", ranks, error
-        )
+        logger.info("chunks can be read with --tensor-parallel-size %d only: %s", ranks, error)
         return SlotShape(ranks, block_nbytes * blocks_per_chunk, shard_of(rank), False)
     stripe_nbytes = block_nbytes // len(share.stripes) * blocks_per_chunk
     return SlotShape(STRIPES, stripe_nbytes, share, True)

@@ -12,7 +12,6 @@ those bytes would be a wrong token, and no later message could undo it. The engi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,7 @@ from kvtier.connector.device import DeviceEngine
 from kvtier.connector.metrics import METRICS, Kind, Metric
 from kvtier.connector.service import CacheService
 from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
 from kvtier.manager.hits import GroupReach
 from kvtier.manager.plans import NOTHING_TO_STORE
 from kvtier.memory import HostRegion
@@ -57,7 +57,7 @@ from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Why
 from kvtier.vllm.cache import open_cache
 from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_offloading_config
-from kvtier.vllm.layout import require_supported_layout
+from kvtier.vllm.layout import require_supported_layout, warn_of_weak_hashes
 from kvtier.vllm.metrics import StatsReporter
 from kvtier.vllm.pages import SlotShape
 from kvtier.vllm.regions import offer_region
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVTierOffloadingSpec"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _USE_CONNECTOR = "use KVTierConnector, which `kvtier vllm-args` prints"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -137,6 +137,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if vllm_config is None:
             raise UnsupportedError("vLLM does not say how this worker is configured")
         _require_served(vllm_config, engine)
+        if engine.rank == 0:
+            warn_of_weak_hashes(vllm_config, settings)
         groups = [
             [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
             for refs in kv_caches.group_data_refs

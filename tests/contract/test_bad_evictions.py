@@ -43,6 +43,52 @@ class Plain(Eviction):
         return None
 
 
+class AtRandom(Eviction):
+    """Picks any copy, by the random numbers of the context."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._members: list[ChunkCopy] = []
+        self._places: dict[ChunkCopy, int] = {}
+
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        at = ctx.rng.randrange(len(self._members) + 1)
+        self._members.append(copy)
+        self._places[copy] = len(self._members) - 1
+        self._swap(at, len(self._members) - 1)
+
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._swap(self._places[copy], ctx.rng.randrange(len(self._members)))
+
+    def on_remove(self, copy: ChunkCopy) -> None:
+        self._swap(self._places[copy], len(self._members) - 1)
+        self._members.pop()
+        del self._places[copy]
+
+    def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
+        for left in range(len(self._members), 0, -1):
+            copy = self._members[ctx.rng.randrange(left)]
+            if evictable(copy):
+                self.on_remove(copy)
+                return copy
+            self._swap(self._places[copy], left - 1)
+        return None
+
+    def _swap(self, one: int, other: int) -> None:
+        members = self._members
+        members[one], members[other] = members[other], members[one]
+        self._places[members[one]], self._places[members[other]] = one, other
+
+
+class NeedsRoom(Plain):
+    """Cannot be made for a small tier."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 100:
+            raise ValueError("too small")
+        super().__init__(capacity)
+
+
 class TakesPinned(Plain):
     """Asks nobody whether a copy may go."""
 
@@ -226,6 +272,20 @@ def test_work_in_c_is_work(policy: type[Eviction]) -> None:
 def test_a_failure_shows_the_values_that_were_compared() -> None:
     with pytest.raises(AssertionError, match=r"assert \d+ <= \(?\d+"):
         run_contract(Sorts, NOT_ASKED_AGAIN)
+
+
+@pytest.mark.parametrize("test", [name for name in dir(EvictionContract) if "test_" in name])
+def test_a_policy_may_draw_random_numbers(test: str) -> None:
+    run_contract(AtRandom, test)
+
+
+def test_a_failure_names_the_capacity_or_the_stream() -> None:
+    with pytest.raises(ValueError, match="too small") as filled:
+        run_contract(NeedsRoom, VICTIMS_LEAVE)
+    with pytest.raises(AssertionError) as growing:
+        run_contract(Sorts, NO_GROWTH)
+    assert filled.value.__notes__ == ["with capacity=8"]
+    assert "scan: " in str(growing.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
 from kvtier.iopool import IoPool

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.keys import GROUP_NBYTES
 from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave, WaveReport

@@ -200,6 +200,18 @@ def test_only_kvtiers_half_stores_the_whole_prefix_of_a_request_decoded_elsewher
             world.settle()
 
 
+def test_vllms_half_alone_ends_when_a_preempted_request_loads_at_once(tmp_path: Path) -> None:
+    # Drop the warning of the specification when this fails: vLLM has mended it.
+    with a_world(Setup(), tmp_path / "model", seed=0) as world:
+        request = world.submit(random_tokens(world.draw, 100, 100), 60)
+        while request.num_tokens < 120:
+            world.step()
+        world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        with pytest.raises(AssertionError) as end:
+            world.step()
+        assert str(end.traceback[-1].path).endswith("offloading/scheduler.py")
+
+
 def test_a_difference_that_is_not_listed_is_noticed(tmp_path: Path) -> None:
     with a_world(Setup(), tmp_path / "model", seed=0) as world:
         world.pair.half._requests = Forgetful(world.pair.half._requests)

@@ -55,6 +55,8 @@ def test_a_longer_context_finds_nothing_where_keys_depend_on_it(
     wave = reference.conversations[0]
     wave = wave.model_copy(update={"prompts": wave.prompts[:8]})
     scenario = site.scenario((wave,), ram_blocks=48, nvme_blocks=512)
+    file = site.directory / "kvtier.yaml"
+    file.write_text(file.read_text().replace("kind: nvme", "kind: nvme\n  on_mismatch: remove"))
     scenario = scenario.model_copy(update={"model": model, "context_tokens": LONG})
     plain = run_engine(
         scenario.model_copy(update={"config": None}), site.directory, "plain"

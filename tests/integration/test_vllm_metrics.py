@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
     get_connector_metric_definitions,
@@ -76,6 +78,28 @@ def test_what_is_reported_adds_up_in_vllms_payload() -> None:
     assert reduced["kvtier_failed_chunks:('ram', 'load')"] == 0
     assert reduced["kvtier_kv_offload_total_bytes:('ram_to_nvme',)"] == 60
     assert reduced["kvtier_kv_offload_size:('ram_to_nvme',)_count"] == 3
+
+
+def test_vllms_log_has_what_changed_and_no_zeros() -> None:
+    source = Source(is_active=False, now=engine(tier("ram", capacity_chunks=8), tier("nvme")))
+    reporter = StatsReporter(source)
+    log = KVConnectorLogging(None)
+    log.connector_cls = KVTierConnector
+    lines: list[str] = []
+
+    def say() -> None:
+        stats = reporter.report()
+        log.observe({} if stats is None else stats.to_dict())
+        log.log(lambda text, *arguments: lines.append(text % arguments))
+
+    say()
+    assert "kvtier_capacity_chunks:('ram',)=8" in lines[0]
+    assert not re.search(r"=0(\.0)?(,|$)", lines[0])
+    assert len(lines[0]) < 500
+    say()
+    source.now = engine(tier("ram", capacity_chunks=8, hit_chunks=3), tier("nvme"))
+    say()
+    assert lines[1:] == ["KV Transfer metrics: kvtier_hit_chunks:('ram',)=3"]
 
 
 def test_gaps_between_eviction_and_reuse_are_observed_tier_by_tier() -> None:

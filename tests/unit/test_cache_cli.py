@@ -393,7 +393,7 @@ class TestWrongDirectory:
             ": Permission denied; run this as the user that runs the engine\n"
         )
 
-    @pytest.mark.parametrize("text", ["{", "{}"])
+    @pytest.mark.parametrize("text", ["{", "{}", "[" * 200_000], ids=["cut", "empty", "deep"])
     def test_a_layout_that_cannot_be_understood_is_named(
         self, shell: Shell, store: Store, text: str
     ) -> None:
@@ -404,6 +404,26 @@ class TestWrongDirectory:
             assert (ran.code, ran.out) == (2, "")
             assert ran.err.startswith(f"error: {layout}: ")
             assert "; copy it again, " in ran.err
+
+    def test_a_neighbour_that_cannot_be_understood_is_passed_over(
+        self, shell: Shell, store: Store
+    ) -> None:
+        neighbour = store.filled().root / "0123456789abcdef"
+        neighbour.mkdir()
+        (neighbour / "layout.json").write_text("[" * 200_000)
+        (report,) = shell.json("stat", store.root)["namespaces"]
+        assert report["namespace"] == store.directory.name
+
+    def test_control_characters_of_a_model_are_escaped(
+        self, shell: Shell, store: Store
+    ) -> None:
+        store.start(model="mean\x1b[2J\r\nmodel")
+        store.fill(1)
+        store.stop()
+        for command in (*READING, ["compact-index"]):
+            ran = shell(*command, store.root)
+            assert r"mean\x1b[2J\r\nmodel" in ran.out
+            assert "\x1b" not in ran.out + ran.err
 
     def test_a_namespace_that_is_not_there_is_answered_with_those_that_are(
         self, shell: Shell, store: Store

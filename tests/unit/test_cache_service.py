@@ -118,6 +118,53 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     assert not service._hints
 
 
+def waiting_for_nvme(cache: SteppedCache, context: Context) -> None:
+    """Let a request ask for two chunks that only the slower tier has."""
+    store(cache, Context("a"), 2, ends_first=False)
+    for _ in range(4):
+        step(cache)
+    for copy in list(cache.bench.ram.copies.values()):
+        cache.bench.manager._ladder.drop(cache.bench.ram, copy)
+    cache.service.begin_request(context)
+    answers = {cache.service.lookup(key, context.req_id) for key in prefix(2)}
+    assert answers <= {Lookup.RETRY, Lookup.PENDING}
+
+
+def test_a_load_is_waited_for_from_the_first_question_to_its_end() -> None:
+    cache = make_cache()
+    service = cache.service
+    waiting_for_nvme(cache, Context("b"))
+    for _ in range(4):
+        step(cache)
+    assert [service.lookup(key, "b") for key in prefix(2)] == [Lookup.HIT] * 2
+    plan = service.prepare_load(prefix(2), "b")
+    assert service.take_load_waits() == []
+    cache.truth.acknowledge(plan.slots)
+    service.complete_load("b")
+    (waited_s,) = service.take_load_waits()
+    assert 0 < waited_s < 60
+    service.end_request(Context("b"))
+    assert service.take_load_waits() == []
+
+
+def test_a_request_that_waited_in_vain_waited_until_it_started() -> None:
+    cache = make_cache()
+    waiting_for_nvme(cache, Context("b"))
+    cache.service.end_step(started=("b",), preempted=())
+    assert len(cache.service.take_load_waits()) == 1
+    cache.service.end_step(started=("c",), preempted=())
+    assert cache.service.take_load_waits() == []
+
+
+def test_a_request_that_ended_while_it_waited_is_not_counted() -> None:
+    cache = make_cache()
+    waiting_for_nvme(cache, Context("b"))
+    cache.service.end_request(Context("b"))
+    cache.service.begin_request(Context("b"))
+    cache.service.end_step(started=("b",), preempted=())
+    assert cache.service.take_load_waits() == []
+
+
 @pytest.mark.interpreted
 def test_after_a_reset_that_failed_nothing_is_believed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

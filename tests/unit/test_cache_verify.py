@@ -95,7 +95,7 @@ class TestVerify:
 def start_another(store: Store) -> None:
     """Start an engine with another model, once."""
     if store.directory.exists():
-        store.start(model="another")
+        store.start(model="another", on_mismatch="remove")
 
 
 class TestVerifyBesideAnEngine:

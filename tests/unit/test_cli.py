@@ -92,11 +92,11 @@ def test_every_problem_is_an_error_line_without_a_traceback(shell: Shell, config
 def test_a_file_that_may_not_be_read_is_named_with_a_remedy(
     shell: Shell, config: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> bytes:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     problem = "cannot be read: Permission denied; check its permissions"
     assert shell(command, config) == Ran(2, "", f"error: {config}: {problem}\n")
 
@@ -269,16 +269,17 @@ def test_a_command_whose_output_was_closed_before_it_began_just_ends() -> None:
     assert (ran.returncode, ran.stderr.count("Traceback")) == (0, 0)
 
 
+@pytest.mark.parametrize("module", ["kvtier.cli._run", "kvtier.cli._commands"])
 def test_an_interrupt_while_commands_are_loaded_is_130_without_a_traceback(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     class Interrupter:
         @staticmethod
         def find_spec(name: str, *_: object) -> None:
-            if name == "kvtier.cli._run":
+            if name == module:
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "kvtier.cli._run", raising=False)
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupter, *sys.meta_path])
     assert shell("schema") == Ran(130, "", "")
 
@@ -405,13 +406,37 @@ def test_arguments_that_the_engine_would_refuse_are_not_printed(
     )
 
 
-def test_the_command_line_starts_without_torch_and_vllm() -> None:
-    program = "import sys, kvtier.cli._run; print(*sys.modules)"
+def packages_loaded_by(*arguments: str) -> set[str]:
+    """Return the packages, and the parts of kvtier, that a command imports."""
+    program = (
+        "import sys, kvtier.cli\n"
+        "try: kvtier.cli.main()\n"
+        "except SystemExit: print('\\n', *sys.modules)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         check=True,
         cwd=CONFIGS.parent,
     )
-    assert not {"torch", "vllm", "kvtier.tiers"} & set(done.stdout.split())
+    names = [name.split(".") for name in done.stdout.splitlines()[-1].split()]
+    return {".".join(name[: 2 if name[0] == "kvtier" else 1]) for name in names}
+
+
+def test_the_help_loads_the_commands_names_only() -> None:
+    loaded = packages_loaded_by("--help")
+    assert "typer" in loaded
+    assert not {"numpy", "pydantic", "rich", "torch", "vllm", "yaml"} & loaded
+    assert {name for name in loaded if name.startswith("kvtier.")} == {
+        "kvtier.cli",
+        "kvtier.errors",
+        "kvtier.printable",
+    }
+
+
+def test_a_check_of_kvtier_s_own_policies_loads_no_policy(config: Path) -> None:
+    loaded = packages_loaded_by("check", str(config))
+    assert "kvtier.config" in loaded
+    heavy = {"torch", "vllm", "kvtier.manager", "kvtier.policies", "kvtier.sim"}
+    assert not heavy & loaded

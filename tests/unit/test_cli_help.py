@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 
 
 def help_of(*command: str, width: int) -> str:
@@ -61,3 +61,10 @@ def test_every_argument_of_a_command_is_explained_under_its_name() -> None:
         explained = re.findall(r"^  ([A-Z]+)  \S", arguments, re.MULTILINE)
         assert explained == named, command
         assert named[-1:] == ["DIR"] or command[0] != "cache", "the store comes last"
+
+
+def test_a_listing_says_of_a_command_what_its_own_help_says_first() -> None:
+    for command in EVERYTHING:
+        for name, summary in listing(help_of(*command, width=80)).items():
+            own = help_of(*command, name, width=200).splitlines()
+            assert own[2].strip() == summary, name

@@ -128,6 +128,27 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
             f"{RAM}    eviction: lur\n",
             "a.yaml:4: tiers[0].eviction = lur: no such policy is installed; installed: ",
         ),
+        (
+            f'{RAM}    eviction: "shutil:Error\\n"\n',
+            r"a.yaml:4: tiers[0].eviction = shutil:Error\n: no such policy is installed",
+        ),
+        (
+            "tiers:\n  - kind: ram\n    capacity: 1B\n",
+            "a.yaml:3: tiers[0].capacity = 1B: less than the 4KiB of the smallest slot; write",
+        ),
+        *(
+            (
+                f"{RAM}  - kind: nvme\n    capacity: 1GiB\n    path: {path}\n",
+                f"a.yaml:6: tiers[1].path{shown}: {problem}",
+            )
+            for path, shown, problem in (
+                ("12", " = 12", "not a path; write one such as /var/lib/kvtier"),
+                ("''", "", "not an absolute path; write it from the root"),
+                ("/", " = /", "the root of the file system; name a directory that only"),
+                ("/kv/..", " = /kv/..", "the root of the file system; name a directory"),
+                ('"/kv\\n"', r" = /kv\n", "a path with control characters; name it without"),
+            )
+        ),
         (f"{RAM}    name: My tier\n", "a.yaml:4: tiers[0].name = My tier: not a name kvtier"),
         (
             f"{RAM}  - kind: nvme\n    path: kv\n    capacity: 1GiB\n",
@@ -173,6 +194,10 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
             "a.yaml:5: transfer.piece_bytes = 1MiB: unknown key; did you mean piece?",
         ),
         ("transfer:\n  io_threads: 0", "a.yaml:5: transfer.io_threads = 0: less than 1; write"),
+        ("engine:\n  blocks_per_chunk: 999999999999", "more than 65536; write at most 65536"),
+        ("trace:\n  record: /", "trace.record = /: the root of the file system; name a"),
+        ('trace:\n  record: "/a\\0b"', r"trace.record = /a\x00b: a path with control char"),
+        ('"e\\e[2J": 1', r"a.yaml:4: e\x1b[2J = 1: unknown key; known: engine"),
         ("transfer:\n  io_threads: true", "= true: not a whole number"),
         ("transfer:\n  io_threads: 4.0", "= 4.0: not a whole number"),
         ("transfer:\n  io_threads: '4'", "= 4: not a whole number; write one such as 4, with"),
@@ -200,6 +225,27 @@ def test_a_wrong_value_is_refused_with_its_line_and_a_remedy(lines: str, message
 def test_a_capacity_without_a_clear_meaning_is_refused(capacity: str) -> None:
     message = refusal(f"tiers:\n  - kind: ram\n    capacity: {capacity}\n")
     assert re.match(r"a\.yaml:3: tiers\[0\]\.capacity.*; write ", message)
+
+
+def test_a_recording_and_a_store_need_two_directories() -> None:
+    message = refusal(f"{RAM}{NVME}trace:\n  record: /kv/../kv\n")
+    assert message == (
+        "a.yaml:8: trace.record = /kv/../kv: tiers[1] has the same path; use two directories"
+    )
+
+
+def test_of_very_many_problems_the_first_are_shown_and_the_rest_is_counted() -> None:
+    first, *others = refusal(RAM + "".join(f"k{n}: 1\n" for n in range(3000))).splitlines()
+    assert first.startswith("a.yaml:4: k0 = 1: unknown key")
+    assert len(others) == 20
+    assert others[-1] == "a.yaml: 2,980 more problems; mend these first"
+
+
+def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "weights.yaml"
+    file.write_bytes(b"k: 1\n" * (1 << 20))
+    with pytest.raises(ConfigError, match=r"weights\.yaml: more than 256 KiB, which is no"):
+        load_config(file)
 
 
 def test_every_problem_has_one_line_in_the_order_of_the_file() -> None:

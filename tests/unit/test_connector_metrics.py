@@ -8,7 +8,12 @@ import pytest
 
 from kvtier.connector.metrics import METRICS, Changes, Kind, SeriesReader
 from kvtier.connector.report.reporter import Reporter
-from kvtier.connector.report.statistics import EngineStatistics, ShadowFigures, TierFigures
+from kvtier.connector.report.statistics import (
+    EngineStatistics,
+    ShadowFigures,
+    StoreInfo,
+    TierFigures,
+)
 from kvtier.connector.stats import ConnectorStats
 
 ZEROS = dict.fromkeys(TierFigures._fields[1:], 0)
@@ -29,7 +34,8 @@ def engine(*tiers: TierFigures, **figures: int) -> EngineStatistics:
         "trace_records": 0,
         "trace_dropped": 0,
     }
-    return EngineStatistics(tiers=tiers, shadows=[shadow], **(nothing | figures))
+    stores = [StoreInfo(tier.name, "0123456789abcdef", f"/{tier.name}") for tier in tiers]
+    return EngineStatistics(tiers=tiers, shadows=[shadow], stores=stores, **(nothing | figures))
 
 
 def changes(log: Changes, now: EngineStatistics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -57,6 +63,7 @@ def test_every_series_is_of_a_declared_metric_and_has_its_labels() -> None:
     observed = {name for name in METRICS if name not in names}
     assert observed == {
         "kvtier_evict_reuse_gap_seconds",
+        "kvtier_load_wait_seconds",
         "kvtier_kv_offload_total_bytes",
         "kvtier_kv_offload_total_time",
         "kvtier_kv_offload_size",
@@ -128,10 +135,15 @@ class Source:
     transfers: ConnectorStats = field(default_factory=ConnectorStats)
     now: EngineStatistics = field(default_factory=lambda: engine(tier("ram")))
     gaps: list[list[float]] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
 
     def statistics(self) -> EngineStatistics:
         self.reads += 1
         return replace(self.now)
+
+    def take_load_waits(self) -> list[float]:
+        taken, self.waits = self.waits, []
+        return taken
 
     def take_reuse_gaps(self) -> list[list[float]]:
         taken, self.gaps = self.gaps, []

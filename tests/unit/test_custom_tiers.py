@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +37,8 @@ from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.start import examine_start
 from kvtier.types import LayoutFingerprint
 from tests.unit.shell import Shell
 
@@ -64,7 +64,7 @@ async def opened(context: TierContext, kind: str, *keys: str) -> StorageTier:
 
     def run() -> StorageTier:
         config = config_of(kind, *keys)
-        assert check_start(config) == []
+        assert check_start(config).warnings == []
         return open_tier(config.tiers[1], context)
 
     return await context.pool.run(run, priority=0)
@@ -236,11 +236,10 @@ class TestItsDirectory:
     def test_a_disk_without_room_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-        with pytest.raises(
-            ConfigError, match=r"^a\.yaml:4: tiers\[1\]\.capacity = 2MiB: the d"
-        ):
-            check_environment(config_of(FILE, f"path: {tmp_path}"))
+        (tmp_path / "chunks").write_bytes(bytes(1 << 20))
+        monkeypatch.setattr(BlockIo, "free_nbytes", lambda *_: (1 << 20) - 4096)
+        (problem,) = examine_start(config_of(FILE, f"path: {tmp_path}"), {}).problems
+        assert problem.startswith("a.yaml:4: tiers[1].capacity = 2MiB: the disk has room for ")
 
     def test_a_directory_of_another_tier_is_refused(self, tmp_path: Path) -> None:
         nvme = f"- {{kind: nvme, path: {tmp_path}, capacity: 4MiB}}"
@@ -336,5 +335,5 @@ class TestDoctor:
 
 def test_a_tier_in_memory_needs_no_path(context: TierContext) -> None:
     config = config_of(MEMORY)
-    assert check_start(config) == []
+    assert check_start(config).warnings == []
     assert isinstance(open_tier(config.tiers[1], context), MemoryTier)

@@ -188,7 +188,9 @@ def test_of_data_parallel_ranks_the_first_is_examined(tmp_path: Path) -> None:
 def test_two_warnings_about_one_key_are_both_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_store, "find_room", lambda path, place: Room(64 << 20, 0, None))
+    monkeypatch.setattr(
+        _store, "find_room", lambda found, place: Room(64 << 20, 0, 64 << 20, None)
+    )
     examination = examine(config_of(tmp_path, ram="64MiB"), seconds=None)
     warnings = [f.check for f in examination.findings if f.key == "tiers[1].capacity"]
     assert warnings == ["configuration", "nvme: free space"]

@@ -118,26 +118,27 @@ def test_an_odd_mount_option_is_a_finding_of_its_own(option: str, verdict: str) 
 
 
 @pytest.mark.parametrize(
-    ("free", "held", "verdict"),
+    ("free", "wanted", "verdict"),
     [
-        (9 * GIB, 0, "ok"),
-        (1 * GIB, 8 * GIB, "ok"),
-        (8 * GIB + 1, 0, "warning"),
+        (9 * GIB, 8 * GIB, "ok"),
+        (1 * GIB, 0, "ok"),
+        (8 * GIB + 1, 8 * GIB, "warning"),
         (4 * GIB, 4 * GIB, "warning"),
-        (4 * GIB, 4 * GIB - 1, "problem"),
+        (4 * GIB, 4 * GIB + 1, "problem"),
+        (None, 4 * GIB, "ok"),
     ],
 )
 def test_the_capacity_is_held_against_free_space_and_the_store(
-    free: int, held: int, verdict: str
+    free: int | None, wanted: int, verdict: str
 ) -> None:
-    (finding,) = check_room("nvme", Room(free, held, None), 8 * GIB, KEY)
+    (finding,) = check_room("nvme", Room(free, 0, wanted, None), 8 * GIB, KEY)
     assert (finding.verdict, finding.key) == (verdict, KEY)
     assert "for a capacity of 8.00 GiB" in finding.found
 
 
 def test_a_file_system_that_runs_out_of_inodes_is_a_warning() -> None:
-    assert verdicts(check_room("nvme", Room(9 * GIB, 0, 64), 8 * GIB, KEY)) == ["ok"]
-    few = verdicts(check_room("nvme", Room(9 * GIB, 0, 63), 8 * GIB, KEY))
+    assert verdicts(check_room("nvme", Room(9 * GIB, 0, 8 * GIB, 64), 8 * GIB, KEY)) == ["ok"]
+    few = verdicts(check_room("nvme", Room(9 * GIB, 0, 8 * GIB, 63), 8 * GIB, KEY))
     assert few == ["ok", "warning"]
 
 
@@ -324,6 +325,7 @@ def test_a_small_dev_shm_matters_to_the_engine_and_not_to_kvtier() -> None:
         (replace(GDS, kvikio={}), "note", "kvikio is not installed"),
         (replace(GDS, torch_cuda="12.8"), "warning", "CUDA 13, torch for CUDA 12.8"),
         (replace(GDS, torch_cuda=""), "warning", "CUDA 13, torch for CUDA none"),
+        (replace(GDS, torch_cuda=None), "note", "torch is not installed"),
         (replace(GDS, kvikio={12: "26.6.0", 13: "26.10.0"}), "warning", "CUDA 12, CUDA 13"),
         (replace(GDS, cufile=False), "note", "no libcufile"),
         (replace(GDS, module=False), "note", "nvidia-fs is not loaded"),
@@ -335,6 +337,7 @@ def test_a_small_dev_shm_matters_to_the_engine_and_not_to_kvtier() -> None:
         "kvikio",
         "older torch",
         "cpu torch",
+        "no torch",
         "two kvikios",
         "cufile",
         "module",

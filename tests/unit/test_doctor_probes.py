@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ from kvtier.doctor._memory import (
     shared_memory_nbytes,
 )
 from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
-from kvtier.doctor._store import find_holders, find_room, stored_chunk_nbytes
-from kvtier.errors import ConfigError
+from kvtier.doctor._store import stored_chunk_nbytes
 from kvtier.memory.limits import HugePagePool, MemoryLimit, huge_page_pool, memory_limits
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.types import LayoutFingerprint
-from tests.unit.slab_locks import held
 
 QUEUE = {
     "logical_block_size": "512",
@@ -195,39 +192,10 @@ def make_namespace(root: Path, slot_nbytes: int) -> Path:
     return directory
 
 
-def test_the_engines_that_have_a_store_open_are_named(tmp_path: Path) -> None:
-    assert find_holders(tmp_path / "absent") == []
-    assert find_holders(tmp_path) == []
-    make_namespace(tmp_path, 4096)
-    with held(make_namespace(tmp_path, 8192)):
-        assert find_holders(tmp_path) == ["pid 8192 on host a"]
-    assert find_holders(tmp_path) == []
-
-
 def test_a_chunk_is_as_large_as_that_of_the_model_that_came_last(tmp_path: Path) -> None:
     for slot_nbytes, opened_ns in ((8192, 1), (4096, 3), (16384, 2)):
         os.utime(make_namespace(tmp_path, slot_nbytes), ns=(opened_ns, opened_ns))
     assert stored_chunk_nbytes(tmp_path) == 4096
-
-
-def test_a_store_that_cannot_be_read_is_not_taken_for_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> Iterator[Path]:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(ConfigError, match="run this as the user"):
-        find_holders(tmp_path)
-
-
-def test_the_room_of_a_store_is_what_is_free_and_what_it_has(tmp_path: Path) -> None:
-    assert find_room(tmp_path / "store", tmp_path).held_bytes == 0
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store/slots.bin").write_bytes(bytes(1 << 20))
-    room = find_room(tmp_path / "store", tmp_path)
-    assert 1 << 20 <= room.held_bytes < 2 << 20
-    assert room.free_bytes > 0
 
 
 def test_a_store_that_no_model_used_has_no_chunk_size(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvtier
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.metrics import METRICS, Kind
 from kvtier.connector.report.exporter import MetricsExporter
@@ -29,11 +30,16 @@ class Source:
 
     tiers: list[TierFigures] = field(default_factory=lambda: [tier("ram"), tier("nvme")])
     gaps: list[list[float]] = field(default_factory=lambda: [[], []])
+    waits: list[float] = field(default_factory=list)
     transfers: ConnectorStats = field(default_factory=ConnectorStats)
     is_active: bool = False
 
     def statistics(self) -> EngineStatistics:
         return engine(*self.tiers)
+
+    def take_load_waits(self) -> list[float]:
+        taken, self.waits = self.waits, []
+        return taken
 
     def take_reuse_gaps(self) -> list[list[float]]:
         taken, self.gaps = self.gaps, [[], []]
@@ -67,6 +73,8 @@ def test_a_scrape_has_every_number_of_every_tier() -> None:
     assert value(found, "kvtier_failed_chunks_total", tier="nvme", cause="refused") == 0
     assert value(found, "kvtier_waiting_requests") == 0
     assert value(found, "kvtier_shadow_hit_ratio", tier="ram", policy="arc") == 0.25
+    place = {"namespace": "0123456789abcdef", "path": "/nvme", "version": kvtier.__version__}
+    assert value(found, "kvtier_info", tier="nvme", **place) == 1
 
 
 def test_every_declared_metric_is_described_also_before_anything_was_observed() -> None:
@@ -92,10 +100,12 @@ def test_what_is_observed_adds_up_over_refreshes() -> None:
     source = Source()
     source.transfers.record_transfer(3_000_000, 0.5, ("ram", "nvme"))
     source.gaps = [[0.5, 3.0], []]
+    source.waits = [0.2]
     with MetricsExporter(source, 0) as exporter:
         source.transfers.record_transfer(5_000_000, 0.25, ("ram", "nvme"))
         source.transfers.record_transfer(300_000_000, 1.0, ("nvme", "ram"))
         source.gaps = [[2.0], [1e9]]
+        source.waits = [0.3, 7.0]
         exporter.refresh()
         found = scrape(exporter)
     down = {"transfer_type": "ram_to_nvme"}
@@ -113,6 +123,9 @@ def test_what_is_observed_adds_up_over_refreshes() -> None:
     assert value(found, f"{gap}_bucket", le="2.0", tier="ram") == 2
     assert value(found, f"{gap}_count", tier="ram") == 3
     assert value(found, f"{gap}_sum", tier="nvme") == 1e9
+    assert value(found, "kvtier_load_wait_seconds_bucket", le="0.25") == 1
+    assert value(found, "kvtier_load_wait_seconds_bucket", le="0.5") == 2
+    assert value(found, "kvtier_load_wait_seconds_sum") == 7.5
 
 
 def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> ConnectorStats:

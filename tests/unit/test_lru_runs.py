@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -35,3 +36,28 @@ def test_a_run_is_what_single_picks_would_be(test: Callable[[ChunkCopy], bool]) 
         picked = lru.pick_many(count, test, ctx)
         assert picked == expected
         members = [copy for copy in members if copy not in picked]
+
+
+def test_nobody_is_lost_or_doubled_whatever_part_of_a_prompt_is_used() -> None:
+    rng, ctx = random.Random(5), PolicyContext()
+    for _ in range(200):
+        lru, chain = Lru(8), [ChunkCopy(bytes([at]), at) for at in range(8)]
+        for before, copy in pairwise(chain):
+            copy.parent = before.key
+        members: set[ChunkCopy] = set()
+        for _ in range(20):
+            part = chain[rng.randrange(8) : rng.randrange(9)][::-1]
+            if members.issuperset(part):
+                lru.on_hit_many(part, ctx)
+            elif members.isdisjoint(part):
+                for copy in part:
+                    copy.state, copy.queued = CopyState.RESIDENT, 0
+                lru.on_insert_many(part, ctx)
+                members.update(part)
+            elif rng.random() < 0.5:
+                members.difference_update(lru.pick_many(rng.randrange(3), is_idle, ctx))
+            assert len(lru.order()) == len(members)
+            assert set(lru.order()) == members
+        picked = lru.pick_many(9, is_idle, ctx)
+        assert len(picked) == len(members)
+        assert set(picked) == members

@@ -18,15 +18,15 @@ def test_victims_wait_while_every_slot_below_is_being_written() -> None:
     bench = evicting(4, 1, reserve=0.5)
     bench.store(prefix(4))
     (first,) = bench.step()
-    assert first.keys == prefix(1)
+    assert first.keys == prefix(4)[3:]
     assert bench.step() == [], "the one slot below is being written"
     assert (bench.ram.counters.lost, bench.ram.counters.evicted) == (0, 0)
     assert bench.resident() == {*prefix(4)}
     bench.finish(first)
     (second,) = bench.step()
-    assert second.keys == prefix(2)[1:]
+    assert second.keys == [prefix(4)[2]]
     bench.finish(second)
-    assert bench.resident(1) == {prefix(2)[1]}
+    assert bench.resident(1) == {prefix(4)[2]}
     assert bench.ram.counters.lost == 0
 
 
@@ -40,7 +40,7 @@ def test_a_victim_that_had_to_wait_is_still_the_next_to_go() -> None:
             assert bench.step() == [], "the queue is full; nobody is picked and put back"
         sent += job.keys
         bench.finish(job)
-    assert sent == prefix(3), "the oldest first, however often it had to wait"
+    assert sent == prefix(4)[:0:-1], "the deepest first, however often it had to wait"
 
 
 def test_nothing_below_is_evicted_for_a_slot_that_a_promotion_is_about_to_free() -> None:

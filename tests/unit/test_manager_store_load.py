@@ -69,16 +69,16 @@ def test_completing_a_store_that_is_not_in_flight_is_ignored() -> None:
     assert bench.resident() == {*prefix(1)}
 
 
-def test_the_oldest_chunks_make_room_and_are_announced_first() -> None:
+def test_the_deepest_chunks_make_room_and_are_announced_first() -> None:
     bench = Workbench(3, 0)
     bench.store(prefix(3))
     bench.settle()
     plan = bench.store(prefix(2, of=1), "b")
     assert plan is not None
-    assert plan.evicted == prefix(2)
+    assert plan.evicted == prefix(3)[:0:-1]
     assert bench.manager.take_events() == [
         ResidencyEvent(0, prefix(3), removed=False),
-        ResidencyEvent(0, prefix(2), removed=True),
+        ResidencyEvent(0, prefix(3)[:0:-1], removed=True),
         ResidencyEvent(0, prefix(2, of=1), removed=False),
     ]
     assert bench.manager.take_events() == []

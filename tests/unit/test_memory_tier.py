@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -68,5 +69,6 @@ async def test_a_medium_serves_one_tier_at_a_time(
 
 
 def test_a_capacity_below_one_slot_is_refused(context: TierContext) -> None:
+    larger = dataclasses.replace(context, slot_nbytes=8192)
     with pytest.raises(ConfigError):
-        MemoryTier.open(MemoryTierConfig(capacity_bytes=4095), context)
+        MemoryTier.open(MemoryTierConfig(capacity_bytes=8191), larger)

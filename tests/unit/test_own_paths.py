@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -102,36 +100,6 @@ def test_a_wrong_placeholder_is_refused_with_the_right_one(path: str) -> None:
 def test_a_wrong_placeholder_of_a_recording_is_refused() -> None:
     with pytest.raises(ConfigError, match=re.escape("a.yaml:8: trace.record = /r/{pid}: a br")):
         ladder("/kv", record="/r/{pid}")
-
-
-def test_room_for_one_rank_is_not_room_for_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = SimpleNamespace(free=3 << 20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    config = ladder(tmp_path / PLACEHOLDER)
-    assert check_environment(config) == []
-    with pytest.raises(ConfigError) as caught:
-        check_environment(config, ranks=2)
-    assert str(caught.value).startswith(
-        "a.yaml:6: tiers[1].capacity = 2MiB: 2 ranks take 4.00 MiB, and the disk has room for "
-        "3.00 MiB; lower it"
-    )
-    usage.free = 4 << 20
-    assert check_environment(config, ranks=2) == []
-
-
-def test_what_every_rank_has_reserved_counts_as_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    config = ladder(tmp_path / PLACEHOLDER)
-    for rank in "01":
-        (tmp_path / rank).mkdir()
-        (tmp_path / rank / "slots").write_bytes(bytes(2 << 20))
-    assert check_environment(config, ranks=2) == []
-    with pytest.raises(ConfigError, match="3 ranks take"):
-        check_environment(config, ranks=3)
 
 
 def test_memory_for_one_rank_is_not_memory_for_two(

@@ -82,6 +82,13 @@ def test_what_one_module_takes_from_another_is_among_what_that_one_exports() -> 
     assert ("kvtier.iopool", "IoPool") in taken
 
 
+def test_torch_is_installed_by_the_extras_that_need_it_only() -> None:
+    extras = project()["optional-dependencies"]
+    assert not [name for name in project()["dependencies"] if name.startswith("torch")]
+    assert [name for name, needs in extras.items() if "kvtier[torch]" in needs] == ["vllm"]
+    assert [need.partition(">")[0] for need in extras["torch"]] == ["torch"]
+
+
 @pytest.mark.parametrize("target", entry_points())
 def test_an_entry_point_names_something_that_exists(target: str) -> None:
     module, _, attribute = target.partition(":")

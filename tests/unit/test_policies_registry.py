@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config import parse_config, schema
 from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT, PolicyNames
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager.building import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     ConditionalPlacement,
@@ -30,9 +30,16 @@ from kvtier.policies.registry import (
     PLACEMENTS,
     PolicyRole,
 )
+from kvtier.policies.shadow import ShadowTier
+from kvtier.sim.single import TouchOrder, simulate_single
+from kvtier.sim.traces import generate
 from kvtier.testing.fakes import RecordingTruth
 
 ROOT = Path(__file__).parents[2]
+PICKS_NONE = (
+    "^eviction policy kvtier_mine:Never picks no victim although every chunk may go; "
+    "repair its pick$"
+)
 PLUGIN = """
 from kvtier.policies import Admission, LadderPlacement, Placement
 from kvtier.policies.eviction import Lru
@@ -68,6 +75,28 @@ class Seer(Lru):
 
 class Wrong:
     pass
+
+
+class Never(Lru):
+    def pick(self, evictable, ctx):
+        return None
+
+
+class Uninitialised(Lru):
+    def __init__(self, capacity):
+        self.capacity = capacity
+
+
+class Adrift(LadderPlacement):
+    def __init__(self, tiers):
+        pass
+
+    min_chunks = 1
+
+
+class Boundless(Deep):
+    def __init__(self, capacity):
+        pass
 """
 METADATA = "Metadata-Version: 2.1\nName: kvtier-mine\nVersion: 1.0\n"
 ENTRY_POINTS = """
@@ -211,6 +240,10 @@ def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
         ("wrong", r"'wrong': kvtier_mine:Wrong is no Eviction; derive it from"),
         ("kvtier_mine:PLUGIN", r"does not load"),
         ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
+        (
+            "kvtier_mine:Uninitialised",
+            r"'kvtier_mine:Uninitialised' has no hears_misses, surplus; its __init__ must call",
+        ),
     ],
 )
 def test_a_policy_that_cannot_be_built_says_why(name: str, message: str) -> None:
@@ -317,6 +350,38 @@ def test_a_placement_that_cannot_be_built_says_where_and_why(
         placed_by(*lines)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("policy: kvtier_mine:Adrift", "'kvtier_mine:Adrift' has no tiers; its __init__ must"),
+        ("admit: kvtier_mine:Boundless", "'kvtier_mine:Boundless' has no capacity; its __in"),
+    ],
+)
+def test_a_policy_that_leaves_out_its_base_s_constructor_is_named(
+    line: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placed_by(line)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("a.yaml:8: placement.")
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_a_policy_that_picks_no_victim_is_named(order: TouchOrder) -> None:
+    trace = generate("chat", sessions=6, per_s=0.1, chunk_tokens=64, seed=1)
+    with pytest.raises(KvtierError, match=PICKS_NONE):
+        simulate_single(trace, policy="kvtier_mine:Never", capacity=3, touch_order=order)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_shadow_that_picks_no_victim_is_named() -> None:
+    shadow = ShadowTier(2, ["kvtier_mine:Never"])
+    with pytest.raises(KvtierError, match=PICKS_NONE):
+        shadow.serve([bytes([at]) * 8 for at in range(3)], 0.0)
 
 
 @pytest.mark.usefixtures("mine")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, TraceConfig, check_environment, parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, make_key

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvtier.cli import _replay as replay_command
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.errors import ConfigError, KvtierError

@@ -38,6 +38,8 @@ def test_the_figures_name_the_tier_that_ram_cannot_reach(
         internal_errors=0,
         shadows=(),
         recorder=None,
+        recovered={},
+        stores=(),
     )
     assert [tier.out_of_service for tier in figures.tiers] == skipped
 

@@ -67,8 +67,8 @@ CHAINS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, m
 def leading_hits(chains: Iterable[Sequence[int]], capacity: int) -> int:
     """Count what a manager of one LRU tier hits when requests come one after another.
 
-    The chunks that are there are touched leaf to root, then the missing ones come in root to
-    leaf; the prefix that is offered along is no victim for its own tail.
+    A request uses its chunks leaf to root, whether they were there or are new; the prefix that
+    is offered along is no victim for its own tail.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -84,9 +84,9 @@ def leading_hits(chains: Iterable[Sequence[int]], capacity: int) -> int:
         missing = [chunk for chunk in offered if chunk not in cache]
         for _ in range(len(cache) + len(missing) - capacity):
             del cache[next(chunk for chunk in cache if chunk not in there)]
-        for chunk in reversed(there):
+        for chunk in reversed(chain):
+            cache[chunk] = None
             cache.move_to_end(chunk)
-        cache.update(dict.fromkeys(missing))
     return hits
 
 

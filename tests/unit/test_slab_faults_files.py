@@ -49,7 +49,7 @@ class Store:
 
     def shelf(self, model: str = "m", **options: Any) -> Shelf[SlabTier]:
         sized = {"capacity_bytes": CAPACITY * SLOT, **options}
-        config = NvmeTierConfig(path=self.root, direct_io="off", **sized)
+        config = NvmeTierConfig(path=self.root, direct_io="off", on_mismatch="remove", **sized)
         context = TierContext(SLOT, LayoutFingerprint({"model": model}), self._pool)
         return Shelf(lambda: SlabTier.open(config, context, io=self.io), self._pool)
 

@@ -155,7 +155,7 @@ class Log(logging.Handler):
 @pytest.fixture
 def log() -> Iterator[Log]:
     handler = Log()
-    kvtier = logging.getLogger("kvtier")
+    kvtier = logging.getLogger("vllm.kvtier")
     kvtier.addHandler(handler)
     yield handler
     kvtier.removeHandler(handler)

@@ -46,7 +46,9 @@ class Place:
         self._pool = pool
 
     def open(self, io: FaultyIo) -> SlabTier:
-        options = NvmeTierConfig(path=self.root, capacity_bytes=self.slots * SLOT)
+        options = NvmeTierConfig(
+            path=self.root, capacity_bytes=self.slots * SLOT, on_mismatch="remove"
+        )
         fingerprint = LayoutFingerprint({"model": self.model})
         return SlabTier.open(options, TierContext(SLOT, fingerprint, self._pool), io=io)
 

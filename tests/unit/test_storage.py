@@ -10,8 +10,10 @@ import pytest
 
 from kvtier.config import TierConfig, parse_config
 from kvtier.connector import storage
+from kvtier.connector.service import CacheService
 from kvtier.errors import CapacityError, ClosedError
 from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.testing.chunks import make_keys
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers.base import TierContext
 from kvtier.types import LayoutFingerprint
@@ -67,6 +69,28 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert "hangs" in closed
+
+
+def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
+    region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list(zip(make_keys(range(3)), range(3), strict=True))
+    monkeypatch.setattr(MemoryTier, "recovered", lambda _: found)
+    monkeypatch.setattr(storage, "open_tier", MemoryTier.open)
+    tier = f"- {{kind: nvme, path: {tmp_path / 'nvme'}, capacity: 1MiB}}\n"
+    config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
+    fingerprint = LayoutFingerprint({"model": "m"})
+    opened = storage.open_storage(
+        config, region, fingerprint, tokens_per_chunk=16, record_events=False
+    )
+    service = CacheService(opened, tokens_per_chunk=16, close_timeout_s=10)
+    figures = service.statistics()
+    service.shutdown()
+    assert [tier.recovered_chunks for tier in figures.tiers] == [0, 3]
+    assert figures.stores == [
+        ("ram", fingerprint.namespace(), ""),
+        ("nvme", fingerprint.namespace(), f"{tmp_path}/nvme"),
+    ]
 
 
 def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(

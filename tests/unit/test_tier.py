@@ -147,7 +147,8 @@ def test_a_dirty_copy_that_is_dropped_leaves_no_dirt_behind() -> None:
 
 def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
     tier = make_tier(2)
-    first, second = fill(tier, prefix(2))
+    (first,) = fill(tier, prefix(1))
+    (second,) = fill(tier, prefix(1, of=1))
     tier.mark_dirty_many([first])
     assert tier.pick_leaving(1, CTX) == [first]
     assert first.key in tier.copies

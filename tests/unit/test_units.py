@@ -43,6 +43,7 @@ def test_a_size_is_read_with_its_unit(text: str, nbytes: int) -> None:
     ("text", "remedy"),
     [
         ("64", "write 64GiB, 64MiB or 64B"),
+        ("0", "write one such as 64GiB"),
         ("64G", "write 64GiB (or 64GB, powers of 1000)"),
         ("64gib", "write 64GiB (or 64GB, powers of 1000)"),
         ("64K", "write 64KiB (or 64kB, powers of 1000)"),

@@ -206,6 +206,17 @@ def test_offers_can_be_bounded_where_a_half_keeps_a_limit() -> None:
     assert not compat.offers_can_be_bounded(half, lambda _: unlimited)
 
 
+def test_aborted_requests_are_bounded_where_a_half_stores_the_tails_of_their_windows() -> None:
+    module = SimpleNamespace(
+        RequestOffloadState=dataclasses.make_dataclass("State", ["req", "transfer_jobs"]),
+        TransferJobStatus=dataclasses.make_dataclass("Status", ["is_store"]),
+    )
+    half = SimpleNamespace(_jobs={}, _final_swa_alignment_blocks=None)
+    assert compat.bounds_aborted(half, lambda _: module)
+    assert not compat.bounds_aborted(SimpleNamespace(_jobs={}), lambda _: module)
+    assert not compat.bounds_aborted(half, lambda _: SimpleNamespace())
+
+
 def test_what_events_say_of_chunks_is_there_where_they_describe_themselves() -> None:
     payloads = {b"key": object()}
     tracker = SimpleNamespace(_pending_event_metadata=payloads)

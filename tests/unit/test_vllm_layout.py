@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvtier.config import KvtierConfig, load_config
+from kvtier.config import KvtierConfig, parse_config
 from kvtier.memory import RegionGeometry
 from kvtier.vllm.compat import EngineFacts
-from kvtier.vllm.layout import fingerprint
+from kvtier.vllm.layout import fingerprint, warn_of_weak_hashes
+from tests.unit.warned import warnings_in
 
 GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
 LARGE = b" " * (1 << 20)
 
 
+RAM = "tiers: [{kind: ram, capacity: 16KiB}]\n"
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> KvtierConfig:
-    path = tmp_path / "kvtier.yaml"
-    path.write_text("tiers:\n- kind: ram\n  capacity: 16KiB\n", encoding="utf-8")
-    return load_config(path)
+def config() -> KvtierConfig:
+    return parse_config(RAM, source="f")
 
 
 def namespace(model: Path, config: KvtierConfig, *, group_ids: tuple[int, ...] = (0,)) -> str:
@@ -53,6 +56,31 @@ def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     os.utime(path, (date_s, date_s))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "warned"),
+    [("sha256", False), ("sha256_cbor", False), ("xxhash", True), ("xxhash_cbor", True)],
+)
+@pytest.mark.parametrize("keeps", [True, False], ids=["with a store", "in memory only"])
+def test_hashes_that_may_collide_are_warned_of_where_a_store_keeps_them(
+    caplog: pytest.LogCaptureFixture, algorithm: str, warned: bool, keeps: bool
+) -> None:
+    nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n" if keeps else ""
+    config = parse_config(f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{nvme}", source="a.yaml")
+    cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
+    warn_of_weak_hashes(SimpleNamespace(cache_config=cache), config)
+    found = warnings_in(caplog)
+    assert len(found) == (warned and keeps)
+    assert all(f"--prefix-caching-hash-algo {algorithm}: " in text for text in found)
+    assert all(text.endswith("use sha256 or sha256_cbor") for text in found)
+
+
+def test_a_vllm_that_does_not_say_how_it_hashes_is_not_warned_of(
+    config: KvtierConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_weak_hashes(None, config)
+    assert warnings_in(caplog) == []
 
 
 def test_groups_that_have_other_numbers_in_keys_are_others(
@@ -187,6 +215,43 @@ def test_settings_that_were_only_touched_and_what_is_no_part_of_the_model_do_not
     put(model / "logs" / "run.json", b"new")
     (model / "cache.bin").mkdir()
     assert namespace(model, config) == first
+
+
+@pytest.mark.parametrize(
+    "name", ["model/weights.safetensors", "model/parts/w.bin", "model.gguf"]
+)
+def test_a_local_model_is_the_same_however_and_wherever_it_is_spelled(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    places = [tmp_path / "warm", tmp_path / "served"]
+    for place in places:
+        put(place / name, b"weights")
+    model = name.partition("/")[0]
+    renamed = places[1] / f"renamed{Path(model).suffix}"
+    renamed.symlink_to(places[1] / model)
+    monkeypatch.chdir(places[0])
+    spellings = [Path(model), places[0] / model, places[1] / model, renamed]
+    assert len({namespace(each, config) for each in spellings}) == 1
+
+
+def test_without_weights_only_the_place_tells_one_local_model_from_another(
+    config: KvtierConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("a", "b"):
+        put(tmp_path / place / "config.json", b"{}")
+        put(tmp_path / place / "model.tensors", place.encode())
+    monkeypatch.chdir(tmp_path)
+    assert namespace(Path("a"), config) == namespace(tmp_path / "a", config)
+    assert namespace(tmp_path / "a", config) != namespace(tmp_path / "b", config)
+
+
+def test_a_name_in_the_file_stands_for_what_the_engine_was_given(tmp_path: Path) -> None:
+    named = parse_config(f"{RAM}identity: {{name: ours}}\n", source="f")
+    assert namespace(Path("org/model"), named) == namespace(Path("mirror/model"), named)
+    put(tmp_path / "model" / "config.json", b"{}")
+    assert namespace(tmp_path / "model", named) != namespace(Path("org/model"), named), (
+        "content"
+    )
 
 
 def test_a_hubs_name_is_no_file(config: KvtierConfig, tmp_path: Path) -> None:

@@ -26,17 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
-from kvtier.connector.metrics import (
-    METRICS,
-    REUSE_GAP,
-    TRANSFER_BYTES,
-    TRANSFER_SIZE,
-    TRANSFER_TIME,
-    Kind,
-    Metric,
-    Series,
-    SeriesReader,
-)
+from kvtier.connector.metrics import METRICS, Kind, Metric, Series, SeriesReader
 from kvtier.connector.report.reporter import Report, Reporter, StatisticsSource
 from kvtier.errors import ConfigError
 
@@ -101,15 +91,10 @@ class _Board(Collector):
         }
         with self._lock:
             self._current = current
-            for tier, gaps in zip(report.now.tiers, report.reuse_gaps, strict=True):
-                self._observe(Series(REUSE_GAP, (tier.name,)), gaps)
-            for transfer_type, operations in report.transfers.data.items():
-                labels = (transfer_type,)
-                sizes = [operation["op_size"] for operation in operations]
-                self._observe(Series(TRANSFER_SIZE, labels), sizes)
-                self._add(Series(TRANSFER_BYTES, labels), sum(sizes))
-                seconds = sum(operation["op_time"] for operation in operations)
-                self._add(Series(TRANSFER_TIME, labels), seconds)
+            for series, observed in report.observations():
+                self._observe(series, observed)
+            for series, growth in report.moved():
+                self._add(series, growth)
 
     @override
     def collect(self) -> Iterator[Family]:

@@ -7,15 +7,15 @@ cannot leave, and new ones are refused there.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvtier.logs import get_logger
 from kvtier.units import approximate_size
 
 __all__ = ["PressureLog"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _QUIET_S: Final = 60.0
 _NOT_SENT: Final = (

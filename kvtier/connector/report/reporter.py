@@ -10,10 +10,18 @@ and the last figures must be right.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from kvtier.connector.metrics import (
+    LOAD_WAIT,
+    REUSE_GAP,
+    TRANSFER_BYTES,
+    TRANSFER_SIZE,
+    TRANSFER_TIME,
+    Series,
+)
 from kvtier.connector.report.statistics import EngineStatistics
 from kvtier.connector.stats import ConnectorStats
 
@@ -38,6 +46,9 @@ class StatisticsSource(Protocol):
     def statistics(self) -> EngineStatistics:
         """Return all figures now."""
 
+    def take_load_waits(self) -> Sequence[float]:
+        """Return the seconds that requests waited for a load, since the last call."""
+
     def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
         """Return, per tier, seconds from an eviction to being asked for the chunk again."""
 
@@ -54,11 +65,29 @@ class Report:
         reuse_gaps: Per tier, seconds from an eviction to being asked for the chunk again, since
             the last reading.
         transfers: Transfers that ended since then.
+        load_waits: Seconds that requests waited for a load that ended since then.
     """
 
     now: EngineStatistics
     reuse_gaps: Sequence[Sequence[float]]
     transfers: ConnectorStats
+    load_waits: Sequence[float] = ()
+
+    def observations(self) -> Iterator[tuple[Series, Sequence[float]]]:
+        """Yield what histograms observe."""
+        yield Series(LOAD_WAIT, ()), self.load_waits
+        for tier, gaps in zip(self.now.tiers, self.reuse_gaps, strict=True):
+            yield Series(REUSE_GAP, (tier.name,)), gaps
+        for transfer_type, operations in self.transfers.data.items():
+            sizes = [operation["op_size"] for operation in operations]
+            yield Series(TRANSFER_SIZE, (transfer_type,)), sizes
+
+    def moved(self) -> Iterator[tuple[Series, float]]:
+        """Yield what the counters of transfers grow by."""
+        for transfer_type, operations in self.transfers.data.items():
+            labels = (transfer_type,)
+            yield Series(TRANSFER_BYTES, labels), sum(each["op_size"] for each in operations)
+            yield Series(TRANSFER_TIME, labels), sum(each["op_time"] for each in operations)
 
 
 class Reporter:
@@ -86,4 +115,9 @@ class Reporter:
             return None
         self._due_s = self._clock() + _EVERY_S
         source = self._source
-        return Report(source.statistics(), source.take_reuse_gaps(), source.take_transfers())
+        return Report(
+            source.statistics(),
+            source.take_reuse_gaps(),
+            source.take_transfers(),
+            source.take_load_waits(),
+        )

@@ -10,7 +10,13 @@ from kvtier.manager import ManagerSnapshot, TierSnapshot
 from kvtier.recording import RecorderStatistics
 from kvtier.transfer import ChannelStatistics
 
-__all__ = ["EngineStatistics", "ShadowFigures", "TierFigures", "engine_statistics"]
+__all__ = [
+    "EngineStatistics",
+    "ShadowFigures",
+    "StoreInfo",
+    "TierFigures",
+    "engine_statistics",
+]
 
 
 class TierFigures(NamedTuple):
@@ -55,6 +61,7 @@ class TierFigures(NamedTuple):
         held_chunks: Copies that could not be evicted now.
         dirty_chunks: Copies that must still reach a slower tier.
         queued_bytes: Bytes queued or running.
+        recovered_chunks: Chunks of earlier engines that were here at the start.
         load_seconds_per_gb: Estimate of what loading takes from here; 0 if never measured.
         out_of_service: 1 while the tier is not read from, or not written to, else 0.
     """
@@ -92,8 +99,23 @@ class TierFigures(NamedTuple):
     held_chunks: int
     dirty_chunks: int
     queued_bytes: int
+    recovered_chunks: int
     load_seconds_per_gb: float
     out_of_service: int
+
+
+class StoreInfo(NamedTuple):
+    """Where one tier keeps chunks, for people.
+
+    Attributes:
+        tier: The tier's name.
+        namespace: What stored bytes mean, as the name of a directory.
+        path: The store's directory; empty if there is none.
+    """
+
+    tier: str
+    namespace: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +154,7 @@ class EngineStatistics:
         trace_records: Records written to the trace.
         trace_dropped: Records that were not.
         shadows: Shadow policies, tier by tier.
+        stores: Where the tiers keep chunks; never changes.
     """
 
     tiers: Sequence[TierFigures]
@@ -143,9 +166,10 @@ class EngineStatistics:
     trace_records: int
     trace_dropped: int
     shadows: Sequence[ShadowFigures]
+    stores: Sequence[StoreInfo] = ()
 
 
-def engine_statistics(
+def engine_statistics(  # noqa: PLR0913 - one keyword for each source
     manager: ManagerSnapshot,
     channels: Mapping[tuple[str, str], ChannelStatistics],
     *,
@@ -153,6 +177,8 @@ def engine_statistics(
     internal_errors: int,
     shadows: Sequence[ShadowFigures],
     recorder: RecorderStatistics | None,
+    recovered: Mapping[str, int],
+    stores: Sequence[StoreInfo],
 ) -> EngineStatistics:
     """Put the manager's and the storage engine's figures together.
 
@@ -163,6 +189,8 @@ def engine_statistics(
         internal_errors: Unexpected errors so far.
         shadows: Shadow policies, tier by tier.
         recorder: The recording's, if there is one.
+        recovered: Chunks found at the start, by the tier's name.
+        stores: Where the tiers keep chunks.
     """
     worth = manager.worth
     per_gb = [0.0 if price is None else price.seconds(10**9) for price in worth.prices]
@@ -175,6 +203,7 @@ def engine_statistics(
                 tier.counters.prompt_hits * tokens_per_chunk,
                 load,
                 fastest=manager.tiers[0].name,
+                recovered_chunks=recovered.get(tier.name, 0),
             )
             for tier, load in zip(manager.tiers, loads, strict=True)
         ],
@@ -186,6 +215,7 @@ def engine_statistics(
         trace_records=0 if recorder is None else recorder.written,
         trace_dropped=0 if recorder is None else recorder.dropped,
         shadows=shadows,
+        stores=stores,
     )
 
 
@@ -196,6 +226,7 @@ def _tier_figures(
     load: tuple[int, int, float],
     *,
     fastest: str,
+    recovered_chunks: int,
 ) -> TierFigures:
     counters = tier.counters
     read_bytes = written_bytes = queued_bytes = refused = expired = 0
@@ -250,6 +281,7 @@ def _tier_figures(
         held_chunks=tier.held,
         dirty_chunks=tier.dirty,
         queued_bytes=queued_bytes,
+        recovered_chunks=recovered_chunks,
         load_seconds_per_gb=load[2],
         out_of_service=int(out_of_service),
     )

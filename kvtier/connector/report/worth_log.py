@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvtier.logs import get_logger
 from kvtier.manager import LoadChoice, LoadWorth, SkipCause
 
 __all__ = ["WorthLog"]
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below the one logger vLLM configures
+logger = get_logger(__name__)
 
 _QUIET_S: Final = 60.0
 _WHY: Final = {

@@ -82,7 +82,10 @@ class HedgedLhd(Eviction):
         if is_known and not is_chain:
             copies = _leaf_to_root(copies)
         if self._books.remembers_any(keys) or (is_known and not is_chain):
+            followed = {*parents}
             for copy in copies:
+                if copy.key in followed:  # though one of another group came between
+                    self._stretch.next_new = copy.key
                 self.on_insert(copy, ctx)
         elif is_chain:
             self._insert_prompt(copies, keys, parents)

@@ -12,12 +12,20 @@ A request's chunks come, and mostly go, together, so the queue is made for runs 
 lists, one to append to and one, reversed, to take from the end of (Hood and Melville,
 "Real-time queue operations in pure LISP", 1981, but not in real time). Both take a run in one
 call where a deque takes it entry by entry, and most entries need no decision of their own.
+
+A prompt reaches a tier in batches: what was loaded, then what each step computed. A chunk is of
+no use without all before it, so the last batch must leave first. What comes or is used as a
+batch, leaf to root, therefore waits in a list of its *prompt* before it enters the queue. A
+batch extends the prompt whose last chunk it continues. A prompt enters the queue leaf to root
+when the queue is empty, when too many wait, or when a chunk comes or is used by itself. Prompts
+wait in the order of their last use and are younger than the queue. So only chunks of one prompt
+change places, and where no batch continues another the order is that of single calls.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from operator import not_
 from typing import Final
@@ -25,6 +33,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
+from kvtier.keys import GROUP_NBYTES
 from kvtier.policies.base import (
     ChunkCopy,
     Evictable,
@@ -38,20 +47,26 @@ __all__ = ["Lru"]
 
 _SLACK: Final = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
+_PROMPTS: Final = 1024
+"""Most prompts that wait: as many as an engine runs at a time."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Lru(Eviction):
-    """Evicts the copy whose last use is longest ago."""
+    """Evicts the copy whose last use is longest ago; of one prompt the deepest chunk first."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._newer: list[ChunkCopy] = []
         self._older: list[ChunkCopy] = []  # its last entry is the oldest
+        self._prompts: dict[bytes, list[ChunkCopy]] = {}  # by the hash of their last chunk
+        self._waiting = 0  # entries in them
         self._members = 0
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if self._prompts:
+            self._end_prompts()
         self._members += 1
         copy.queued = 0
         self._newer.append(copy)
@@ -59,31 +74,32 @@ class Lru(Eviction):
     @override
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
         # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
-        self._members += len(copies)
-        self._newer += copies
+        if copies:
+            self._members += len(copies)
+            self._extend_prompt(copies)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        if self._prompts:
+            self._end_prompts()
         copy.queued += 1
         self._newer.append(copy)
-        if len(self._newer) + len(self._older) > 2 * self._members + _SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
         touched = list(copies)
         for copy in touched:
             copy.queued += 1
-        self._newer += touched
-        if len(self._newer) + len(self._older) > 2 * self._members + _SLACK:
-            self._tidy()
+        if touched:
+            self._extend_prompt(touched)
+            self._bound()
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
         copy.queued += 1  # no entry is its place any more
         self._members -= 1
-        if len(self._newer) + len(self._older) > 2 * self._members + _SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
@@ -99,7 +115,8 @@ class Lru(Eviction):
                 break
             else:
                 rejected.append(copy)
-        self._newer += rejected
+        if rejected:
+            self._extend_prompt(rejected)
         return victim
 
     @override
@@ -124,7 +141,8 @@ class Lru(Eviction):
                 else:
                     rejected.append(copy)
             victims += compress(run, map(not_, doubtful))
-        self._newer += rejected
+        if rejected:
+            self._extend_prompt(rejected)
         self._members -= len(victims)
         return victims
 
@@ -132,28 +150,94 @@ class Lru(Eviction):
         """Return the members, next victim first; looks at every entry."""
         stale: Counter[ChunkCopy] = Counter()
         members: list[ChunkCopy] = []
-        for copy in chain(reversed(self._older), self._newer):
+        for copy in self._entries():
             if stale[copy] == copy.queued:
                 members.append(copy)
             stale[copy] += 1
         return members
 
+    def _entries(self) -> Iterator[ChunkCopy]:
+        """Return all entries, oldest first."""
+        prompts = chain.from_iterable(map(reversed, self._prompts.values()))
+        return chain(reversed(self._older), self._newer, prompts)
+
+    def _extend_prompt(self, copies: Sequence[ChunkCopy]) -> None:
+        """Append ``copies``, given leaf to root, to the prompt that they continue."""
+        # Chunks of all KV cache groups that end at one token have one hash.
+        prompts, last = self._prompts, copies[0].key[:-GROUP_NBYTES]
+        before = copies[-1].parent
+        prompt = None if before is None else prompts.pop(before[:-GROUP_NBYTES], None)
+        if last in prompts:
+            prompt = self._join(prompt, last, copies)
+        elif len(prompts) >= _PROMPTS:
+            self._newer += reversed(self._take_prompt())
+        self._waiting += len(copies)
+        if prompt is None:
+            prompt = []
+        prompt += reversed(copies)
+        prompts[last] = prompt
+
+    def _join(
+        self, prompt: list[ChunkCopy] | None, last: bytes, copies: Sequence[ChunkCopy]
+    ) -> list[ChunkCopy] | None:
+        """Return ``prompt`` and the one that waits with the same last chunk as ``copies``.
+
+        Another request used a prefix that ends there, so all of it is used once more.
+        """
+        if copies[0].parent is None and self._prompts[last] != copies[::-1]:
+            self._end_prompts()  # nobody knows whether they are of one prompt
+            return prompt
+        same = self._prompts.pop(last)
+        if prompt is None:
+            return same
+        return same + prompt if same[0].depth <= prompt[0].depth else prompt + same
+
+    def _take_prompt(self) -> list[ChunkCopy]:
+        """Return the entries of the prompt that waits longest, which then waits no more."""
+        prompt = self._prompts.pop(next(iter(self._prompts)))
+        self._waiting -= len(prompt)
+        return prompt
+
+    def _end_prompts(self) -> None:
+        """Put all prompts into the queue."""
+        for prompt in self._prompts.values():
+            self._waiting -= len(prompt)
+            self._newer += reversed(prompt)
+        self._prompts.clear()
+
     def _turn(self) -> bool:
-        """Begin to take what was appended; return whether there is anything."""
-        self._older, self._newer = self._newer, self._older
-        self._older.reverse()
+        """Begin to take what came last; return whether there is anything."""
+        if self._newer or not self._prompts:
+            self._older, self._newer = self._newer, self._older
+            self._older.reverse()
+        else:
+            self._older = self._take_prompt()
         return bool(self._older)
 
-    def _tidy(self) -> None:
-        """Drop every entry that is not its copy's place."""
-        kept: list[ChunkCopy] = []
-        for copy in chain(reversed(self._older), self._newer):
-            if copy.queued:
-                copy.queued -= 1
-            else:
-                kept.append(copy)
+    def _bound(self) -> None:
+        """Drop every entry that is not its copy's place, when there are too many of them."""
+        entries = len(self._newer) + len(self._older) + self._waiting
+        if entries <= 2 * self._members + _SLACK:
+            return
+        self._newer = _places(chain(reversed(self._older), self._newer))
         self._older.clear()
-        self._newer = kept
+        self._waiting = 0
+        for last, prompt in list(self._prompts.items()):
+            prompt[:] = _places(reversed(prompt))[::-1]
+            self._waiting += len(prompt)
+            if not prompt:
+                del self._prompts[last]
+
+
+def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:
+    """Return those of ``entries``, oldest first, that are not stale."""
+    kept: list[ChunkCopy] = []
+    for copy in entries:
+        if copy.queued:
+            copy.queued -= 1
+        else:
+            kept.append(copy)
+    return kept
 
 
 def _doubtful(run: Sequence[ChunkCopy], evictable: Evictable) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import dataclasses
-import logging
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Final, Self
@@ -23,6 +22,7 @@ from kvtier.errors import (
     TierUnavailableError,
 )
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
@@ -36,7 +36,7 @@ from kvtier.types import Outcome, SharedMemory, Why
 
 __all__ = ["HostedTier"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 30.0
 _NOTES_DELAY_S: Final = 1.0
@@ -422,6 +422,7 @@ def _start(options: TierConfig, context: TierContext) -> tuple[HostProcess, Open
         "options": options.model_dump(mode="json"),
         "slot_nbytes": context.slot_nbytes,
         "fingerprint": dict(context.fingerprint.fields),
+        "label": context.fingerprint.label,
         "piece_nbytes": context.piece_nbytes,
         "threads": context.pool.threads,
         "was_reset": context.was_reset,

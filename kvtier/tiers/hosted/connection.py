@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -19,12 +18,13 @@ from typing_extensions import override
 
 from kvtier.errors import TierUnavailableError
 from kvtier.iopool import Kept, settled
+from kvtier.logs import get_logger
 from kvtier.tiers.hosted.frames import Frame, decode_error
 from kvtier.tiers.hosted.process import HostProcess, aend, relog
 
 __all__ = ["Connection"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _BURIAL_TIMEOUT_S: Final = 15.0
 """Longer than a host that ends, or can be killed, takes for it."""

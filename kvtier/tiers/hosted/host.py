@@ -29,6 +29,7 @@ from typing_extensions import override
 from kvtier.config import options_of
 from kvtier.heap import bulk_loading, keep_large_blocks_apart
 from kvtier.iopool import IoPool
+from kvtier.logs import ENGINE
 from kvtier.page_mapper import PageMapper, map_shared
 from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
@@ -49,6 +50,20 @@ _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
 _RECOVERED_AT_ONCE: Final = 1 << 16
 _LOOK_EVERY_S: Final = 1.0
+_STDERR: Final = "(kvtier I/O process pid=%(process)d) %(levelname)s %(asctime)s %(message)s"
+"""Of what packages log and of what nobody can be sent any more."""
+_FIELDS: Final = (
+    "name",
+    "levelno",
+    "levelname",
+    "pathname",
+    "lineno",
+    "created",
+    "msecs",
+    "process",
+    "processName",
+)
+"""What a line of a log may show of where and when it was made."""
 
 Send = Callable[[Frame], None]
 
@@ -63,12 +78,14 @@ class _LogToEngine(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        header = {"op": "log", "level": record.levelno, "logger": record.name}
+        fields = {name: getattr(record, name) for name in _FIELDS}
         try:
-            frame = Frame({**header, "text": self.format(record)})
+            fields["msg"] = self.format(record)
         except Exception:  # noqa: BLE001 - a message that cannot be formatted ends no I/O
             self.handleError(record)
             return
+        module = record.name.removeprefix(f"{ENGINE}.")
+        frame = Frame({"op": "log", "module": module, "record": fields})
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._send, frame)
 
@@ -138,7 +155,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
             writer.write(frame.encode())
 
     _log_to_engine(send)
-    _end_with(engine_pid, reader)
+    _end_with(engine_pid, writer.transport)
     frames = _frames(reader)
     opening = await anext(frames, None)
     if opening is None:
@@ -184,7 +201,7 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
     header = opening.header
     context = TierContext(
         slot_nbytes=header["slot_nbytes"],
-        fingerprint=LayoutFingerprint(header["fingerprint"]),
+        fingerprint=LayoutFingerprint(header["fingerprint"], header["label"]),
         pool=pool,
         piece_nbytes=header["piece_nbytes"],
         owner_pid=engine_pid,
@@ -198,39 +215,43 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
 
 
 def _log_to_engine(send: Send) -> None:
-    log = logging.getLogger("kvtier")
+    log = logging.getLogger(f"{ENGINE}.kvtier")
     log.addHandler(_LogToEngine(asyncio.get_running_loop(), send))
     log.setLevel(logging.INFO)
     log.propagate = False
 
 
-def _end_with(engine_pid: int, reader: asyncio.StreamReader) -> None:
-    """Let ``reader`` end when the engine dies, whoever else may hold the socket."""
+def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
+    """Close ``transport`` when the engine dies, whoever else may hold the socket.
+
+    The transport alone ends its reader: one that is told the end and then fed what still
+    arrives fails.
+    """
     loop = asyncio.get_running_loop()
     try:
         engine = os.pidfd_open(engine_pid)
     except ProcessLookupError:
-        reader.feed_eof()
+        transport.abort()
         return
     except (OSError, AttributeError):
         # A sandbox's kernel may not have it, nor a Python that was compiled on an old one.
-        _look_for_parent(engine_pid, reader)
+        _look_for_parent(engine_pid, transport)
         return
 
     def engine_died() -> None:
         loop.remove_reader(engine)
-        reader.feed_eof()
+        transport.abort()
 
     loop.add_reader(engine, engine_died)
 
 
-def _look_for_parent(engine_pid: int, reader: asyncio.StreamReader) -> None:
-    """Let ``reader`` end soon after the engine died: this process is somebody else's then."""
+def _look_for_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
+    """Close ``transport`` soon after the engine died: this process is somebody else's then."""
     if os.getppid() != engine_pid:
-        reader.feed_eof()
+        transport.abort()
         return
     loop = asyncio.get_running_loop()
-    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, reader)
+    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, transport)
 
 
 async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
@@ -282,6 +303,7 @@ def main() -> None:
     """Serve the engine that started this process until it is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    logging.basicConfig(format=_STDERR)
     # Where processors are short the engine goes first: it waits for its model, not for a disk.
     os.nice(_NICENESS)
     keep_large_blocks_apart()

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from kvtier.config import child_environment
 from kvtier.errors import TierUnavailableError
+from kvtier.logs import get_logger
 from kvtier.tiers.hosted.frames import READ_NBYTES, Frame, FrameParser, decode_error
 from kvtier.types import SharedMemory
 
@@ -199,9 +200,11 @@ def _took_too_long(process: subprocess.Popen[bytes]) -> str:
 
 
 def relog(frame: Frame) -> None:
-    """Log what the host logged, as if it had happened here."""
-    header = frame.header
-    logging.getLogger(header["logger"]).log(header["level"], "%s", header["text"])
+    """Log what the host logged, as its line: with its time, its place and its process id."""
+    record = logging.makeLogRecord(frame.header["record"])
+    logger = get_logger(frame.header["module"])
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -31,6 +31,18 @@ and namespaces of other models give way first, so ``capacity`` is a cap across m
 
 from __future__ import annotations
 
-from kvtier.tiers.slab.store import SlabTier
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.tiers.slab.store import SlabTier
 
 __all__ = ["SlabTier"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks for
+    # `kvtier check` reads stores in half a second and opens none: it does without asyncio.
+    if name == "SlabTier":
+        from kvtier.tiers.slab.store import SlabTier  # noqa: PLC0415
+
+        return SlabTier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

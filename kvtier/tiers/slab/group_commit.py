@@ -8,7 +8,6 @@ and each further one may wait for the interpreter lock.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Final
 from kvtier.errors import ClosedError
 from kvtier.iopool import start_thread
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.index import IndexDatabase
 from kvtier.tiers.slab.trail import KeyMarks, Reason
@@ -25,7 +25,7 @@ from kvtier.units import approximate_size
 
 __all__ = ["GroupCommit"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _USES_WORTH_A_COMMIT: Final = 4096
 _NOTES_INTERVAL_S: Final = 1.0

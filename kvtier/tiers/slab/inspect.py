@@ -40,7 +40,13 @@ from kvtier.tiers.slab.namespace import (
     nbytes_of,
     require_layout,
 )
-from kvtier.tiers.slab.schema import RESET_NOTE, IndexMissingError, blame, check_identity
+from kvtier.tiers.slab.schema import (
+    RESET_NOTE,
+    IndexDamagedError,
+    IndexMissingError,
+    blame,
+    check_identity,
+)
 from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
@@ -49,10 +55,12 @@ __all__ = [
     "Order",
     "StoredNamespace",
     "Totals",
+    "count_chunks",
     "find_namespaces",
     "holder_of",
     "index_nbytes",
     "nothing_opened",
+    "present_holder",
 ]
 
 _WAL: Final = f"{INDEX}-wal"
@@ -245,9 +253,18 @@ def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
         ConfigError: A process keeps us from looking for longer than ``patience`` lasts.
         OSError: The files cannot be read.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(nothing_opened(directory.parent, patience))
-        if stack.enter_context(_shared(directory, _AT_ONCE)):
+    with nothing_opened(directory.parent, patience):
+        return present_holder(directory)
+
+
+def present_holder(directory: Path) -> str | None:
+    """Return what :func:`holder_of` returns, while :func:`nothing_opened` is in force.
+
+    Raises:
+        OSError: The files cannot be read.
+    """
+    with _shared(directory, _AT_ONCE) as free:
+        if free:
             return None
         return read_holder(directory) or "another process"
 
@@ -266,6 +283,21 @@ def nothing_opened(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
         yield
 
 
+def count_chunks(space: StoredNamespace) -> int | None:
+    """Return how many chunks a namespace holds that engines are kept away from.
+
+    Returns:
+        None if the index cannot be read.
+    """
+    try:
+        with IndexReader(space, idle=True) as reader:
+            return reader.chunks_from(0)
+    except IndexMissingError:
+        return 0
+    except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
+        return None
+
+
 def index_nbytes(space: StoredNamespace) -> int:
     """Return the bytes of the index and its log."""
     return nbytes_of(space.index_path) + nbytes_of(space.directory / _WAL)
@@ -277,9 +309,14 @@ class IndexReader:
     Its methods raise :class:`IndexDamagedError` for an index nobody can use,
     :class:`sqlite3.Error` and :class:`OSError` when the machine fails, what :func:`holder_of`
     raises, and :class:`ConfigError` where a copy is needed and there is no room for it.
+
+    Args:
+        space: The namespace.
+        idle: Whether the caller keeps engines away from it.
     """
 
-    def __init__(self, space: StoredNamespace) -> None:
+    def __init__(self, space: StoredNamespace, *, idle: bool = False) -> None:
+        self._idle = idle
         self._directory = space.directory
         self._path = space.index_path
         self._resources = contextlib.ExitStack()
@@ -377,7 +414,7 @@ class IndexReader:
             return connection.execute(sql, parameters).fetchall()
 
     def _connect(self) -> sqlite3.Connection:
-        occupied = holder_of(self._directory) is not None
+        occupied = not self._idle and holder_of(self._directory) is not None
         if self._connection is None or (occupied and not self._beside_engine):
             self._resources.close()
             self._beside_engine = occupied

@@ -19,6 +19,7 @@ from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
 from kvtier.ownership import find_exposure, find_stranger
+from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (
     LOCK,
@@ -44,6 +45,7 @@ __all__ = [
     "find_strangers_file",
     "is_named_as_one",
     "is_of_later_version",
+    "is_ours",
     "nbytes_of",
     "open_root",
     "read_layout",
@@ -84,12 +86,19 @@ class Layout:
     fingerprint: LayoutFingerprint
     slot_nbytes: int
 
+    @property
+    def model(self) -> str:
+        """The model's name for people, with control characters escaped."""
+        name = self.fingerprint.label or str(self.fingerprint.fields.get("model", ""))
+        return printable(name) or "unknown"
+
     def to_json(self) -> str:
         """Return the text of the file."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
             "slot_nbytes": self.slot_nbytes,
+            "model": self.model,
             "fingerprint": dict(self.fingerprint.fields),
         }
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -101,7 +110,8 @@ class Layout:
         Raises:
             ValueError: It is not the text of a layout this version understands.
         """
-        content = json.loads(text)
+        content = _parse(text)
+        label = content.get("model", "") if isinstance(content, dict) else ""
         match content:
             case {
                 "format": str(form),
@@ -116,7 +126,7 @@ class Layout:
             raise ValueError(
                 f"it has format {form!r}, version {version}; this kvtier {_VERSION}"
             )
-        return cls(LayoutFingerprint(fields), slot_nbytes)
+        return cls(LayoutFingerprint(fields, str(label)), slot_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,7 @@ class Namespace:
             It, or who has it and will be gone soon; None if an engine has it open, or it is
             not ours.
         """
-        if not _is_ours(directory, io):
+        if not is_ours(directory, io):
             return None
         try:
             if find_strangers_file(directory):
@@ -359,7 +369,7 @@ def open_root(
 
 def _no_directory(tier: str, root: Path) -> str:
     if root.is_symlink() and not root.exists():
-        there = root.readlink()
+        there = printable(str(root.readlink()))
         problem = f"leads to {there}, which does not exist; create it, or mount the disk there"
     else:
         problem = "is not a directory; name one that kvtier may fill"
@@ -417,7 +427,7 @@ def _version_of(directory: Path, io: BlockIo) -> int | None:
     """Return the version of a namespace's layout, None if ``directory`` is not one of ours."""
     try:
         _require_own_files("", directory)
-        content = json.loads(io.read_bytes(directory / LAYOUT))
+        content = _parse(io.read_bytes(directory / LAYOUT))
     except (OSError, ValueError, StoreDamagedError):
         return None
     match content:
@@ -445,7 +455,7 @@ def why_unreadable(directory: Path, io: BlockIo) -> str:
     return ""
 
 
-def _is_ours(directory: Path, io: BlockIo) -> bool:
+def is_ours(directory: Path, io: BlockIo) -> bool:
     """Return whether ``directory`` is a namespace that this version made, or an earlier one."""
     layout = read_layout(directory, io)
     if layout is None:
@@ -481,9 +491,21 @@ def _require_own_files(tier: str, directory: Path) -> None:
                 )
     names = {path.name for path in directory.iterdir()}
     if LAYOUT not in names and names - {LOCK, _DRAFT}:
-        foreign = min(names - {LOCK, _DRAFT})
+        foreign = printable(min(names - {LOCK, _DRAFT}))
         problem = f"it has {foreign} but no {LAYOUT}"
         raise StoreDamagedError(tier, _unusable(directory, problem))
+
+
+def _parse(text: str | bytes) -> object:
+    """Return what the text of a ``layout.json`` says.
+
+    Raises:
+        ValueError: It is no JSON, or nested deeper than any layout.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def _unusable(directory: Path, problem: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvtier.errors import (
     StoreLockedError,
     TierUnavailableError,
 )
+from kvtier.logs import get_logger
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
@@ -45,15 +45,20 @@ from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "close_store", "open_store", "release_store", "slots_within"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CHECKSUM_NOTE: Final = "checksum"
 _BOOT_NOTE: Final = "boot"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_MAKE_ROOM: Final = "make room on that disk"
+_CHECK_INDEX: Final = (
+    "check the disk, and how many files the engine may open (ulimit -n); without index.sqlite "
+    "the cache starts empty"
+)
 _REMEDIES: Final[dict[int | None, str]] = {
     errno.EMFILE: "allow the engine more open files (ulimit -n)",
     errno.ENFILE: "allow the machine more open files (fs.file-max)",
-    errno.ENOSPC: "make room on that disk",
+    errno.ENOSPC: _MAKE_ROOM,
     errno.EDQUOT: "make room on that disk, or raise this user's quota there",
     **dict.fromkeys(
         (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
@@ -113,12 +118,9 @@ def open_store(
     except OSError as error:
         raise _explain(options, error) from error
     except sqlite3.Error as error:
-        raise TierUnavailableError(
-            options.name,
-            f"{options.path}: the index cannot be opened: {error}; check the disk, and how "
-            "many files the engine may open (ulimit -n); without index.sqlite the cache starts "
-            "empty",
-        ) from error
+        remedy = _MAKE_ROOM if is_full(error) else _CHECK_INDEX
+        problem = f"{options.path}: the index cannot be opened: {error}; {remedy}"
+        raise TierUnavailableError(options.name, problem) from error
     return OpenStore(namespace, file, database), rows
 
 
@@ -196,7 +198,7 @@ def _make_room(
 
     def attempt(*, patient: bool) -> Occupied | None:
         with open_root(options.name, options.path, io):
-            return make_room(namespace, spec, options.capacity_bytes, io, patient=patient)
+            return make_room(namespace, spec, options, io, patient=patient)
 
     for _ in PATIENCE.attempts():
         if attempt(patient=True) is None:

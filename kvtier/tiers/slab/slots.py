@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 from kvtier.errors import ConfigError
+from kvtier.logs import get_logger
 from kvtier.tiers.slab.direct_io import (
     PAGE_NBYTES,
     BlockIo,
@@ -24,7 +24,7 @@ from kvtier.units import approximate_size
 
 __all__ = ["SlotFile", "SlotFileSpec", "no_room"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})

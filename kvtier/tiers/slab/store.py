@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import CapacityError, ClosedError, ConfigError, TierUnavailableError
 from kvtier.keys import ChunkKey
+from kvtier.logs import get_logger
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
@@ -41,7 +41,7 @@ from kvtier.types import Outcome, Why
 
 __all__ = ["SlabTier"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LEAST_PIECE_NBYTES: Final = 512 << 10
 """Of a read that all threads share: less is hardly worth a call of its own."""

@@ -7,15 +7,16 @@ Only whoever opens the path anew gets something else, and of a store that is the
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvtier.logs import get_logger
+
 __all__ = ["Whereabouts"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LOOK_EVERY_S: Final = 1.0
 

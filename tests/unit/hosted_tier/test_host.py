@@ -9,6 +9,8 @@ import asyncio
 import errno
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
@@ -180,19 +182,40 @@ async def test_where_processes_cannot_be_watched_a_host_looks_whether_its_engine
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
     monkeypatch.setattr(host, "_LOOK_EVERY_S", 0)
-    reader = asyncio.StreamReader()
-    host._end_with(4711, reader)
-    assert not reader.at_eof()
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    there, here = socket.socketpair()
+    with there:
+        reader, writer = await asyncio.open_unix_connection(sock=here)
+        host._end_with(4711, writer.transport)
+        assert not writer.is_closing()
+        assert await asyncio.wait_for(reader.read(), 10) == b""
     assert not parents
 
 
 async def test_an_engine_that_died_before_its_host_looked_is_one_that_died() -> None:
     died = await asyncio.create_subprocess_exec("true")
     await died.wait()
-    reader = asyncio.StreamReader()
-    host._end_with(died.pid, reader)
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    there, here = socket.socketpair()
+    with there:
+        reader, writer = await asyncio.open_unix_connection(sock=here)
+        host._end_with(died.pid, writer.transport)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+
+
+async def test_what_a_dying_engine_sent_last_is_no_error_of_its_host() -> None:
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: problems.append(context)
+    )
+    there, here = socket.socketpair()
+    with there, subprocess.Popen(["sleep", "60"]) as engine:  # noqa: ASYNC220 - it waits below
+        reader, writer = await asyncio.open_unix_connection(sock=here)
+        host._end_with(engine.pid, writer.transport)
+        await asyncio.sleep(0)
+        engine.kill()
+        engine.wait()  # both are there when the loop looks next, the death first
+        there.sendall(b"late")
+        await asyncio.wait_for(reader.read(), 10)
+    assert not problems
 
 
 async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,15 @@ from tests.unit.hosted_tier.hosting import SLOT, opened
 async def test_the_host_logs_through_the_engine(
     options: NvmeTierConfig, context: TierContext, caplog: pytest.LogCaptureFixture
 ) -> None:
+    began_at = time.time()  # noqa: TID251 - as a log has it
     with caplog.at_level(logging.INFO):
         tier = await opened(options, context)
     assert "is open, through the page cache" in caplog.text
     assert "recovered" not in caplog.text, "which the engine says of all tiers"
+    (line,) = [record for record in caplog.records if "is open" in record.getMessage()]
+    assert (line.levelname, line.filename) == ("INFO", "kvtier/store.py")
+    assert line.process == tier.host_pid
+    assert line.created > began_at
     await tier.aclose()
 
 
@@ -177,8 +183,8 @@ class Chatterbox:
 
     def recv(self, nbytes: int) -> bytes:
         self.now_s += 1
-        header = {"op": "log", "level": logging.DEBUG, "logger": "kvtier", "text": "wait"}
-        return Frame(header).encode()
+        record = {"levelno": logging.DEBUG, "msg": "wait"}
+        return Frame({"op": "log", "module": "kvtier", "record": record}).encode()
 
 
 def test_the_deadline_is_that_of_the_whole_opening(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,5 +241,5 @@ async def test_a_message_that_cannot_be_formatted_is_shown_and_ends_nothing(
     handler.handle(wrong)
     handler.handle(right)
     await asyncio.sleep(0)
-    assert [frame.header["text"] for frame in sent] == ["7"]
+    assert [frame.header["record"]["msg"] for frame in sent] == ["7"]
     assert "no number" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from kvtier.errors import KvtierError
 
 

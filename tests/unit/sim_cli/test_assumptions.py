@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.cli._commands import app
+from kvtier.cli._app import app
 from tests.unit.sim_cli.commands import kvtier
 
 ASSUMED = [

@@ -39,12 +39,16 @@ def open_tier(root: Path, pool: IoPool) -> Iterator[Opener]:
         io: BlockIo | None = None,
         path: Path = root,
         durability: Literal["process", "power"] = "process",
+        on_mismatch: Literal["refuse", "remove"] = "remove",
+        keep_for_s: float = 3600.0,
     ) -> SlabTier:
         options = NvmeTierConfig(
             path=path,
             capacity_bytes=slots * SLOT,
             direct_io="off",
             durability=durability,
+            on_mismatch=on_mismatch,
+            keep_for_s=keep_for_s,
         )
         context = TierContext(slot_nbytes, fingerprint(model, ranks), pool)
         opened.append(SlabTier.open(options, context, io=io))

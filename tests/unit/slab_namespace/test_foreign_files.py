@@ -131,6 +131,16 @@ def test_a_foreign_file_named_like_ours_is_left_alone(open_tier: Opener, own: Pa
     assert [path.name for path in own.iterdir()] == ["slots.bin"]
 
 
+def test_control_characters_in_the_name_of_a_foreign_file_are_escaped(
+    open_tier: Opener, own: Path
+) -> None:
+    own.mkdir(parents=True)
+    (own / "\x1b[2Jspoof\n").write_bytes(b"precious")
+    with pytest.raises(StoreDamagedError) as caught:
+        open_tier()
+    assert r"it has \x1b[2Jspoof\n but no layout.json" in str(caught.value)
+
+
 def test_other_slots_under_the_same_fingerprint_are_refused(open_tier: Opener) -> None:
     close(open_tier())
     with pytest.raises(StoreDamagedError, match="4096 bytes, this engine's 8192; move it away"):
@@ -155,9 +165,12 @@ def test_another_layout_in_our_place_is_refused(
         open_tier()
 
 
-def test_a_layout_that_is_not_json_is_refused(open_tier: Opener, own: Path) -> None:
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"[" * 200_000], ids=["binary", "deep"])
+def test_a_layout_that_is_not_json_is_refused(
+    open_tier: Opener, own: Path, text: bytes
+) -> None:
     close(open_tier())
-    (own / "layout.json").write_bytes(b"\xff\xfe")
+    (own / "layout.json").write_bytes(text)
     with pytest.raises(StoreDamagedError, match=r"layout\.json"):
         open_tier()
 

@@ -71,16 +71,67 @@ def test_a_model_upgrade_stays_within_capacity(
     ]
 
 
-def test_another_number_of_ranks_does_not_cost_the_cache(open_tier: Opener, own: Path) -> None:
+def test_a_changed_flag_does_not_cost_a_cache_that_was_used_lately(
+    open_tier: Opener, own: Path
+) -> None:
     before = open_tier(ranks=1)
     fill(before)
     close(before)
-    with pytest.raises(
-        ConfigError, match=r"for 1 ranks .* an engine of 2 cannot read"
-    ) as caught:
-        open_tier(ranks=2)
-    assert str(own) in str(caught.value)
-    assert len(slots_of(open_tier(ranks=1))) == 8
+    with pytest.raises(ConfigError) as caught:
+        open_tier(ranks=2, on_mismatch="refuse")
+    found = str(caught.value)
+    assert f"the cache of model m in {own} (32.0 KiB with 8 chunks, used " in found
+    assert "another identity (ranks is 1 there and 2 here)" in found
+    assert "set on_mismatch: remove" in found
+    assert len(slots_of(open_tier(ranks=1, on_mismatch="refuse"))) == 8
+
+
+def test_a_cache_that_was_not_used_for_keep_for_is_removed_with_a_warning(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = open_tier(ranks=1)
+    fill(before)
+    close(before)
+    open_tier(ranks=2, on_mismatch="refuse", keep_for_s=1e-9)
+    (warning,) = warnings_in(caplog)
+    assert "with 8 chunks" in warning
+    assert "ranks is 1 there and 2 here" in warning
+    assert [path.parent.name for path in root.glob("*/slots.bin")] == [
+        fingerprint("m", 2).namespace()
+    ]
+
+
+def test_a_cache_without_chunks_is_no_reason_not_to_start(
+    open_tier: Opener, root: Path
+) -> None:
+    close(open_tier(model="mistyped"))
+    open_tier(on_mismatch="refuse")
+    assert [path.parent.name for path in root.glob("*/slots.bin")] == [
+        fingerprint("m").namespace()
+    ]
+
+
+def test_a_cache_whose_chunks_cannot_be_counted_is_protected(
+    open_tier: Opener, own: Path
+) -> None:
+    before = open_tier()
+    fill(before)
+    close(before)
+    (own / INDEX).write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="is of another identity"):
+        open_tier(model="another", on_mismatch="refuse")
+
+
+def test_a_second_engine_in_the_directory_is_warned_of_the_first(
+    open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(open_tier(model="first"))
+    open_tier(model="second", on_mismatch="refuse")
+    (warning,) = warnings_in(caplog)
+    assert f"pid {os.getpid()} on host " in warning
+    assert f"has {root / fingerprint('first').namespace()} open for model first" in warning
+    assert "together they take 32.0 KiB and 32.0 KiB" in warning
+    assert "give each engine a path of its own" in warning
 
 
 def test_two_numbers_of_ranks_share_a_store_that_has_room_for_both(
@@ -356,7 +407,9 @@ def test_what_an_earlier_version_made_leaves_for_lack_of_room(
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{}", None], ids=["empty", "strange", "gone"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[" * 200_000, None], ids=["empty", "strange", "deep", "gone"]
+)
 def test_what_takes_room_and_cannot_be_told_to_be_ours_is_warned_of(
     open_tier: Opener, root: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
@@ -428,7 +481,8 @@ def test_what_a_later_version_has_open_counts_against_its_own_engine(
 ) -> None:
     with held(future):
         open_tier(model="new", slots=24, slot_nbytes=5 * SLOT)
-    assert warnings_in(caplog) == []
+    (warning,) = warnings_in(caplog)
+    assert f"has {future} open" in warning
     assert (root / fingerprint("old").namespace()).is_dir()
 
 

@@ -1,0 +1,264 @@
+"""What ``check``, ``doctor`` and ``vllm-args`` say of a store is what a start does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import KvtierConfig, NvmeTierConfig, RamTierConfig, parse_config
+from kvtier.errors import ConfigError, StoreDamagedError
+from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.inspect import find_namespaces
+from kvtier.tiers.slab.maintain import hold
+from kvtier.tiers.start import StartReport, examine_start
+from tests.unit.slab_locks import held
+from tests.unit.stores import FIELDS, SLOT, SLOTS, Store
+from tests.unit.strangers import give_away
+
+PLACEHOLDER = "{data_parallel_rank}"
+OTHER = {**FIELDS, "model": "another"}
+MIB = 1 << 20
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set the free bytes of every disk."""
+    return lambda free: monkeypatch.setattr(BlockIo, "free_nbytes", lambda *_: free)
+
+
+def config_of(store: Store, *, more: str = "") -> KvtierConfig:
+    text = f"""\
+tiers:
+  - kind: ram
+    capacity: 64KiB
+  - kind: nvme
+    path: {store.root}
+    capacity: {SLOTS * SLOT}B
+    {more}
+"""
+    return parse_config(text, source="a.yaml")
+
+
+def ladder(path: Path, *, capacity: str = "2MiB", more: str = "") -> KvtierConfig:
+    text = f"""\
+tiers:
+  - kind: ram
+    capacity: 1MiB
+  - kind: nvme
+    path: '{path}'
+    capacity: {capacity}
+{more}"""
+    return parse_config(text, source="a.yaml")
+
+
+def problems(report: StartReport) -> str:
+    return "\n".join(report.problems)
+
+
+def test_a_cache_of_another_identity_is_named_field_by_field_and_the_start_agrees(
+    store: Store,
+) -> None:
+    store.filled()
+    report = examine_start(config_of(store), OTHER)
+    (problem,) = report.problems
+    assert problem.startswith("a.yaml:4: tiers[1].on_mismatch: the capacity of 128 KiB is not ")
+    assert "model is 'some/model' there and 'another' here" in problem
+    with pytest.raises(ConfigError) as refusal:
+        store.start(model="another")
+    told = problem.partition("on_mismatch: ")[2].partition(", used ")[0]
+    assert told in str(refusal.value)
+
+
+def test_what_a_start_would_remove_is_a_warning(store: Store) -> None:
+    store.filled()
+    report = examine_start(config_of(store, more="on_mismatch: remove"), OTHER)
+    assert report.problems == []
+    (warning,) = report.warnings
+    assert f"removing the cache of model some/model in {store.directory}" in warning
+    assert "(128 KiB with 16 chunks, used " in warning
+    assert store.start(model="another", on_mismatch="remove") == []
+    assert not store.directory.exists()
+
+
+def test_a_cache_that_was_not_used_for_keep_for_is_named_before_it_is_removed(
+    store: Store,
+) -> None:
+    store.filled()
+    report = examine_start(config_of(store, more="keep_for: 0.000001ms"), OTHER)
+    assert report.problems == []
+    assert "removing the cache of model some/model" in "".join(report.warnings)
+
+
+def test_where_the_model_is_not_known_the_note_says_what_another_one_would_do(
+    store: Store,
+) -> None:
+    store.filled()
+    known = {name: FIELDS[name] for name in FIELDS if name != "model"}
+    for more, does in [("", "does not start"), ("on_mismatch: remove", "removes it")]:
+        report = examine_start(config_of(store, more=more), known)
+        assert (report.problems, report.warnings) == ([], [])
+        (note,) = report.notes
+        assert "the cache of model some/model" in note
+        assert f"with another model or other settings {does}" in note
+
+
+def test_a_cache_that_a_live_engine_has_open_is_a_problem_that_names_its_pid(
+    store: Store,
+) -> None:
+    store.start()
+    (problem,) = examine_start(config_of(store), FIELDS).problems
+    assert f"{store.directory} is in use by pid {os.getpid()} on host " in problem
+    store.stop()
+    assert examine_start(config_of(store), FIELDS).problems == []
+
+
+def test_another_models_live_engine_is_a_warning_that_the_disk_takes_both(
+    store: Store,
+) -> None:
+    store.start()
+    report = examine_start(config_of(store), OTHER)
+    assert report.problems == []
+    (warning,) = report.warnings
+    assert f"pid {os.getpid()} on host " in warning
+    assert "together they take 128 KiB and 128 KiB" in warning
+
+
+def test_a_tool_at_work_is_a_problem_in_the_own_cache_and_waited_for_in_another(
+    store: Store,
+) -> None:
+    store.filled()
+    (space,) = find_namespaces(store.root)
+    with hold(space, "stop it"):
+        assert "let it finish" in problems(examine_start(config_of(store), FIELDS))
+        report = examine_start(config_of(store), OTHER)
+    assert report.problems == []
+    assert "a start waits for it" in report.warnings[0]
+
+
+def test_a_store_that_is_being_opened_is_not_waited_for_long(store: Store) -> None:
+    store.filled()
+    with held(store.root):
+        (problem,) = examine_start(config_of(store), FIELDS).problems
+    assert problem.startswith("a.yaml:5: tiers[1].path = ")
+    assert f"another process is opening {store.root}; try again" in problem
+
+
+def test_the_index_needs_room_besides_the_chunks(
+    store: Store, offer: Callable[[int], None]
+) -> None:
+    offer(20 * MIB)
+    (problem,) = examine_start(config_of(store), FIELDS).problems
+    assert "with 20.0 MiB for the index, the disk has room for 20.0 MiB; lower it" in problem
+    with pytest.raises(ConfigError, match=r"with 20\.0 MiB for the index, does not fit"):
+        store.start()
+    offer(21 * MIB)
+    assert examine_start(config_of(store), FIELDS).problems == []
+
+
+def test_foreign_files_are_no_room(store: Store, offer: Callable[[int], None]) -> None:
+    store.root.mkdir()
+    (store.root / "somebody's").write_bytes(bytes(64 * MIB))
+    offer(0)
+    assert "the disk has room for 0 B" in problems(examine_start(config_of(store), FIELDS))
+
+
+def test_what_the_cache_has_reserved_is_no_reason_not_to_start(
+    store: Store, offer: Callable[[int], None]
+) -> None:
+    store.filled()
+    offer(0)
+    assert examine_start(config_of(store), FIELDS).problems == []
+
+
+def test_what_leaves_gives_its_room(store: Store, offer: Callable[[int], None]) -> None:
+    store.filled()
+    offer(20 * MIB + SLOT)
+    config = config_of(store, more="on_mismatch: remove")
+    assert examine_start(config, OTHER).problems == []
+
+
+def test_what_a_later_version_made_refuses_the_start(store: Store) -> None:
+    store.filled()
+    layout = store.directory / "layout.json"
+    layout.write_text(layout.read_text().replace('"version": 1', '"version": 2'))
+    report = examine_start(config_of(store), FIELDS)
+    assert "was made by a later version of kvtier" in problems(report)
+
+
+def test_what_cannot_be_counted_is_a_warning(store: Store) -> None:
+    store.filled()
+    (store.directory / "layout.json").write_text("{}")
+    (warning,) = examine_start(config_of(store), OTHER).warnings
+    assert "looks like a cache of kvtier's, but it has slots" in warning
+
+
+def test_a_store_that_may_not_be_read_is_a_problem(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.filled()
+
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert "run this as the user" in problems(examine_start(config_of(store), FIELDS))
+
+
+def test_a_cache_of_another_users_is_a_problem_as_it_is_for_the_start(store: Store) -> None:
+    store.filled()
+    give_away(store.directory / "slots.bin")
+    report = examine_start(config_of(store), FIELDS)
+    assert f"{store.directory} cannot be used: " in problems(report)
+    with pytest.raises(StoreDamagedError, match="belongs to user"):
+        store.start()
+
+
+def test_an_examination_changes_nothing_in_a_store(store: Store) -> None:
+    store.filled()
+    before = store.seen()
+    examine_start(config_of(store), OTHER)
+    assert store.seen() == before
+
+
+def test_tiers_on_one_disk_need_room_for_both(
+    tmp_path: Path, offer: Callable[[int], None]
+) -> None:
+    offer(45 * MIB)
+    second = f"  - {{kind: nvme, name: large, path: {tmp_path}/large, capacity: %s}}\n"
+    fitting = ladder(tmp_path / "fast", more=second % "3MiB")
+    assert examine_start(fitting, {}).problems == []
+    (problem,) = examine_start(ladder(tmp_path / "fast", more=second % "4MiB"), {}).problems
+    assert problem.startswith(
+        "a.yaml:7: tiers[2].capacity = 4MiB: with 20.0 MiB for the index, beside nvme, the "
+        "disk has room for 23.0 MiB; lower it"
+    )
+
+
+def test_room_for_one_rank_is_not_room_for_two(
+    tmp_path: Path, offer: Callable[[int], None]
+) -> None:
+    config = ladder(tmp_path / PLACEHOLDER)
+    offer(43 * MIB)
+    assert examine_start(config, {}).problems == []
+    (problem,) = examine_start(config, {}, ranks=2).problems
+    assert problem.startswith(
+        "a.yaml:6: tiers[1].capacity = 2MiB: 2 ranks take 4.00 MiB, and with 40.0 MiB for the "
+        "index, the disk has room for 43.0 MiB; lower it"
+    )
+    offer(44 * MIB)
+    assert examine_start(config, {}, ranks=2).problems == []
+
+
+def test_more_memory_and_disk_than_there_is_are_two_problems(tmp_path: Path) -> None:
+    config = KvtierConfig(
+        tiers=(
+            RamTierConfig(capacity_bytes=1 << 60),
+            NvmeTierConfig(path=tmp_path, capacity_bytes=1 << 61),
+        )
+    )
+    memory, disk = examine_start(config, {}).problems
+    assert "this machine has " in memory
+    assert "the disk has room for " in disk
