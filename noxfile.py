@@ -7,13 +7,12 @@ an absent interpreter is skipped and looks green.
 from __future__ import annotations
 
 import pathlib
-import shutil
 from collections.abc import Callable
 
 import nox
 
 nox.needs_version = ">=2025.5"
-nox.options.sessions = ["lint", "types", "tests", "compiled", "integration"]
+nox.options.sessions = ["lint", "types", "tests", "integration"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
@@ -66,47 +65,6 @@ def install_test(session: nox.Session) -> None:
     install(session, "test")
 
 
-def install_compiled(session: nox.Session) -> None:
-    """Install kvtier as a release has it, in place of an editable one.
-
-    A build writes what it compiles beside the sources, so a copy is built. And a source in the
-    current directory would be imported before what is installed, so that is taken off the path,
-    and the tests are found by a link that has nothing else beside it.
-    """
-    place = pathlib.Path(session.create_tmp())
-    shutil.rmtree(place)
-    source, beside = place / "source", place / "path"
-    shutil.copytree(ROOT / "kvtier", source / "kvtier")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copyfile(ROOT / name, source / name)
-    # Not for the session: an editable install would then compile in place.
-    compiling = {"HATCH_BUILD_HOOK_ENABLE_MYPYC": "1"}
-    session.install("-c", CONSTRAINTS, str(source), env=compiling)
-    beside.mkdir()
-    (beside / "tests").symlink_to(ROOT / "tests", target_is_directory=True)
-    session.env.update(PYTHONPATH=str(beside), PYTHONSAFEPATH="1")
-
-
-# What the tests of compiled modules, and of what calls them, are called.
-COMPILED = (
-    "cache_service",
-    "connector",
-    "hedged",
-    "load",
-    "lru",
-    "manager",
-    "observer",
-    "placement",
-    "polic",
-    "recording",
-    "replay",
-    "request_terms",
-    "shadow",
-    "sim",
-    "slots",
-    "storage",
-    "tier",
-)
 # What each benchmark needs installed, and the module that runs it.
 BENCHES: dict[str, tuple[Callable[[nox.Session], None], str]] = {
     "connector": (install_vllm, "tests.bench.connector"),
@@ -134,7 +92,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All that needs neither vLLM nor a GPU, with the coverage bar; real traces go compiled."""
+    """All that needs neither vLLM nor a GPU, with the coverage bar."""
     install(session, "test")
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -143,22 +101,8 @@ def tests(session: nox.Session) -> None:
     suites += ["tests/docs", "kvtier"]
     # Half the time of these tests is spent waiting for processes, so a worker per core pays.
     workers = ("-n", "auto", "--dist", "worksteal")
-    chosen = ("-m", "not slow and not integration and not real_trace")
+    chosen = ("-m", "not slow and not integration")
     session.run("pytest", *workers, *chosen, "--cov", "--hypothesis-profile=ci", *suites)
-
-
-@nox.session
-def compiled(session: nox.Session) -> None:
-    """What decides, compiled as a release has it: its tests, but those that look inside."""
-    install_compiled(session)  # first, so that the build has nothing but what it asks for
-    install(session, "test", package=False)
-    suites = ["tests/contract/test_evictions.py", "tests/contract/test_placements.py"]
-    suites += ["tests/stateful", "tests/unit/sim_cli", "tests/docs/test_extend.py"]
-    for what in COMPILED:
-        suites += sorted(str(path) for path in ROOT.glob(f"tests/unit/test_{what}*.py"))
-    chosen = ("-m", "not slow and not integration and not interpreted")
-    selected = session.posargs or suites
-    session.run("pytest", "-n", "auto", "-o", "pythonpath=", *chosen, *selected)
 
 
 @nox.session
@@ -198,7 +142,6 @@ def bench(session: nox.Session) -> None:
     for chosen in [name] if name else BENCHES:
         prepare, module = BENCHES[chosen]
         prepare(session)
-        install_compiled(session)
         session.run("python", "-m", module, *arguments)
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvtier.compiled import is_compiled
 from kvtier.config import (
     KvtierConfig,
     LocalStore,
@@ -17,12 +16,11 @@ from kvtier.config import (
     has_paths_of_ranks,
     own_paths,
 )
-from kvtier.doctor import _build, _devices, _gds, _memory, _mounts, _store
+from kvtier.doctor import _devices, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
-from kvtier.manager import TieredOffloadingManager
 from kvtier.memory.limits import huge_page_pool, memory_limits
 from kvtier.tiers.slab.examine import StoreExamination
 from kvtier.tiers.start import StartReport, examine_start
@@ -276,7 +274,6 @@ def _host_checks(
         gpus = len(_memory.find_gpus(machine))
         yield _memory.check_pinning(ram_bytes, locked_bytes, gpus=gpus)
 
-    yield "kvtier", lambda: [_build.check_build(compiled=is_compiled(TieredOffloadingManager))]
     yield "memory", memory
     yield "memlock", pinning
     yield "huge pages", lambda: [examine_pages(config, machine=machine)]
@@ -288,7 +285,6 @@ def _host_checks(
         "/dev/shm",
         lambda: [_memory.check_shared_memory(_memory.shared_memory_nbytes(machine))],
     )
-    yield "GPUDirect", lambda: [_gds.check_gds(_gds.find_gds_parts(machine))]
 
 
 def _at_once(config: KvtierConfig) -> int:

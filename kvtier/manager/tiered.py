@@ -18,8 +18,6 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from mypy_extensions import mypyc_attr
-
 from kvtier.keys import ChunkKey
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.demotion_jobs import DemotionJobs
@@ -56,7 +54,6 @@ _RESIDENT = CopyState.RESIDENT
 _PROMOTE = Why.PROMOTE
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class TieredOffloadingManager:
     """Bookkeeping of a ladder of tiers for one engine. Not thread-safe; one thread calls it.
 

@@ -7,12 +7,11 @@ hits for wear: on chat traffic second-touch writes a fifth and loses a quarter o
 
 from __future__ import annotations
 
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import floor
 
-from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
@@ -26,8 +25,7 @@ _BURSTS_PER_DAY = 25
 _SAMPLE_PER_SLOT = 2
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class Admission(metaclass=ABCMeta):
+class Admission(ABC):
     """One condition for entering a slower tier.
 
     One object serves all tiers of a cache, and judges each by itself: what it was asked for

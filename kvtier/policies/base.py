@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import random
 import sys
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
-
-from mypy_extensions import mypyc_attr
 
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
@@ -179,8 +177,7 @@ def is_unpinned(copy: ChunkCopy) -> bool:
     return not copy.pins
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class Eviction(metaclass=ABCMeta):
+class Eviction(ABC):
     """Orders the copies of one tier.
 
     For a chunk that is here the driver calls :meth:`on_hit`. For one that is not it calls
@@ -308,8 +305,7 @@ class Promotion:
     stay: bool = True
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class Placement(metaclass=ABCMeta):
+class Placement(ABC):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
 
     One object serves a cache for as long as it runs, and is asked by one thread, with the

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
@@ -18,7 +17,6 @@ _MOVE: Final = Promotion(keep_source=False)
 _PASS: Final = Promotion(stay=False)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class LadderPlacement(Placement):
     """Write-through, selective or on evict; promotion on every n-th hit, by copy or by move.
 

@@ -60,7 +60,6 @@ class PolicyRole(Generic[PolicyT]):
         what: What messages call such a policy.
         group: Entry points: a policy's name -> its class.
         base: What the class must be derived from.
-        duties: Methods that the base leaves to the class.
         state: Attributes that the base's constructor sets.
         built_in: kvtier's own, by name.
     """
@@ -68,7 +67,6 @@ class PolicyRole(Generic[PolicyT]):
     what: str
     group: str
     base: type[Any]
-    duties: tuple[str, ...]
     state: tuple[str, ...]
     built_in: Mapping[str, type[PolicyT]]
 
@@ -110,7 +108,7 @@ class PolicyRole(Generic[PolicyT]):
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             problem = f"{policy}: {point.value} is no {base}"
             raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
-        missing = self._left_out(loaded)
+        missing = ", ".join(sorted(loaded.__abstractmethods__))
         if missing:
             problem = f"{policy}: {point.value} leaves out {missing}"
             raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")
@@ -120,14 +118,6 @@ class PolicyRole(Generic[PolicyT]):
             problem = f"{policy}: {point.value} cannot be made from one number: {error}"
             raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
         return cast("type[PolicyT]", loaded)
-
-    def _left_out(self, loaded: type) -> str:
-        """Name the methods that ``loaded`` has yet to define; a compiled base does not."""
-        abstract: frozenset[str] = getattr(loaded, "__abstractmethods__", frozenset())
-        owed = {
-            duty for duty in self.duties if getattr(loaded, duty) is getattr(self.base, duty)
-        }
-        return ", ".join(sorted(owed | abstract))
 
     def make(self, name: str, size: int) -> PolicyT:
         """Return a new policy called ``name`` for a cache of ``size``.
@@ -158,7 +148,6 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     "eviction policy",
     "kvtier.eviction",
     Eviction,
-    ("on_hit", "on_insert", "on_remove", "pick"),
     ("capacity", "hears_misses", "surplus"),
     BUILT_IN_EVICTIONS,
 )
@@ -166,7 +155,6 @@ PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
     "placement policy",
     "kvtier.placement",
     Placement,
-    ("demote", "place", "promote"),
     ("tiers",),
     {"ladder": LadderPlacement},
 )
@@ -174,7 +162,6 @@ ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
     "admission policy",
     "kvtier.admission",
     Admission,
-    ("admits",),
     ("capacity",),
     {"second-touch": SecondTouch, "tinylfu": TinyLfu},
 )

@@ -12,7 +12,7 @@ takes to RAM, and prompts computed in pieces.
 from __future__ import annotations
 
 import heapq
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
@@ -88,7 +88,7 @@ class ModelRequest:
         self.first_token_s = 0.0
 
 
-class Engine(Generic[_Model], metaclass=ABCMeta):
+class Engine(ABC, Generic[_Model]):
     """Serves requests through a manager.
 
     Args:

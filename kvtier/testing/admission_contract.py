@@ -27,7 +27,6 @@ from kvtier.testing.counting import (
     count_entries,
     count_steps,
     packages_of,
-    skip_if_compiled,
 )
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
 from kvtier.testing.naming import naming
@@ -104,7 +103,6 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert count_entries(admission) <= most
 
     def test_the_work_per_chunk_does_not_grow_with_the_cache(self) -> None:
-        skip_if_compiled(self.make_admission(capacity=_SMALL))
         small, large = self._work_per_chunk(_SMALL), self._work_per_chunk(_LARGE)
         assert large <= _GROWTH * small, f"{small} grew to {large}"
 

@@ -17,10 +17,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final, cast
 
-import pytest
 from typing_extensions import override
 
-from kvtier.compiled import is_compiled
 from kvtier.policies import ChunkCopy
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "count_steps",
     "packages_of",
     "reachable",
-    "skip_if_compiled",
 ]
 
 _OPAQUE = (type, types.ModuleType, types.FunctionType, ChunkCopy, bytes, str, int, float)
@@ -60,16 +57,6 @@ def packages_of(item: object) -> frozenset[str]:
     """Return the packages that hold the classes of ``item``, those of Python left out."""
     names = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
     return frozenset(names - sys.stdlib_module_names)
-
-
-def skip_if_compiled(item: object) -> None:
-    """Skip a test that watches what ``item`` does, if its class is compiled.
-
-    The interpreter reports nothing of what a compiled class does, so such a test would pass
-    whatever that is. The same class from its source is what to run it on.
-    """
-    if is_compiled(type(item)):
-        pytest.skip(f"{type(item).__name__} is compiled, and what it does cannot be watched")
 
 
 class _Counter:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Final, Generic, TypeVar
 
 from kvtier.policies import PolicyContext
-from kvtier.testing.counting import skip_if_compiled
 from kvtier.testing.purity import contents_of, impure_calls
 from kvtier.testing.questions import Question, make_questions
 
@@ -69,7 +68,6 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
 
     def test_it_decides_and_does_nothing_else(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        skip_if_compiled(policy)
         questions = some_questions(100)
         with impure_calls(ctx.rng) as found:
             for question in questions:

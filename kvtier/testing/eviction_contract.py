@@ -23,7 +23,6 @@ from kvtier.testing.counting import (
     count_steps,
     packages_of,
     reachable,
-    skip_if_compiled,
 )
 from kvtier.testing.model_tier import ModelTier
 from kvtier.testing.naming import naming
@@ -77,7 +76,6 @@ class EvictionContract(ABC):
         assert set(_pick_all(eviction, ctx)) == set(copies)
 
     def test_it_returns_what_is_declared(self) -> None:
-        # Where kvtier was compiled, anything else is an error in the middle of a step.
         eviction, copies, ctx = self._filled(8)
         policy: Any = eviction  # mypy takes it for granted that these return nothing
         victims = policy.pick_many(2, _any, ctx)
@@ -305,8 +303,6 @@ class EvictionContract(ABC):
                 assert len(ghosts) <= self.ghosts_per_slot * capacity
 
     def test_the_work_per_operation_does_not_grow_with_the_tier(self) -> None:
-        with naming(capacity=_SMALL):
-            skip_if_compiled(self.make_eviction(capacity=_SMALL))
         for name, stream in STREAMS.items():
             work = {}
             for capacity in (_SMALL, _LARGE):

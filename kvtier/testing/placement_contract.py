@@ -20,7 +20,6 @@ from kvtier.testing.counting import (
     count_entries,
     count_steps,
     packages_of,
-    skip_if_compiled,
 )
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
 from kvtier.testing.naming import naming
@@ -135,7 +134,6 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def test_the_work_per_chunk_does_not_grow(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
-        skip_if_compiled(placement)
         many = 200 + self.most_keys
         chunks = 100 * many
 

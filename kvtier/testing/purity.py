@@ -7,7 +7,6 @@ as, and the interpreter reports those.
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 import types
@@ -37,12 +36,6 @@ _OUTWARD: Final = frozenset(
 _HARMLESS: Final = frozenset(["fspath"])
 _CLOCKS: Final = frozenset(["now", "today", "utcnow"])
 """What of ``datetime`` reads a clock; the rest only reckons."""
-_ATTRIBUTES: Final = [
-    name
-    for name, _ in inspect.getmembers(ChunkCopy, inspect.isdatadescriptor)
-    if not name.startswith("_")
-]
-"""A compiled class has no ``__slots__``."""
 
 
 @contextmanager
@@ -78,7 +71,7 @@ def impure_calls(rng: random.Random) -> Iterator[list[str]]:
 
 def contents_of(copy: ChunkCopy) -> dict[str, object]:
     """Return what ``copy`` says, to see later whether somebody wrote to it."""
-    return {name: getattr(copy, name) for name in _ATTRIBUTES}
+    return {name: getattr(copy, name) for name in ChunkCopy.__slots__}
 
 
 def held_by(policy: object) -> tuple[int, int]:

@@ -26,7 +26,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 def needs_traces(test: Test) -> Test:
     """Skip ``test`` where there are no real traces, and leave it untraced: they are long."""
-    marked: Test = _skipped_without_traces(pytest.mark.real_trace(pytest.mark.untraced(test)))
+    marked: Test = _skipped_without_traces(pytest.mark.untraced(test))
     return marked
 
 

@@ -165,7 +165,6 @@ def test_a_request_that_ended_while_it_waited_is_not_counted() -> None:
     assert cache.service.take_load_waits() == []
 
 
-@pytest.mark.interpreted
 def test_after_a_reset_that_failed_nothing_is_believed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,7 +217,6 @@ def test_whatever_fails_before_in_a_reset_the_tiers_are_reset(
     assert cache.service.statistics().internal_errors == 1
 
 
-@pytest.mark.interpreted
 def test_a_load_that_can_neither_be_planned_nor_given_up_is_a_load_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,7 +233,6 @@ def test_a_load_that_can_neither_be_planned_nor_given_up_is_a_load_that_fails(
     assert cache.service.statistics().internal_errors == 2
 
 
-@pytest.mark.interpreted
 def test_events_that_cannot_be_taken_neither_end_the_engine_nor_keep_it_stepping(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

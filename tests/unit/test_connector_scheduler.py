@@ -231,7 +231,6 @@ def test_a_load_may_begin_inside_a_chunk_of_several_blocks() -> None:
     engine.acknowledge()
 
 
-@pytest.mark.interpreted
 def test_what_was_loaded_is_not_stored_again_unless_another_node_needs_it() -> None:
     engine = ToyEngine()
     engine.fill("a", 4 * TOKENS)

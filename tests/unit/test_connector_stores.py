@@ -97,7 +97,6 @@ def test_a_request_can_limit_what_is_stored() -> None:
     engine.acknowledge()
 
 
-@pytest.mark.interpreted
 def test_what_the_cache_has_already_is_offered_and_not_stored_again() -> None:
     engine = ToyEngine()
     engine.fill("a", 2 * TOKENS)

@@ -12,9 +12,7 @@ from typing import Literal
 import pytest
 
 from kvtier.doctor import Finding, MeasuredRates, Verdict
-from kvtier.doctor._build import check_build
 from kvtier.doctor._devices import BlockQueue, check_queues
-from kvtier.doctor._gds import GdsParts, check_gds
 from kvtier.doctor._memory import (
     check_memory,
     check_open_files,
@@ -62,7 +60,6 @@ RATES = MeasuredRates(
     write_p99_s=1.5,
     write_pieces=600,
 )
-GDS = GdsParts(gpus=1, kvikio={13: "26.10.0"}, torch_cuda="13.0", cufile=True, module=True)
 
 
 def verdicts(findings: Iterable[Finding]) -> list[str]:
@@ -316,41 +313,6 @@ def test_a_small_dev_shm_matters_to_the_engine_and_not_to_kvtier() -> None:
     assert "kvtier, which does not use it" in docker.found
 
 
-@pytest.mark.parametrize(
-    ("parts", "verdict", "words"),
-    [
-        (GDS, "ok", "available: kvikio 26.10.0"),
-        (GDS, "ok", "kvtier does not use it yet: bytes go through host memory"),
-        (replace(GDS, gpus=0), "note", "no GPU; kvtier does not use it yet"),
-        (replace(GDS, kvikio={}), "note", "kvikio is not installed"),
-        (replace(GDS, torch_cuda="12.8"), "warning", "CUDA 13, torch for CUDA 12.8"),
-        (replace(GDS, torch_cuda=""), "warning", "CUDA 13, torch for CUDA none"),
-        (replace(GDS, torch_cuda=None), "note", "torch is not installed"),
-        (replace(GDS, kvikio={12: "26.6.0", 13: "26.10.0"}), "warning", "CUDA 12, CUDA 13"),
-        (replace(GDS, cufile=False), "note", "no libcufile"),
-        (replace(GDS, module=False), "note", "nvidia-fs is not loaded"),
-    ],
-    ids=[
-        "all",
-        "unused",
-        "gpu",
-        "kvikio",
-        "older torch",
-        "cpu torch",
-        "no torch",
-        "two kvikios",
-        "cufile",
-        "module",
-    ],
-)
-def test_gpudirect_says_what_is_missing_first(
-    parts: GdsParts, verdict: str, words: str
-) -> None:
-    finding = check_gds(parts)
-    assert finding.verdict == verdict
-    assert words in finding.found
-
-
 def test_rates_are_put_into_words() -> None:
     read, write = check_rates("nvme", RATES, chunk_nbytes=2 << 20)
     assert (read.verdict, write.verdict) == (Verdict.OK, Verdict.OK)
@@ -371,10 +333,3 @@ def test_a_disk_slower_than_nvme_is_a_warning_in_each_direction() -> None:
 def test_rates_through_the_page_cache_are_marked() -> None:
     findings = check_rates("nvme", replace(RATES, direct_io=False), chunk_nbytes=None)
     assert verdicts(findings) == ["note", "note"]
-
-
-def test_an_interpreted_kvtier_is_said_with_what_would_compile_it() -> None:
-    assert check_build(compiled=True).verdict is Verdict.OK
-    interpreted = check_build(compiled=False)
-    assert interpreted.verdict is Verdict.NOTE
-    assert "HATCH_BUILD_HOOK_ENABLE_MYPYC=1" in interpreted.remedy

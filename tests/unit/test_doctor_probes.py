@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.doctor._devices import BlockQueue, find_queues
-from kvtier.doctor._gds import cuda_of_torch, find_gds_parts
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._memory import (
     find_gpus,
@@ -203,24 +202,3 @@ def test_a_store_that_no_model_used_has_no_chunk_size(tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/lock").write_text("")
     assert stored_chunk_nbytes(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("source", "cuda"),
-    [
-        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "12.8"),
-        ("cuda = '13.0'", "13.0"),
-        ("cuda: Optional[str] = None", ""),
-        ("debug = False", ""),
-    ],
-)
-def test_the_cuda_of_torch_is_read_without_importing_it(source: str, cuda: str) -> None:
-    assert cuda_of_torch(source) == cuda
-
-
-def test_the_parts_of_gpudirect_are_looked_up(tree: Tree) -> None:
-    tree.write("dev/nvidia0", "")
-    assert not find_gds_parts(tree.machine).module
-    tree.write("sys/module/nvidia_fs/version", "2")
-    parts = find_gds_parts(tree.machine)
-    assert (parts.gpus, parts.module) == (1, True)

@@ -77,7 +77,6 @@ def test_where_prompts_share_their_beginning_it_learns_to_keep_that() -> None:
     assert lead_over_lru(trace, 0.1) > 0.03
 
 
-@pytest.mark.interpreted
 def test_without_a_stake_it_is_exactly_lru(
     chat: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +197,6 @@ def test_chunks_of_unknown_prompts_enter_in_bulk_as_one_by_one() -> None:
     assert len(orders[0]) == 505
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("downwards", [True, False])
 def test_recovered_chunks_cost_no_more_however_they_stand(downwards: bool) -> None:
     single, batch, ctx = HedgedLhd(8192), HedgedLhd(8192), PolicyContext()
@@ -257,7 +255,6 @@ def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
     assert policy.pick_many(2, lambda _: True, ctx) == [first]
 
 
-@pytest.mark.interpreted
 def test_a_pick_in_vain_costs_a_look_at_each_and_moves_nobody() -> None:
     policy, ctx, asked, members = HedgedLhd(400), PolicyContext(), 0, 400
     for start in range(0, members, 40):

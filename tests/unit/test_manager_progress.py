@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext, Promotion
-from kvtier.testing.counting import count_lines, skip_if_compiled
+from kvtier.testing.counting import count_lines
 from kvtier.testing.workbench import Workbench, prefix
 
 
@@ -140,7 +140,6 @@ def test_a_step_costs_the_same_however_much_a_request_waits_for() -> None:
 def lines_of_a_step_in_which_one_waits(chunks: int) -> int:
     limits = ManagerLimits(pin_budget=chunks, reserve=0.0, queue=4 * chunks, batch=chunks)
     bench = Workbench(2 * chunks, 2 * chunks, limits=limits)
-    skip_if_compiled(bench.manager)
     first, second = prefix(chunks, of=1), prefix(chunks, of=2)
     bench.manager.recover(1, zip([*first, *second], range(2 * chunks), strict=True))
     bench.look(first, "first")

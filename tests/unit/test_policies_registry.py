@@ -28,7 +28,6 @@ from kvtier.policies.registry import (
     BUILT_IN_EVICTIONS,
     EVICTIONS,
     PLACEMENTS,
-    PolicyRole,
 )
 from kvtier.policies.shadow import ShadowTier
 from kvtier.sim.single import TouchOrder, simulate_single
@@ -193,12 +192,6 @@ def test_every_policy_but_belady_may_order_a_live_tier(name: str) -> None:
     config = parse_config(with_eviction(name), source="a.yaml")
     built = build_eviction(config.tiers[0].eviction, capacity=3)
     assert (type(built), built.capacity) == (BUILT_IN_EVICTIONS[name], 3)
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("role", [EVICTIONS, PLACEMENTS, ADMISSIONS])
-def test_the_duties_of_a_policy_are_what_its_base_leaves_out(role: PolicyRole[Any]) -> None:
-    assert set(role.duties) == role.base.__abstractmethods__
 
 
 @pytest.mark.usefixtures("mine")

@@ -323,7 +323,6 @@ class TestReplay:
         assert [heard[0][str(number)] for number in (0, 1, 2, 5)] == ["a", "b", "", "a"]
         assert len({heard[0]["3"], heard[0]["4"], ""}) == 3
 
-    @pytest.mark.interpreted
     def test_loads_that_were_not_worth_it_are_told_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -30,7 +30,6 @@ from itertools import chain, compress
 from operator import not_
 from typing import Final
 
-from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvtier.keys import GROUP_NBYTES
@@ -51,7 +50,6 @@ _PROMPTS: Final = 1024
 """Most prompts that wait: as many as an engine runs at a time."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Lru(Eviction):
     """Evicts the copy whose last use is longest ago; of one prompt the deepest chunk first."""
 

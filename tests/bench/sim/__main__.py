@@ -22,9 +22,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.compiled import is_compiled
 from kvtier.config import parse_config
-from kvtier.manager import TieredOffloadingManager
 from kvtier.sim.ladder import simulate_ladder
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep
@@ -213,8 +211,7 @@ def time_simulator(console: Console, options: argparse.Namespace) -> None:
     if options.markdown:
         _rows(console, "figure", "measured", "bar", "met")
     else:
-        built = "compiled" if is_compiled(TieredOffloadingManager) else "interpreted"
-        text = f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks; {built}"
+        text = f"{trace.name}: {trace.refs:,} references to {trace.distinct:,} chunks"
         console.print(text)
     for figure in measure(trace, options.rounds, options.only):
         (markdown if options.markdown else show)(console, figure)
