@@ -12,7 +12,7 @@ from typing import Final
 from kvtier.config._models import KvtierConfig, TierConfig
 from kvtier.config._own_paths import own_paths
 from kvtier.errors import ConfigError
-from kvtier.ownership import find_exposure
+from kvtier.os.ownership import find_exposure
 from kvtier.printable import printable
 from kvtier.units import approximate_size, format_size
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ClosedError
-from kvtier.iopool import IoPool
 from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
 from kvtier.memory.threads import compute_alone
+from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
 from kvtier.types import Job, JobId, Outcome, TransferResult, Why

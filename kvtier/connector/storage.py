@@ -13,13 +13,13 @@ from kvtier.config import KvtierConfig
 from kvtier.connector.report.observer import Observer, Positions, build_observer
 from kvtier.connector.report.statistics import StoreInfo
 from kvtier.errors import CapacityError, ConfigError
-from kvtier.heap import bulk_loading
-from kvtier.iopool import IoPool, start_thread
 from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
+from kvtier.os.iopool import IoPool, start_thread
+from kvtier.os.memory import bulk_loading
 from kvtier.recording import Recorder
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier

@@ -13,7 +13,7 @@ from typing import Final
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._mounts import Mount
-from kvtier.memory.limits import words_of
+from kvtier.os.limits import words_of
 from kvtier.units import approximate_size
 
 __all__ = ["BlockQueue", "check_queues", "find_queues"]

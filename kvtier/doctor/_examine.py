@@ -21,7 +21,7 @@ from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
-from kvtier.memory.limits import huge_page_pool, memory_limits
+from kvtier.os.limits import huge_page_pool, memory_limits
 from kvtier.tiers.slab.examine import StoreExamination
 from kvtier.tiers.start import StartReport, examine_start
 from kvtier.transfer import relay_slots

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.doctor._machine import Machine
-from kvtier.memory.limits import HugePagePool, MemoryLimit
+from kvtier.os.limits import HugePagePool, MemoryLimit
 from kvtier.units import approximate_size
 
 __all__ = [

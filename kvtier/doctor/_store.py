@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.errors import ConfigError
-from kvtier.ownership import Exposure, find_exposure
+from kvtier.os.ownership import Exposure, find_exposure
 from kvtier.tiers.slab.examine import StoreExamination
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
 from kvtier.tiers.slab.namespace import find_strangers_file, is_named_as_one

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.errors import CapacityError
-from kvtier.memory.anonymous import open_anonymous
-from kvtier.memory.limits import huge_page_pool, memory_limits
+from kvtier.os.limits import huge_page_pool, memory_limits
+from kvtier.os.memory import open_anonymous
 from kvtier.units import format_size
 
 __all__ = ["HugePages", "create_memory"]

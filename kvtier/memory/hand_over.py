@@ -28,9 +28,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvtier.errors import UnsupportedError
-from kvtier.iopool import start_thread
 from kvtier.memory.region_geometry import RegionGeometry
-from kvtier.ownership import find_stranger
+from kvtier.os.iopool import start_thread
+from kvtier.os.ownership import find_stranger
 
 __all__ = ["Listener", "RegionServer", "receive_region"]
 

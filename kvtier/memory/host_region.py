@@ -30,7 +30,7 @@ from kvtier.memory.backing import HugePages, create_memory
 from kvtier.memory.control import ControlBlock
 from kvtier.memory.hand_over import Listener, RegionServer, receive_region
 from kvtier.memory.region_geometry import RegionGeometry
-from kvtier.page_mapper import PageMapper, map_shared
+from kvtier.os.memory import PageMapper, map_shared
 from kvtier.types import SharedMemory
 
 __all__ = ["HostRegion"]

@@ -17,7 +17,7 @@ import threading
 import torch
 from torch._C import set_num_threads  # vLLM replaces torch's own name for it on CPUs
 
-from kvtier.iopool import start_thread
+from kvtier.os.iopool import start_thread
 
 __all__ = ["compute_alone"]
 

@@ -108,7 +108,7 @@ class PolicyRole(Generic[PolicyT]):
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             problem = f"{policy}: {point.value} is no {base}"
             raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
-        missing = ", ".join(sorted(loaded.__abstractmethods__))
+        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
         if missing:
             problem = f"{policy}: {point.value} leaves out {missing}"
             raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.config import TraceConfig
-from kvtier.iopool import start_thread
 from kvtier.logs import get_logger
+from kvtier.os.iopool import start_thread
 from kvtier.recording._files import NumberedFiles
 from kvtier.recording._requests import RequestRecord
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 from kvtier.keys import ChunkKey, make_key
-from kvtier.memory.anonymous import open_anonymous
+from kvtier.os.memory import open_anonymous
 from kvtier.types import SharedMemory
 
 __all__ = ["Arena", "make_buffers", "make_keys", "make_payload", "make_sources"]

@@ -11,7 +11,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from typing_extensions import override
 
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 
 __all__ = ["HeldThreads"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_buffers, make_payload, make_sources
 from kvtier.tiers.base import StorageTier
 from kvtier.types import Outcome, Why

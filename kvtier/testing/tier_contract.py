@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from kvtier.config import TierConfig, parse_tier
 from kvtier.errors import CapacityError, ClosedError, StoreLockedError
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.blocking import blocking_calls
 from kvtier.testing.chunks import Arena, make_keys, make_sources
 from kvtier.testing.held_threads import HeldThreads

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 
 from kvtier.config import TierConfig
 from kvtier.errors import CapacityError
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.types import LayoutFingerprint, Outcome, SharedMemory, Why
 
 __all__ = [
@@ -111,7 +111,7 @@ class StorageTier(ABC):
     """A medium with ``capacity_slots`` slots of ``slot_nbytes`` bytes.
 
     All coroutines run on the transfer engine's loop and must not block it: blocking calls go
-    through :class:`kvtier.iopool.IoPool`. Batches may run concurrently; the manager guarantees
+    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently; the manager guarantees
     that no two of them touch one slot unless both only read it.
 
     Attributes:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
-from kvtier.iopool import IoPool
 from kvtier.memory import ControlBlock
+from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer.routes import Route
 from kvtier.types import Job, JobId, Outcome

@@ -30,8 +30,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvtier.errors import ClosedError
-from kvtier.iopool import start_thread
 from kvtier.logs import get_logger
+from kvtier.os.iopool import start_thread
 from kvtier.transfer.answers import Answers
 from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits

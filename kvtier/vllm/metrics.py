@@ -19,9 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvtier.connector.metrics import (
     METRICS,
-    TRANSFER_BYTES,
-    TRANSFER_SIZE,
-    TRANSFER_TIME,
     Changes,
     Kind,
     Metric,

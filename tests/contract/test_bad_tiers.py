@@ -16,8 +16,8 @@ import pytest
 
 from kvtier.config import TierConfig
 from kvtier.errors import ConfigError, StoreLockedError
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier, FileTierConfig
 from kvtier.testing.shelf import Shelf

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 os.putenv("OPENBLAS_NUM_THREADS", "1")  # read when numpy is loaded: no threads before the fork
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.testing.workbench import Workbench

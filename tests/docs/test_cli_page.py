@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from kvtier.cli._app import app
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
-from kvtier.iopool import IoPool
 from kvtier.keys import short
+from kvtier.os.iopool import IoPool
 from kvtier.sim.traces import GENERATORS, Workload
 from tests.docs.pages import DOCS, blocks_of
 from tests.unit.stores import KEYS, Store

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtier.memory.block_copy import BlockOrder, copy_kv_blocks
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.block_copy import BlockOrder, copy_kv_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
+from kvtier.vllm.manager import KVTierManager
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
@@ -35,13 +37,11 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.connector.context import RequestContext
 from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, WorkerOutput
-from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, Lookup, StorePlan
 from kvtier.testing.stepped import SteppedCache
-from kvtier.vllm.manager import KVTierManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvtier.vllm.slots import lay_out_slots, require_same_file
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     derive_canonical_mappings,
 )
@@ -27,7 +28,6 @@ from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat import EngineFacts
 from kvtier.vllm.demo.scenario import store_yaml
 from kvtier.vllm.layout import fingerprint
-from kvtier.vllm.slots import lay_out_slots, require_same_file
 from tests.unit.kv_pages import BLOCK_TOKENS, BLOCKS, HEAD_SIZE, Model
 
 LAYERS = ("layer.0", "layer.1")

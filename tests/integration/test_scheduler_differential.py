@@ -15,10 +15,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.integration.scheduler_world import World
 
 from tests.integration.scheduler_pair import Reason
 from tests.integration.scheduler_setup import Setup, random_tokens
-from tests.integration.scheduler_world import World
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -26,12 +26,12 @@ from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
-from kvtier.keys import ChunkKey, group_of
+from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
 from kvtier.manager.hits import Reach
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.anonymous import open_anonymous
 from kvtier.memory.slot_layout import shard_of
+from kvtier.os.memory import open_anonymous
 from kvtier.policies import (
     ChunkCopy,
     CopyState,

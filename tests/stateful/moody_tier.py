@@ -18,8 +18,8 @@ import xxhash
 from typing_extensions import override
 
 from kvtier.config import TierConfig
-from kvtier.iopool import Kept, settled
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import Kept, settled
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
 from kvtier.types import Outcome, Why
 from tests.stateful.stepping import Stage

@@ -23,7 +23,6 @@ from kvtier.connector.protocols import BoundaryState, Step
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.manager.hits import Reach
 
-
 Learn = Callable[[Sequence[int], Sequence[bytes], int], None]
 """Takes tokens, the hashes of their blocks, and the tokens of a hash."""
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import override
 
 from kvtier.connector import device, service
-from kvtier.iopool import IoPool
 from kvtier.memory import HostRegion
 from kvtier.memory.control import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
+from kvtier.os.iopool import IoPool
 from kvtier.transfer import TransferEngine, engine, routes, runner
 from kvtier.transfer import device as device_routes
 from kvtier.types import JobId

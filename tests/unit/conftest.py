@@ -10,13 +10,13 @@ from typing import Final
 
 import pytest
 
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from tests.unit.cache_shell import ROOT, Shell
 from tests.unit.stores import Store
 
 _ENGINE: Final = """
 import pathlib, sys
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from tests.unit.stores import Store
 store = Store(pathlib.Path(sys.argv[1]), IoPool(2, name="kvtier-engine"))
 store.start()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.faulty_io import FaultyIo

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier

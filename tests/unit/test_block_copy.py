@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UnsupportedError
-from kvtier.iopool import IoPool
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import copy as copy_module
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, KVBlocks, copy_between, plan_copy
 from kvtier.memory.slot_layout import shard_of
 from kvtier.memory.streams import Fence, open_stream
+from kvtier.os.iopool import IoPool
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
 from kvtier.types import Job, Outcome, Why
 from tests.unit.kv_pages import block_bytes

@@ -15,7 +15,7 @@ import kvtier
 from kvtier.cli._example import EXAMPLES
 from kvtier.config import schema
 from kvtier.doctor import _examine
-from kvtier.memory.limits import HugePagePool
+from kvtier.os.limits import HugePagePool
 from tests.unit.model_shapes import LLAMA_8B
 from tests.unit.shell import Ran, Shell
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvtier.connector.aggregate import _MOST_LATE, OutputAggregator
+
 from kvtier.connector.metadata import FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-
-from kvtier.connector.metadata import BlockSpec, WorkerOutput
 from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.schedule.tracking import TrackedRequest, chunk_positions
+
+from kvtier.connector.metadata import BlockSpec, WorkerOutput
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key

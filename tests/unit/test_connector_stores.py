@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvtier.connector.metadata import BlockSpec
 from tests.unit.toy_engine import TOKENS, Offers, ToyEngine
 

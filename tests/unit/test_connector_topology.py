@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvtier.connector.topology import BlockLayout, EngineShape, KVTopology
+
 from kvtier.errors import UnsupportedError
 from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of, share_pages
 from tests.unit.kv_pages import Model

@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 import torch
+from kvtier.memory.block_copy import BlockOrder, copy_kv_blocks
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.block_copy import BlockOrder, copy_kv_blocks
 
 TOKENS, HEADS, SIZE = 4, 3, 8
 NHD, HND = BlockOrder.NHD, BlockOrder.HND

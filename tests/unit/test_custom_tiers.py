@@ -30,7 +30,7 @@ from kvtier.config import (
 )
 from kvtier.doctor import Verdict, examine
 from kvtier.errors import ConfigError
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier
 from kvtier.testing.memory_tier import MemoryTier

@@ -24,7 +24,7 @@ from kvtier.doctor import (
 )
 from kvtier.doctor._machine import Machine
 from kvtier.doctor._store import Room
-from kvtier.memory.limits import HugePagePool
+from kvtier.os.limits import HugePagePool
 from kvtier.units import approximate_rate
 
 FINDINGS = [

@@ -29,8 +29,8 @@ from kvtier.doctor._store import (
     check_room,
     check_use,
 )
-from kvtier.memory.limits import HugePagePool, MemoryLimit
-from kvtier.ownership import Exposure
+from kvtier.os.limits import HugePagePool, MemoryLimit
+from kvtier.os.ownership import Exposure
 
 GIB = 1 << 30
 KEY = "tiers[1].capacity"

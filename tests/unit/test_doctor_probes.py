@@ -16,7 +16,7 @@ from kvtier.doctor._memory import (
 )
 from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
 from kvtier.doctor._store import stored_chunk_nbytes
-from kvtier.memory.limits import HugePagePool, MemoryLimit, huge_page_pool, memory_limits
+from kvtier.os.limits import HugePagePool, MemoryLimit, huge_page_pool, memory_limits
 from kvtier.tiers.slab.namespace import Layout
 from kvtier.types import LayoutFingerprint
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
 from kvtier.testing.faulty_tier import (
     DiskFault,

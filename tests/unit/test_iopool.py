@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.errors import CapacityError, ClosedError
-from kvtier.iopool import IoPool
-from kvtier.page_mapper import PageMapper
+from kvtier.os.iopool import IoPool
+from kvtier.os.memory import PageMapper
 
 
 @pytest.fixture

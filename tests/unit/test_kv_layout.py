@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from kvtier.memory.kv_layout import blocks_of_layers, blocks_of_one_tensor
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.kv_layout import blocks_of_layers, blocks_of_one_tensor
 from tests.unit.kv_pages import block_bytes
 
 BLOCKS, TOKENS, HEADS, SIZE = 6, 4, 2, 8

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import CapacityError
-from kvtier.memory import HostRegion, RegionGeometry, anonymous
+from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory import backing as module
-from kvtier.memory.anonymous import open_anonymous
 from kvtier.memory.backing import create_memory
-from kvtier.memory.limits import huge_page_pool
+from kvtier.os.limits import huge_page_pool
+from kvtier.os.memory import open_anonymous
 
 HUGE = 2 << 20
 
@@ -32,7 +32,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A kernel whose figures a test writes; huge pages themselves are only pretended."""
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(module, "_PROC", tmp_path)
-    monkeypatch.setattr(anonymous, "_HUGETLB", 0)
+    monkeypatch.setattr("kvtier.os.memory._HUGETLB", 0)
     return meminfo
 
 

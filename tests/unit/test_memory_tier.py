@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from kvtier.errors import ConfigError, StoreLockedError
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.memory_tier import MemoryTier, MemoryTierConfig
 from kvtier.testing.shelf import Shelf

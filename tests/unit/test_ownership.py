@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.ownership import find_exposure, find_stranger, is_ambiguous
+from kvtier.os.ownership import find_exposure, find_stranger, is_ambiguous
 from tests.unit.strangers import STRANGER, give_away
 
 
@@ -80,7 +80,7 @@ def test_the_number_of_every_unmapped_user_is_nobodys_own() -> None:
     assert not is_ambiguous(os.geteuid())
     script = (
         "import os, sys; from pathlib import Path;"
-        " from kvtier.ownership import find_exposure, is_ambiguous;"
+        " from kvtier.os.ownership import find_exposure, is_ambiguous;"
         " assert is_ambiguous(os.geteuid()); assert not is_ambiguous(0);"
         " sys.stdout.write(find_exposure(Path('/')).problem)"
     )

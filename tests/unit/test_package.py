@@ -79,7 +79,7 @@ def test_what_one_module_takes_from_another_is_among_what_that_one_exports() -> 
         and f"{module}.{name}" not in exported
     ]
     assert sorted(hidden) == []
-    assert ("kvtier.iopool", "IoPool") in taken
+    assert ("kvtier.os.iopool", "IoPool") in taken
 
 
 def test_torch_is_installed_by_the_extras_that_need_it_only() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvtier.sim.recorded import replay_calls
 from typer.testing import CliRunner
 
 from kvtier.cli._app import app
@@ -38,7 +39,6 @@ from kvtier.recording._files import NumberedFiles
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim._truth import HonestTruth
-from kvtier.sim.recorded import replay_calls
 from kvtier.sim.timing import TierSpeed, TimeModel, TransferModel
 from kvtier.sim.traces import TraceError, read_trace
 

@@ -12,8 +12,8 @@ import pytest
 from typing_extensions import override
 
 from kvtier.config import parse_config
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 from kvtier.tiers.base import SlotOutcomes, TierContext
 from kvtier.transfer import BetweenTiers, EngineLimits, Relay, TransferEngine, relay_slots

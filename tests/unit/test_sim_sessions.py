@@ -16,7 +16,6 @@ from kvtier.sim.traces import generate, read_trace, write_trace
 from tests.unit.listening import EARS, Ear, Told
 from tests.unit.sim_traces import trace_of
 
-
 # The second request finds what the first one stored; the third says nothing of itself.
 TRACE = trace_of([[0, 1], [0, 1, 2], [3], [0]], every_s=100.0, sessions=["a", "b", "", "a"])
 EXPECTED = {

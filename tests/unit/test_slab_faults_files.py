@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf

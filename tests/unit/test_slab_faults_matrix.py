@@ -34,8 +34,8 @@ from kvtier.errors import (
     StoreLockedError,
     TierUnavailableError,
 )
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.disk_state import PowerCut
 from kvtier.testing.power_cut import PowerCutDisk

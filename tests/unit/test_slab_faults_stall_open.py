@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext

@@ -18,7 +18,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
 from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf

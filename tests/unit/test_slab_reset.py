@@ -13,8 +13,8 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import TierUnavailableError
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf

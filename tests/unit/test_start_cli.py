@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import NvmeTierConfig, load_config
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier

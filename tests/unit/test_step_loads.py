@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtier.connector.step_loads import StepLoad, StepLoader, batches_of_layers
 
 from kvtier.connector import step_loads
 from kvtier.connector.device import DeviceEngine
-from kvtier.connector.step_loads import StepLoad, StepLoader, batches_of_layers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.memory import ControlBlock, HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks, plan_copy

@@ -12,9 +12,9 @@ import pytest
 from typing_extensions import override
 
 from kvtier.errors import KvtierError
-from kvtier.iopool import IoPool
 from kvtier.memory import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.tiers.base import SlotOutcomes, StorageTier

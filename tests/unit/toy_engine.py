@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
+
+from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.keys import ChunkKey, counting_group
 from kvtier.manager import StorePlan

@@ -17,8 +17,8 @@ from typing import Any, Final
 from typing_extensions import override
 
 from kvtier.errors import TierUnavailableError
-from kvtier.iopool import Kept, settled
 from kvtier.logs import get_logger
+from kvtier.os.iopool import Kept, settled
 from kvtier.tiers.hosted.frames import Frame, decode_error
 from kvtier.tiers.hosted.process import HostProcess, aend, relog
 

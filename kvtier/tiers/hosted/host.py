@@ -27,10 +27,9 @@ import numpy as np
 from typing_extensions import override
 
 from kvtier.config import options_of
-from kvtier.heap import bulk_loading, keep_large_blocks_apart
-from kvtier.iopool import IoPool
 from kvtier.logs import ENGINE
-from kvtier.page_mapper import PageMapper, map_shared
+from kvtier.os.iopool import IoPool
+from kvtier.os.memory import PageMapper, bulk_loading, keep_large_blocks_apart, map_shared
 from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,

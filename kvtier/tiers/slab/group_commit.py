@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvtier.errors import ClosedError
-from kvtier.iopool import start_thread
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
+from kvtier.os.iopool import start_thread
 from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.index import IndexDatabase
 from kvtier.tiers.slab.trail import KeyMarks, Reason

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
-from kvtier.ownership import find_exposure, find_stranger
+from kvtier.os.ownership import find_exposure, find_stranger
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (

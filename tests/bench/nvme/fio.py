@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvtier.doctor._machine import Machine
-from kvtier.memory.limits import huge_page_pool
+from kvtier.os.limits import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 from tests.bench.nvme.machine import drop_page_cache
 from tests.bench.nvme.workload import Workload

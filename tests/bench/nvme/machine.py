@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from kvtier.doctor._machine import Machine
-from kvtier.memory.limits import huge_page_pool
+from kvtier.os.limits import huge_page_pool
 from tests.bench.nvme.errors import BenchError
 
 __all__ = ["describe", "drop_page_cache", "require_disk"]

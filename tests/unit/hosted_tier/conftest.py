@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.config import NvmeTierConfig, TierConfig
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
@@ -109,7 +109,7 @@ ENGINE = """
 import os, sys, asyncio, signal
 from pathlib import Path
 from kvtier.config import NvmeTierConfig, TierConfig
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext

@@ -27,8 +27,8 @@ from kvtier.errors import (
     StoreLockedError,
     TierUnavailableError,
 )
-from kvtier.iopool import IoPool
 from kvtier.keys import ChunkKey
+from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, host, process
 from kvtier.tiers.hosted.frames import Frame, FrameParser

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.config import NvmeTierConfig, TierConfig
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext

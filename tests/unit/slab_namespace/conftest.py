@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab.direct_io import BlockIo

@@ -90,7 +90,7 @@ def test_two_engines_cannot_open_one_store_at_once_whatever_is_deleted(
 HOLDER = """
 import pathlib, sys
 from kvtier.config import NvmeTierConfig
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint

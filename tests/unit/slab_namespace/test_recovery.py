@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError
-from kvtier.iopool import IoPool
+from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier, opening
