@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.manager import ManagerLimits
+from kvtier.manager.hits import GroupReach
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench
 from kvtier.transfer import ChannelStatistics
@@ -150,6 +151,7 @@ class SteppedCache:
         limits: The manager's bounds; by default all of RAM may be pinned.
         tokens_per_chunk: For the figures.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
+        groups: What each KV cache group needs of a prefix.
 
     Attributes:
         service: The cache.
@@ -168,6 +170,7 @@ class SteppedCache:
         limits: ManagerLimits | None = None,
         tokens_per_chunk: int = 16,
         counting_group: int = 0,
+        groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     ) -> None:
         self.truth = RecordingTruth(driven=True)
         self.bench = Workbench(
@@ -176,6 +179,7 @@ class SteppedCache:
             truth=self.truth,
             limits=limits,
             counting_group=counting_group,
+            groups=groups,
         )
         self.engine = SteppedEngine(seed=seed, slowest_steps=slowest_steps, failing=failing)
         nothing = SimpleNamespace(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvtier.keys import ChunkKey, make_key
+from kvtier.keys import ChunkKey, make_key, of_group
 from kvtier.manager import (
     LoadPlan,
     LoadWorth,
-    Lookup,
     ManagerLimits,
     StorePlan,
     TieredOffloadingManager,
     TierState,
 )
+from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.policies import CopyState, LadderPlacement, Placement, build_eviction
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.invariants import check_manager
@@ -47,6 +47,8 @@ class Workbench:
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
         worth: Which loads are worth their time; all when omitted.
         record_events: Whether somebody listens to residency events.
+        groups: What each KV cache group needs of a prefix; group ``n`` has the keys of
+            ``prefix(..., group=n)``. One of full attention by default, a token per chunk.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
 
     Attributes:
@@ -67,8 +69,10 @@ class Workbench:
         limits: ManagerLimits | None = None,
         worth: LoadWorth | None = None,
         record_events: bool = True,
+        groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
     ) -> None:
+        self._groups = groups
         self.truth = RecordingTruth() if truth is None else truth
         self.tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
@@ -83,6 +87,7 @@ class Workbench:
             truth=self.truth,
             record_events=record_events,
             worth=worth,
+            groups=groups,
             counting_group=counting_group,
         )
 
@@ -96,15 +101,23 @@ class Workbench:
         self.check()
         return plan
 
-    def look(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> list[Lookup]:
-        """Look ``keys`` up one by one, like an engine up to the first miss."""
-        answers: list[Lookup] = []
-        for key in keys:
-            answers.append(self.manager.lookup(key, req_id))
-            if answers[-1] is Lookup.MISS:
-                break
+    def look(
+        self, keys: Sequence[ChunkKey], req_id: str = "reader", *, local_tokens: int = 0
+    ) -> int | None:
+        """Look up a request for ``keys``, of all groups.
+
+        Returns:
+            The tokens behind the local ones that can be loaded now; None if it has to wait.
+        """
+        of_groups = [list(filter(of_group(group), keys)) for group in range(len(self._groups))]
+        limit_tokens = max(
+            len(some) * group.chunk_tokens
+            for some, group in zip(of_groups, self._groups, strict=True)
+        )
+        prompt = Prompt(of_groups, local_tokens, limit_tokens)
+        tokens = self.manager.lookup(req_id, prompt)
         self.check()
-        return answers
+        return tokens
 
     def load(self, keys: Sequence[ChunkKey], req_id: str = "reader") -> LoadPlan:
         """Load ``keys`` at once."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import Lookup, TieredOffloadingManager
+from kvtier.manager import TieredOffloadingManager
+from kvtier.manager.hits import Prompt
 from kvtier.types import Outcome, TransferResult
 
 __all__ = ["replay_references"]
@@ -28,11 +29,12 @@ def replay_references(references: Iterable[ChunkKey], manager: TieredOffloadingM
 def _reference(
     manager: TieredOffloadingManager, key: ChunkKey, req_id: str, now_s: float
 ) -> None:
-    answer = manager.lookup(key, req_id)
-    while answer not in (Lookup.HIT, Lookup.MISS):
+    prompt = Prompt(((key,),), local_tokens=0, limit_tokens=1)
+    hits = manager.lookup(req_id, prompt)
+    while hits is None:
         _settle(manager, (), now_s)
-        answer = manager.lookup(key, req_id)
-    if answer is Lookup.HIT:
+        hits = manager.lookup(req_id, prompt)
+    if hits:
         manager.prepare_load((key,), req_id)
         manager.complete_load(req_id)
     else:
