@@ -49,18 +49,16 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
-    """The slots of a job's chunks, group after group.
+    """The RAM slots of a job's chunks, group after group.
 
     Attributes:
         slots: One per chunk.
         generations: Stamp per slot: what a store leaves, what a load insists on.
-        tier: Whose slots they are.
         wait_s: How long the slots of a load may take to bear their stamps.
     """
 
     slots: tuple[int, ...]
     generations: tuple[int, ...]
-    tier: str = "ram"
     wait_s: float = 0.0
 
 
