@@ -43,13 +43,10 @@ class JobTable:
 
     Args:
         ranks: Workers that acknowledge a job.
-
-    Attributes:
-        ranks: The same; a change counts for jobs that begin after it.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+        self._ranks = ranks
         self._to_flush: set[JobId] = set()
         self._jobs: dict[JobId, JobState] = {}
         self._stores: dict[JobId, JobState] = {}
@@ -60,13 +57,13 @@ class JobTable:
 
     def add_load(self, tracked: TrackedRequest, keys: Sequence[ChunkKey]) -> JobId:
         """Begin a load."""
-        return self._add(JobState(tracked, keys, frozenset(), False, self.ranks))
+        return self._add(JobState(tracked, keys, frozenset(), False, self._ranks))
 
     def add_store(
         self, tracked: TrackedRequest, keys: Sequence[ChunkKey], blocks: Iterable[int]
     ) -> JobId:
         """Begin a store that reads ``blocks``."""
-        job = JobState(tracked, keys, frozenset(blocks), True, self.ranks)
+        job = JobState(tracked, keys, frozenset(blocks), True, self._ranks)
         job_id = self._add(job)
         self._stores[job_id] = job
         return job_id
@@ -119,9 +116,10 @@ class JobTable:
     def abandon(self) -> None:
         """Forget every job after a reset; acknowledgements of them are ignored.
 
-        They still have to end before the next forward pass: their blocks may be given away.
+        Stores still have to end before the next forward pass: their blocks may be given away.
+        The blocks of a load are its request's until its workers report it.
         """
-        self._to_flush.update(self._jobs)
+        self._to_flush.update(self._stores)
         for job in self._jobs.values():
             job.tracked.jobs.clear()
         self._jobs.clear()

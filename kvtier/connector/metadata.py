@@ -1,8 +1,8 @@
-"""What the connector's two halves tell each other, once per engine step.
+"""What the connector's two sides send each other, once per engine step.
 
-Down, :class:`ConnectorMetadata`: the jobs to start and those that must have ended before the
-next forward pass. Up, :class:`WorkerOutput`: what ended, in one rank or, aggregated, in all.
-Both cross process boundaries, so they hold plain numbers and strings and nothing else.
+To the workers, :class:`ConnectorMetadata`: the jobs to start and the stores to flush before the
+next forward pass. To the scheduler, :class:`WorkerOutput`: the jobs that ended, in one rank or,
+aggregated, in all. Both cross process boundaries, so they hold plain numbers and strings only.
 
 A job is acknowledged by every rank whether it worked or not, because its blocks and slots are
 free for other use only then. For a store that is all: which ranks' bytes are whole is written
@@ -49,18 +49,16 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
-    """The slots of a job's chunks, group after group.
+    """The RAM slots of a job's chunks, group after group.
 
     Attributes:
         slots: One per chunk.
         generations: Stamp per slot: what a store leaves, what a load insists on.
-        tier: Whose slots they are.
         wait_s: How long the slots of a load may take to bear their stamps.
     """
 
     slots: tuple[int, ...]
     generations: tuple[int, ...]
-    tier: str = "ram"
     wait_s: float = 0.0
 
 
@@ -130,13 +128,11 @@ class WorkerOutput:
         failed_loads: Which of them failed, in any rank.
         stats: What was copied: a :class:`~kvtier.connector.stats.ConnectorStats` as plain
             values.
-        expected_ranks: How many ranks acknowledge a job from now on; 0 if that did not change.
     """
 
     completed_jobs: Mapping[JobId, int] = field(default_factory=dict)
     failed_loads: Mapping[JobId, FailedLoad] = field(default_factory=dict)
     stats: Mapping[str, Sequence[OperationMetrics]] = field(default_factory=dict)
-    expected_ranks: int = 0
 
     @property
     def failed_requests(self) -> frozenset[RequestId]:
@@ -148,19 +144,8 @@ class WorkerOutput:
         """Blocks whose content must not be used."""
         return frozenset().union(*(load.block_ids for load in self.failed_loads.values()))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not (
-            self.completed_jobs or self.failed_loads or self.stats or self.expected_ranks
-        )
-
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Return what both say together.
-
-        Which one is ``self`` matters only for the order in ``stats``. Of two
-        different ``expected_ranks`` the smaller one that is not 0 counts.
-        """
+        """Return what both say together; the order of the two matters only in ``stats``."""
         completed = dict(self.completed_jobs)
         for job_id, ranks in other.completed_jobs.items():
             completed[job_id] = completed.get(job_id, 0) + ranks
@@ -168,5 +153,4 @@ class WorkerOutput:
         for job_id, load in other.failed_loads.items():
             failed[job_id] = failed[job_id].united(load) if job_id in failed else load
         stats = ConnectorStats(self.stats).aggregate(ConnectorStats(other.stats)).to_dict()
-        expected = [n for n in (self.expected_ranks, other.expected_ranks) if n]
-        return WorkerOutput(completed, failed, stats, min(expected, default=0))
+        return WorkerOutput(completed, failed, stats)

@@ -97,7 +97,7 @@ class TrackedRequest:
         hashes = self.request.block_hashes
         known, count = self._known_hashes, len(hashes)
         if known and (count < known or hashes[known - 1] != self._last_hash):
-            self._forget_replaced()
+            self._forget_replaced(hashes)
         elif count == known:
             return
         self._known_hashes = count
@@ -108,12 +108,10 @@ class TrackedRequest:
             named = (make_key(block_hash, layout.index) for block_hash in new)
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
-    def key_at(self, group: int, tokens: int) -> ChunkKey:
-        """Return the key of what group number ``group`` keeps for the first ``tokens`` tokens."""
-        layout = self.layouts[group]
-        tokens_per_hash = layout.tokens_per_chunk // layout.hashes_per_chunk
-        key = make_key(self.request.block_hashes[tokens // tokens_per_hash - 1], layout.index)
-        return key if self._name_chunk is None else self._name_chunk(key)
+    def offer_again(self) -> None:
+        """Offer every chunk from the first one on, as if none had been stored."""
+        self.offered_tokens = [0] * len(self.layouts)
+        self.next_offer_tokens = 0
 
     def prompt(self, *, recompute_tokens: int) -> Prompt:
         """Return the chunks that could be loaded.
@@ -126,12 +124,20 @@ class TrackedRequest:
             limit = min(limit, self.local_tokens + self._load_limit)
         return Prompt(self.keys, self.local_tokens, limit)
 
-    def _forget_replaced(self) -> None:
+    def _forget_replaced(self, hashes: Sequence[bytes]) -> None:
         """Forget keys of tokens that the engine replaced when it continued a streamed prompt."""
-        valid = self.request.num_computed_tokens
-        for group, layout in enumerate(self.layouts):
-            del self.keys[group][valid // layout.tokens_per_chunk :]
+        for group, (layout, keys) in enumerate(zip(self.layouts, self.keys, strict=True)):
+            step = layout.hashes_per_chunk
+            del keys[len(hashes) // step :]
+            # A hash covers all tokens before it, so the keys before one that is right are too.
+            while keys and keys[-1] != self._name(hashes[len(keys) * step - 1], layout):
+                keys.pop()
+            valid = len(keys) * layout.tokens_per_chunk
             self.offered_tokens[group] = min(self.offered_tokens[group], valid)
+
+    def _name(self, block_hash: bytes, layout: GroupLayout) -> ChunkKey:
+        key = make_key(block_hash, layout.index)
+        return key if self._name_chunk is None else self._name_chunk(key)
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:

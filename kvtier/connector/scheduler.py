@@ -134,6 +134,7 @@ class ConnectorScheduler:
         if tracked.jobs:
             return None, False  # its stores read blocks that it lost
         tracked.extend_keys()
+        tracked.offer_again()  # it has no blocks yet, or lost them
         tracked.local_tokens = num_computed_tokens
         if request.skip_reading_prefix_cache:
             return 0, False
@@ -215,8 +216,6 @@ class ConnectorScheduler:
         Args:
             output: Of all ranks together, or of some.
         """
-        if output.expected_ranks:
-            self._jobs.ranks = output.expected_ranks
         self._note_transfers(ConnectorStats(output.stats))
         for job_id in output.failed_loads:
             self._jobs.fail(job_id)
@@ -286,7 +285,8 @@ class ConnectorScheduler:
     def reset_cache(self) -> bool:
         """Make everything in every tier a miss; running requests offer their chunks again.
 
-        Jobs in flight end before the next forward pass, and their acknowledgements are ignored.
+        Stores in flight end before the next forward pass. Acknowledgements of jobs in flight
+        are ignored.
 
         Returns:
             Whether it is durable. If not, nothing old is served here, but a restart may bring
@@ -301,7 +301,7 @@ class ConnectorScheduler:
         self._jobs.abandon()
         self._loading.clear()
         for tracked in self._requests.values():
-            self._offer_again(tracked)
+            tracked.offer_again()
         return self._cache.reset_cache()
 
     def shutdown(self) -> None:
@@ -399,9 +399,4 @@ class ConnectorScheduler:
         self._loading.difference_update(job.keys)
         self._cache.complete_load(tracked.req_id)
         if job.has_failed:
-            self._offer_again(tracked)  # what is computed instead is not in the cache
-
-    def _offer_again(self, tracked: TrackedRequest) -> None:
-        """Offer every chunk from the first one on, as if none had been stored."""
-        tracked.offered_tokens = [0] * len(self._layouts)
-        tracked.next_offer_tokens = 0
+            tracked.offer_again()  # what is computed instead is not in the cache

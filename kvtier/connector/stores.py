@@ -124,7 +124,7 @@ class StoreRules:
         for layout, offered in zip(self._layouts, tracked.offered_tokens, strict=True):
             size = layout.tokens_per_chunk
             end = offered - offered % size + size
-            if layout.group.is_draft and end + size > prompt:
+            if layout.group.is_draft and end > prompt:
                 end += size  # it is final one chunk later
             following.append(end)
         tokens = min(following)
@@ -162,9 +162,9 @@ class StoreRules:
         layout = self._layouts[number]
         size = layout.tokens_per_chunk
         for state in states:
+            chunk = state.tokens // size - 1
             if state.group == layout.index and not state.tokens % size:
-                key = tracked.key_at(number, state.tokens)
-                offer.add(key, (state.block_id,), number, state.tokens // size - 1)
+                offer.add(tracked.keys[number][chunk], (state.block_id,), number, chunk)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
         """Return the chunks of a group before token ``end`` that later hits can use."""
@@ -172,11 +172,20 @@ class StoreRules:
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         if layout.group.reach is Reach.PREFIX:
             return range(offered // size, end // size)
-        chunks: dict[int, None] = {}
+        chunks: list[int] = []
+        before = self._boundary_before(tracked.request, offered)
         for boundary in self._boundaries(tracked.request, offered, end):
-            first = max(layout.reach.first_token(boundary), 0) // size
-            chunks.update(dict.fromkeys(range(first, boundary // size)))
+            # What the window before an earlier boundary has in common was offered with that.
+            first = max(layout.reach.first_token(boundary), before) // size
+            chunks += range(first, boundary // size)
+            before = boundary
         return chunks
+
+    def _boundary_before(self, request: EngineRequest, offered: int) -> int:
+        """Return the last token, up to ``offered``, at which a window was offered; 0 if unsure."""
+        at = offered - offered % self._alignment_tokens
+        is_certain = self._retention_tokens is None or at > request.num_prompt_tokens
+        return at if is_certain else 0
 
     def _boundaries(self, request: EngineRequest, start: int, end: int) -> Iterator[int]:
         """Yield, ascending, where hits can end after token ``start`` and by token ``end``."""

@@ -55,7 +55,7 @@ class Batch:
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, by request.
-        started: Requests that are in a batch for the first time.
+        started: Requests that are in a batch for the first time, or anew with all their blocks.
         preempted: Requests that lost their blocks in this step.
         allocated: Blocks that were given to requests.
     """
@@ -229,9 +229,7 @@ class Batcher:
         request.phase = Phase.RUNNING
         self._running.append(request)
         batch.num_scheduled_tokens[request.request_id] = tokens
-        if not request.was_scheduled:
-            request.was_scheduled = True
-            batch.started.append(request.request_id)
+        batch.started.append(request.request_id)
         return tokens
 
     def _preempt(self, request: ReplayRequest, batch: Batch) -> None:

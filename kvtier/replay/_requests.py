@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ReplayRequest:
-    """A request; what the scheduler half of the connector sees of it, and the engine's notes.
+    """A request: what the connector's scheduler side reads, and the engine's own state.
 
     Attributes:
         request_id: Its place in the trace.
@@ -56,7 +56,6 @@ class ReplayRequest:
         num_computed_tokens: Tokens whose KV is in them.
         generated: Tokens generated so far.
         loaded_tokens: Tokens that were loaded and not computed, in the last attempt.
-        was_scheduled: Whether it has ever been in a batch.
         first_token_s: When the prompt was computed; negative before.
         kv_transfer_params: What its client sent along: the session, if the trace names it.
         skip_reading_prefix_cache: Whether it must not hit.
@@ -73,7 +72,6 @@ class ReplayRequest:
     num_computed_tokens: int = 0
     generated: int = 0
     loaded_tokens: int = 0
-    was_scheduled: bool = False
     first_token_s: float = -1.0
     kv_transfer_params: Mapping[str, Any] | None = None
     skip_reading_prefix_cache: bool = False

@@ -76,7 +76,7 @@ class StepReader:
             overwritten = written | set(self._moved_into(output))
         return Step(
             num_scheduled_tokens=output.num_scheduled_tokens,
-            started=[request.req_id for request in new] if new else (),
+            started=[*(request.req_id for request in new), *cached.resumed_req_ids],
             preempted=preempted,
             allocated=allocated,
             overwritten=overwritten,

@@ -20,18 +20,19 @@ from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from kvtier.connector.context import RequestContext
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
-from kvtier.keys import ChunkKey
+from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
 from kvtier.manager.hits import Reach
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.slot_layout import shard_of
 from kvtier.os.memory import open_anonymous
+from kvtier.memory.slot_layout import shard_of
 from kvtier.policies import (
     ChunkCopy,
     CopyState,
@@ -122,6 +123,10 @@ class OfferLog:
         self._world.note_offer(keys, req_id, was_taken=plan is not None)
         return plan
 
+    def end_request(self, request: RequestContext) -> None:
+        self._world.note_end(request.req_id)
+        self._cache.end_request(request)
+
 
 class BytesWorld:
     """One engine from its start to its end.
@@ -190,6 +195,7 @@ class BytesWorld:
         self._load_epochs: dict[PagedRequest, int] = {}
         self._load_lost: dict[PagedRequest, set[int]] = {}
         self._offered: dict[PagedRequest, set[ChunkKey]] = {}
+        self._loaded: dict[PagedRequest, int] = {}
         self._refused: set[PagedRequest] = set()
         self._ended: list[str] = []
         self._seen: list[weakref.ref[PagedRequest]] = []
@@ -230,11 +236,39 @@ class BytesWorld:
             assert end <= request.num_computed_tokens + scheduled, (
                 f"request {req_id}: a chunk that ends at {end} is offered before it is computed"
             )
-        if was_taken:
-            self._refused.discard(request)
-            self._offered.setdefault(request, set()).update(keys)
-        else:
+        if not was_taken:
             self._refused.add(request)
+            return
+        self._refused.discard(request)
+        offered = self._offered.setdefault(request, set())
+        again = [key for key in keys if key in offered]
+        assert not again or self._options.retention_tokens is not None, (
+            f"request {req_id}: chunks that end at "
+            f"{[self._contents.end_tokens(key) for key in again]} are offered twice"
+        )
+        offered.update(keys)
+
+    def note_end(self, req_id: str) -> None:
+        """Check that every chunk of full attention was offered or loaded."""
+        request = self._engine.requests[req_id]
+        offered = self._offered.pop(request, set())
+        loaded_tokens = self._loaded.pop(request, 0)
+        if request in self._refused or request.load:
+            return
+        known = max(request.num_prompt_tokens, request.num_tokens - 1)
+        limit = known if self._options.store_decode else request.num_prompt_tokens
+        for layout in self._layouts:
+            if layout.group.reach is not Reach.PREFIX:
+                continue
+            size, step = layout.tokens_per_chunk, layout.hashes_per_chunk
+            missed = [
+                end
+                for end in range(size, min(limit, request.num_computed_tokens) + 1, size)
+                if end > loaded_tokens
+                and make_key(request.block_hashes[end // size * step - 1], layout.index)
+                not in offered
+            ]
+            assert not missed, f"request {req_id}: chunks that end at {missed} are not offered"
 
     # -- building ------------------------------------------------------------------------------
 
@@ -365,6 +399,7 @@ class BytesWorld:
         step, work = self._engine.schedule()
         for req_id in step.preempted:
             self._epochs.pop(self._engine.requests[req_id], None)
+            self._offered.pop(self._engine.requests[req_id], None)
         metadata = self._scheduler.build_connector_meta(step)
         self._engine.scheduled_all(work)
         self._note_loads()
@@ -393,6 +428,7 @@ class BytesWorld:
         for request in self._engine.requests.values():
             if request.load and request not in self._load_epochs:
                 self._load_epochs[request] = self._epoch
+                self._loaded[request] = request.num_computed_tokens
 
     def _write(self, block: int, name: int) -> None:
         self._names[block] = name
@@ -434,6 +470,8 @@ class BytesWorld:
             self._check_load(request, epoch, self._load_lost.pop(request, set()))
             if is_needed and request.num_computed_tokens:
                 self._epochs[request] = epoch
+            if request.load_failed:
+                self._loaded.pop(request, None)
 
     # -- what happens in between ---------------------------------------------------------------
 
@@ -465,6 +503,8 @@ class BytesWorld:
         if not (has_kv and self._options.shares_blocks):
             self._epoch += 1
         self._scheduler.reset_cache()
+        self._offered.clear()
+        self._loaded.clear()
 
     def _arrive(self) -> None:
         self._born += 1
@@ -582,7 +622,6 @@ class BytesWorld:
             assert tier.slots.free + len(tier.copies) == tier.slots.capacity
         assert not self._service.statistics().internal_errors
         self._epochs.clear()
-        self._offered.clear()
         self._refused.clear()
         gc.collect()
         assert not [ref for ref in self._seen if ref() is not None], "requests are remembered"

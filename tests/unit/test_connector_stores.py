@@ -1,11 +1,20 @@
-"""What the scheduler half stores, and which stores must end before their blocks are written."""
+"""Which chunks the scheduler side stores, and which stores end before blocks are overwritten."""
 
 from __future__ import annotations
 
-from kvtier.connector.metadata import BlockSpec
-from tests.unit.toy_engine import TOKENS, Offers, ToyEngine
+import pytest
 
-FULL = (TOKENS, None)
+from kvtier.connector.groups import CacheGroup
+from kvtier.connector.metadata import BlockSpec
+from kvtier.connector.protocols import BoundaryState
+from kvtier.manager.hits import Reach
+from tests.unit.toy_engine import FULL, TOKENS, ToyEngine, ToyRequest, window
+
+
+def stored_blocks(engine: ToyEngine) -> list[int]:
+    """Return the blocks that the next step stores."""
+    jobs = engine.step().store_jobs.values()
+    return [block for job in jobs for block in job.blocks.block_ids]
 
 
 # -- stores ------------------------------------------------------------------------------------
@@ -25,6 +34,7 @@ def test_chunks_are_stored_as_they_become_whole() -> None:
     (third,) = engine.step().store_jobs.values()
     assert third.blocks.first_blocks == (4,)
     engine.acknowledge()
+    assert engine.counted.offers == [1, 1, 1]
 
 
 def test_answers_are_stored_only_where_that_is_wanted() -> None:
@@ -98,11 +108,11 @@ def test_a_request_can_limit_what_is_stored() -> None:
 def test_what_the_cache_has_already_is_offered_and_not_stored_again() -> None:
     engine = ToyEngine()
     engine.fill("a", 2 * TOKENS)
-    offers = Offers(engine)
+    engine.counted.offers.clear()
     request = engine.arrive("b", [7] * 2 * TOKENS + [8] * TOKENS)
     engine.schedule(request)
     (job,) = engine.step().store_jobs.values()
-    assert offers.sizes == [3]
+    assert engine.counted.offers == [3]
     assert job.blocks == BlockSpec((engine.tables["b"][0][2],), (1,), (2,))
     engine.acknowledge()
 
@@ -123,93 +133,199 @@ def test_a_store_without_room_is_offered_again_and_a_growing_one_whole() -> None
     engine.acknowledge()
 
 
-def test_a_window_stores_no_chunk_of_which_a_block_is_gone() -> None:
-    engine = ToyEngine((TOKENS, 2 * TOKENS), blocks_per_chunk=2)
+def test_kv_that_is_not_what_its_keys_say_is_not_stored() -> None:
+    engine = ToyEngine()
+    is_right = [True, False]
+    request = ToyRequest("a", [7] * 2 * TOKENS, 2 * TOKENS)
+    engine.adopt(request, may_store=lambda: is_right.pop(0))
+    engine.schedule(request, TOKENS)
+    assert len(engine.step().store_jobs) == 1
+    engine.schedule(request)
+    assert not engine.step().store_jobs
+    engine.acknowledge()
+
+
+# -- streamed prompts --------------------------------------------------------------------------
+
+
+def continue_prompt(request: ToyRequest, tokens: list[int]) -> None:
+    """Add the next part of a streamed prompt behind what was computed."""
+    request.tokens[request.num_computed_tokens :] = tokens
+    request.num_prompt_tokens = len(request.tokens)
+
+
+def test_a_continued_prompt_is_stored_under_the_keys_of_its_tokens() -> None:
+    engine = ToyEngine(store_decode=True)
+    request = engine.arrive("a", TOKENS)
+    engine.schedule(request)
+    engine.step()
+    request.tokens += [8] * (TOKENS - 1)
+    engine.schedule(request)
+    engine.step()
+    request.tokens.append(9)  # sampled, and discarded: it would have ended a chunk
+    continue_prompt(request, [5] * (TOKENS + 1))
+    engine.forget(request)
+    engine.schedule(request)
+    assert len(stored_blocks(engine)) == 2
+    engine.acknowledge()
+    engine.finish(request)
+    tokens = [7] * TOKENS + [8] * (TOKENS - 1) + [5] * (TOKENS + 1)
+    assert engine.match(engine.arrive("b", [*tokens, 1])) == 3 * TOKENS
+    tokens[2 * TOKENS - 1] = 9
+    assert engine.match(engine.arrive("c", [*tokens, 1])) == TOKENS
+
+
+def test_where_later_parts_of_a_prompt_are_not_trusted_they_are_not_stored() -> None:
+    engine = ToyEngine(trusts_later_parts=False)
+    request = engine.arrive("a", 2 * TOKENS)
+    engine.schedule(request, TOKENS)
+    engine.step()
+    engine.step(preempted=["a"])
+    engine.acknowledge()
+    engine.schedule(request)  # anew, and not continued
+    assert len(engine.step().store_jobs) == 1
+    continue_prompt(request, [5] * TOKENS)
+    engine.forget(request)
+    engine.schedule(request)
+    assert not engine.step().store_jobs
+    engine.acknowledge()
+
+
+# -- windows and states ------------------------------------------------------------------------
+
+
+def test_a_window_stores_no_chunk_of_which_a_block_was_left_behind() -> None:
+    engine = ToyEngine(window(2 * TOKENS, index=0), blocks_per_chunk=2)
     request = engine.arrive("a", 8 * TOKENS)
     engine.schedule(request, 5 * TOKENS)
     engine.step()
-    taken = engine.tables["a"][0][4]
-    engine.schedule(request, blocks=[[taken, engine.take(), engine.take()]])
-    (job,) = engine.step().store_jobs.values()
-    assert job.blocks.first_blocks == (6,)
+    engine.acknowledge()
+    engine.tables["a"][0][:3] = [0] * 3
+    engine.counted.offers.clear()
+    engine.schedule(request)
+    assert len(stored_blocks(engine)) == 4
+    assert engine.counted.offers == [2], "chunks of earlier windows are not offered again"
     engine.acknowledge()
 
 
-def test_where_hits_end_far_apart_a_window_stores_the_tails_alone() -> None:
-    engine = ToyEngine((4 * TOKENS, None), (TOKENS, 2 * TOKENS), store_decode=True)
+def test_where_hits_end_far_apart_a_window_stores_the_chunks_before_these_alone() -> None:
+    groups = (CacheGroup(4 * TOKENS), window(2 * TOKENS))
+    engine = ToyEngine(*groups, store_decode=True)
     request = engine.arrive("a", 9 * TOKENS)
     engine.schedule(request)
-    (job,) = engine.step().store_jobs.values()
-    # Of the window: the last two blocks of each four, and of the nine that the prompt has.
-    window = engine.tables["a"][1]
-    full = engine.tables["a"][0]
-    assert job.blocks.block_ids == (*full[:2], *(window[at] for at in (2, 3, 6, 7, 8)))
+    full, windowed = engine.tables["a"]
+    assert stored_blocks(engine) == [*full[:2], *(windowed[at] for at in (2, 3, 6, 7))]
+    engine.acknowledge()
 
 
-def test_the_true_end_of_a_request_is_a_tail_too() -> None:
-    engine = ToyEngine((4 * TOKENS, None), (TOKENS, 2 * TOKENS), store_decode=True)
+@pytest.mark.parametrize("first", [3, 4, 5, 9])
+def test_a_window_is_stored_however_the_prompt_is_cut(first: int) -> None:
+    engine = ToyEngine(CacheGroup(4 * TOKENS), window(2 * TOKENS))
+    request = engine.arrive("a", 9 * TOKENS)
+    engine.schedule(request, first * TOKENS)
+    found = stored_blocks(engine)
+    engine.schedule(request)
+    found += stored_blocks(engine)
+    full, windowed = engine.tables["a"]
+    assert sorted(found) == sorted([*full[:2], *(windowed[at] for at in (2, 3, 6, 7))])
+    engine.acknowledge()
+    assert engine.match(engine.arrive("b", 10 * TOKENS)) == 8 * TOKENS
+
+
+def test_with_sparse_retention_windows_are_stored_at_the_prompts_end_and_a_shared_prefix() -> (
+    None
+):
+    engine = ToyEngine(FULL, window(2 * TOKENS), retention_tokens=0)
+    request = engine.arrive("a", 9 * TOKENS, shared_prefix_boundary=4 * TOKENS)
+    engine.schedule(request)
+    windowed = engine.tables["a"][1]
+    assert stored_blocks(engine)[9:] == [windowed[at] for at in (2, 3, 6, 7)]
+    engine.acknowledge()
+
+
+def test_generated_tokens_have_their_window_at_every_end_of_a_hit_in_spite_of_retention() -> (
+    None
+):
+    engine = ToyEngine(FULL, window(2 * TOKENS), retention_tokens=0, store_decode=True)
     request = engine.arrive("a", 4 * TOKENS)
     engine.schedule(request)
     engine.step()
-    request.tokens += [9] * (2 * TOKENS)
-    engine.schedule(request)
-    assert not engine.step().store_jobs
-    request.tokens.append(9)
-    engine.finish(request)
-    (job,) = engine.step().store_jobs.values()
-    assert job.blocks.block_ids == tuple(engine.tables["a"][1][4:6])
+    for _ in range(2):
+        request.tokens += [8] * TOKENS
+        engine.schedule(request)
+        engine.step()
     engine.acknowledge()
+    for chunks in (3, 5, 6):
+        tokens = request.tokens[: chunks * TOKENS]
+        assert engine.match(engine.arrive(f"b{chunks}", [*tokens, 1])) == chunks * TOKENS
+    assert engine.match(engine.arrive("c", [*request.tokens[: 2 * TOKENS], 1])) == 0
 
 
-def test_sparse_retention_stores_what_the_prompt_and_a_shared_prefix_end_with() -> None:
-    engine = ToyEngine(FULL, (TOKENS, 2 * TOKENS), retention_tokens=0)
-    request = engine.arrive("a", 9 * TOKENS, shared_prefix_boundary=4 * TOKENS)
+def test_local_attention_stores_what_the_chunk_of_attention_has_before_the_end() -> None:
+    engine = ToyEngine(FULL, CacheGroup(TOKENS, 1, Reach.LOCAL, 4 * TOKENS), retention_tokens=0)
+    request = engine.arrive("a", 7 * TOKENS)
     engine.schedule(request)
-    (job,) = engine.step().store_jobs.values()
-    window = engine.tables["a"][1]
-    assert job.blocks.block_ids[9:] == tuple(window[at] for at in (2, 3, 6, 7))
+    local = engine.tables["a"][1]
+    assert stored_blocks(engine)[7:] == [local[at] for at in (4, 5)]
+    engine.acknowledge()
+    assert engine.match(engine.arrive("b", 6 * TOKENS + 1)) == 6 * TOKENS
+
+
+def test_states_are_stored_when_they_are_handed_over() -> None:
+    group = CacheGroup(2 * TOKENS, 1, Reach.STATE, is_handed_over=True)
+    engine = ToyEngine(FULL, group)
+    request = engine.arrive("a", 5 * TOKENS)
+    engine.schedule(request)
+    states = [BoundaryState(1, 77, 4 * TOKENS), BoundaryState(1, 78, 5 * TOKENS)]
+    (job,) = engine.step(states={"a": states, "unknown": states}).store_jobs.values()
+    assert job.blocks == BlockSpec((*engine.tables["a"][0], 77), (5, 1), (0, 1))
+    engine.acknowledge()
+    assert engine.match(engine.arrive("b", 6 * TOKENS)) == 4 * TOKENS
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_drafts_last_prompt_chunk_is_stored_when_the_prompt_is_computed(first: int) -> None:
+    engine = ToyEngine(CacheGroup(TOKENS, is_draft=True), store_decode=True)
+    request = engine.arrive("a", 2 * TOKENS)
+    engine.schedule(request, first * TOKENS)
+    engine.step()
+    engine.schedule(request)
+    engine.step()
+    assert sum(engine.counted.offers) == 2
+    request.tokens += [9] * TOKENS
+    engine.schedule(request)
+    assert not engine.step().store_jobs, "the newest tokens may be rewritten"
+    request.tokens += [9] * TOKENS
+    engine.schedule(request)
+    assert len(stored_blocks(engine)) == 1
     engine.acknowledge()
 
 
 # -- blocks that are given away ----------------------------------------------------------------
 
 
-def test_stores_of_a_preempted_request_end_before_its_blocks_are_written() -> None:
+def test_stores_of_a_preempted_request_end_before_it_is_looked_up() -> None:
     engine = ToyEngine()
     request = engine.arrive("a", 2 * TOKENS)
     engine.schedule(request)
-    (job_id,) = engine.step().store_jobs
-    assert engine.step(preempted=["a", "unknown"]).jobs_to_flush == {job_id}
+    engine.step()
+    engine.step(preempted=["a", "unknown"])
     assert engine.match(request) is None
     engine.acknowledge()
     assert engine.match(request) == 2 * TOKENS
 
 
-def test_a_request_that_comes_back_has_the_blocks_it_gets_then() -> None:
-    engine = ToyEngine()
+def test_a_request_that_was_preempted_offers_its_chunks_from_its_new_blocks() -> None:
+    engine = ToyEngine(slots=(2,))
     request = engine.arrive("a", 2 * TOKENS)
-    engine.schedule(request, TOKENS)
+    engine.schedule(request)
     engine.step()
     engine.step(preempted=["a"])
     engine.acknowledge()
-    engine.schedule(request, resumed=True)
-    (job,) = engine.step().store_jobs.values()
-    assert job.blocks == BlockSpec((engine.tables["a"][0][1],), (1,), (1,))
-    engine.acknowledge()
-
-
-def test_a_request_that_comes_as_a_new_one_again_has_the_blocks_it_is_told_then() -> None:
-    engine = ToyEngine()
-    request = engine.arrive("a", 2 * TOKENS)
-    engine.schedule(request, TOKENS)
-    engine.step()
-    engine.acknowledge()
-    had = engine.tables["a"][0][0]
-    engine.forget("a")
-    engine.schedule(request, blocks=[[engine.take()]])
-    (job,) = engine.step().store_jobs.values()
-    assert job.blocks == BlockSpec((engine.tables["a"][0][1],), (1,), (1,))
-    assert engine.tables["a"][0][0] == had
+    engine.fill("b", [8] * 2 * TOKENS)  # evicts the first one's chunks
+    assert engine.match(request) == 0
+    engine.schedule(request)
+    assert stored_blocks(engine) == engine.tables["a"][0]
     engine.acknowledge()
 
 
@@ -218,11 +334,28 @@ def test_a_store_whose_block_was_given_away_ends_first() -> None:
     request = engine.arrive("a", 2 * TOKENS)
     engine.schedule(request)
     (job_id,) = engine.step().store_jobs
+    block = engine.tables["a"][0][1]
     engine.finish(request)
     assert not engine.step().jobs_to_flush
     other = engine.arrive("b", [8] * TOKENS)
-    engine.schedule(other, blocks=[[engine.tables["a"][0][1]]])
+    engine.schedule(other, blocks=[[block]])
     assert engine.step().jobs_to_flush == {job_id}
+    engine.acknowledge()
+
+
+def test_so_does_one_whose_block_is_given_to_a_load() -> None:
+    engine = ToyEngine()
+    engine.fill("a", TOKENS)
+    request = engine.arrive("b", [8] * 2 * TOKENS)
+    engine.schedule(request)
+    (job_id,) = engine.step().store_jobs
+    engine.finish(request)
+    engine.give_again(2)
+    reader = engine.arrive("c", 2 * TOKENS)
+    engine.load(reader, engine.match(reader) or 0)
+    metadata = engine.step()
+    assert metadata.load_jobs
+    assert metadata.jobs_to_flush == {job_id}
     engine.acknowledge()
 
 
@@ -237,21 +370,50 @@ def test_so_does_one_that_begins_in_the_step_that_gives_the_block_away() -> None
     engine.step()
     request.tokens += [7, 9]
     request.num_prompt_tokens = TOKENS
+    block = engine.tables["a"][0][1]
     engine.finish(request)
     other = engine.arrive("b", [8] * TOKENS)
-    engine.schedule(other, blocks=[[engine.tables["a"][0][1]]])
+    engine.schedule(other, blocks=[[block]])
     metadata = engine.step()
     (late,) = (at for at, job in metadata.store_jobs.items() if job.request_id == "a")
     assert metadata.jobs_to_flush == {late}
     engine.acknowledge()
 
 
-def test_a_store_from_a_window_is_watched_from_its_beginning() -> None:
-    engine = ToyEngine((TOKENS, 2 * TOKENS))
+def test_a_store_of_what_a_step_computes_is_not_flushed_for_the_blocks_of_that_step() -> None:
+    engine = ToyEngine()
+    request = engine.arrive("a", 2 * TOKENS)
+    engine.schedule(request)
+    metadata = engine.step()
+    assert metadata.store_jobs
+    assert not metadata.jobs_to_flush
+    assert not engine.step().jobs_to_flush
+    engine.acknowledge()
+
+
+def test_a_store_from_a_block_that_a_window_leaves_behind_ends_before_it_is_given_away() -> (
+    None
+):
+    engine = ToyEngine(window(2 * TOKENS, index=0))
     request = engine.arrive("a", 4 * TOKENS)
     engine.schedule(request)
     (job_id,) = engine.step().store_jobs
     other = engine.arrive("b", [8] * TOKENS)
     engine.schedule(other, blocks=[[engine.tables["a"][0][0]]])
     assert engine.step().jobs_to_flush == {job_id}
+    engine.acknowledge()
+
+
+def test_a_store_whose_block_is_overwritten_before_the_flush_is_lost() -> None:
+    engine = ToyEngine()
+    request = engine.arrive("a", 2 * TOKENS)
+    engine.schedule(request)
+    (job_id,) = engine.step().store_jobs
+    block = engine.tables["a"][0][1]
+    engine.finish(request)
+    other = engine.arrive("b", [8] * TOKENS)
+    engine.schedule(other, blocks=[[block]])
+    metadata = engine.step(overwritten=[block])
+    assert metadata.lost_stores == metadata.jobs_to_flush == {job_id}
+    assert engine.step(overwritten=[block]).lost_stores == frozenset()
     engine.acknowledge()

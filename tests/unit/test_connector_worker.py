@@ -1,10 +1,10 @@
-"""The connector's worker half: real memory, real threads, no engine."""
+"""The connector's worker side: real memory, real threads, no engine."""
 
 from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,17 +19,16 @@ from kvtier.connector.metadata import (
     WorkerOutput,
 )
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
-from kvtier.errors import KvtierError, UnsupportedError
+from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.memory.copy import BlockCopier
-from kvtier.memory.slot_layout import STRIPES, share_pages
-from tests.unit.kv_pages import Model
+from kvtier.memory.copy import BlockCopier, KVBlocks
+from kvtier.memory.slot_layout import STRIPES, RankShare, share_pages, shard_of
+from tests.unit.kv_pages import Model, kv_of
 from tests.unit.regions import open_regions
 
 BLOCKS, SLOTS, LAYERS = 16, 8, 2
 SHAPE = (BLOCKS, 2, 32, 128)
 PAGE_NBYTES = 2 * 32 * 128 * 4
-NAMES = [f"layer.{number}" for number in range(LAYERS)]
 
 OpenRegion = Callable[..., HostRegion]
 
@@ -45,14 +44,18 @@ def open_region() -> Iterator[OpenRegion]:
         yield make
 
 
-def make_caches() -> dict[str, torch.Tensor]:
+def make_caches() -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
-    return {name: torch.randn(SHAPE, generator=draw) for name in NAMES}
+    return [torch.randn(SHAPE, generator=draw) for _ in range(LAYERS)]
 
 
-def options(**changes: object) -> WorkerOptions:
-    fields = {"rank": 0, "blocks": BLOCKS, "blocks_per_chunk": 1, "groups": [NAMES]}
-    return WorkerOptions(**(fields | changes))  # type: ignore[arg-type]
+def kv_blocks(caches: Sequence[torch.Tensor]) -> KVBlocks:
+    rows = [cache.view(torch.int8).view(len(cache), -1) for cache in caches]
+    return KVBlocks(rows, [[(number, row.shape[1]) for number, row in enumerate(rows)]])
+
+
+def options(share: RankShare | None = None) -> WorkerOptions:
+    return WorkerOptions(rank=0, share=share or shard_of(0), blocks_per_chunk=1)
 
 
 class Bench:
@@ -61,8 +64,7 @@ class Bench:
     def __init__(self, region: HostRegion) -> None:
         self.region = region
         self.caches = make_caches()
-        self.worker = ConnectorWorker(region, options())
-        self.worker.register_kv_caches(self.caches)
+        self.worker = ConnectorWorker(kv_blocks(self.caches), region, options())
 
     def job(self, request: str, blocks: list[int], slots: list[int], stamp: int) -> TransferJob:
         return TransferJob(
@@ -71,14 +73,12 @@ class Bench:
             SlotSpec(tuple(slots), (stamp,) * len(slots)),
         )
 
-    def step(
-        self, metadata: ConnectorMetadata, finished: frozenset[str] = frozenset()
-    ) -> tuple[set[str], set[str]]:
+    def step(self, metadata: ConnectorMetadata) -> set[str]:
         """Make one step's calls, in their order; the forward pass is nothing."""
         self.worker.handle_preemptions(metadata)
         self.worker.start_load(metadata)
         self.worker.defer_stores(metadata)
-        return self.worker.get_finished(finished)
+        return self.worker.get_finished()
 
     def until(self, *jobs: int) -> WorkerOutput:
         """Step until the jobs ended; return what all the steps said."""
@@ -86,16 +86,15 @@ class Bench:
         while not set(jobs) <= output.completed_jobs.keys():
             flush = ConnectorMetadata(jobs_to_flush=frozenset(jobs))
             self.step(flush)
-            output = output.aggregate(self.worker.take_output())
+            output = output.aggregate(self.worker.take_output() or WorkerOutput())
         return output
 
     def stamped(self, slot: int, stamp: int) -> bool:
         return self.region.control.stored([slot], [stamp])[0]
 
-    def holds(self, block: int, other: int, original: Mapping[str, torch.Tensor]) -> bool:
-        return all(
-            torch.equal(self.caches[name][block], original[name][other]) for name in NAMES
-        )
+    def holds(self, block: int, other: int, original: Sequence[torch.Tensor]) -> bool:
+        layers = zip(self.caches, original, strict=True)
+        return all(torch.equal(cache[block], layer[other]) for cache, layer in layers)
 
 
 @pytest.fixture
@@ -122,8 +121,14 @@ class Gate:
         monkeypatch.setattr(BlockCopier, "store", gated)
 
 
+def taken(bench: Bench) -> WorkerOutput:
+    output = bench.worker.take_output()
+    assert output is not None
+    return output
+
+
 def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
-    original = {name: cache.clone() for name, cache in bench.caches.items()}
+    original = [cache.clone() for cache in bench.caches]
     bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3, 4], [5, 6], 7)}))
     stored = bench.until(1)
     assert stored.completed_jobs == {1: 1}
@@ -141,9 +146,9 @@ def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
 def test_a_store_waits_for_the_next_step(bench: Bench) -> None:
     stores = ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)})
     bench.step(stores)
-    assert bench.worker.take_output().is_empty
+    assert bench.worker.take_output() is None
     assert not bench.stamped(5, 7)
-    before = bench.caches[NAMES[0]][3].clone()
+    before = bench.caches[0][3].clone()
     bench.until(1)
     assert bench.stamped(5, 7)
     assert bytes(bench.region.slot(5)[:PAGE_NBYTES]) == before.numpy().tobytes()
@@ -164,10 +169,10 @@ def test_a_flushed_store_is_not_carried_out_again_in_the_next_step(bench: Bench)
         store_jobs={2: bench.job("b", [4], [6], 8)}, jobs_to_flush=frozenset({2})
     )
     bench.step(flushed)
-    assert bench.worker.take_output().completed_jobs == {2: 1}
+    assert taken(bench).completed_jobs == {2: 1}
     bench.step(ConnectorMetadata(jobs_to_flush=frozenset({2})))
     bench.step(ConnectorMetadata(jobs_to_flush=frozenset({2})))
-    assert bench.worker.take_output().is_empty
+    assert bench.worker.take_output() is None
 
 
 def test_a_step_waits_for_no_store_that_need_not_be_flushed(
@@ -178,7 +183,7 @@ def test_a_step_waits_for_no_store_that_need_not_be_flushed(
     for _ in range(3):
         bench.step(ConnectorMetadata())
     assert gate.entered.wait(20)
-    assert bench.worker.take_output().is_empty
+    assert bench.worker.take_output() is None
     bench.worker.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({99})))
     gate.open.set()
     assert bench.until(1).completed_jobs == {1: 1}
@@ -218,36 +223,20 @@ def test_a_copy_that_raises_is_a_failed_load_or_a_store_that_never_counts(
     assert not bench.stamped(6, 8)
 
 
-def test_a_request_is_reported_once_all_its_stores_ended_and_it_ended(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    stores = {1: bench.job("a", [3], [5], 7), 2: bench.job("b", [4], [6], 8)}
-    both = frozenset({"a", "c"})
-    assert bench.step(ConnectorMetadata(store_jobs=stores), both) == (set(), set())
-    gate.open.set()
-    stored, loaded = bench.step(ConnectorMetadata(jobs_to_flush=frozenset({1, 2})))
-    assert stored == {"a"}
-    assert loaded == set()
-    stored, _ = bench.step(ConnectorMetadata(), frozenset({"b"}))
-    assert stored == {"b"}
-    assert bench.step(ConnectorMetadata(), frozenset({"a", "b"})) == (set(), set())
-
-
 def test_a_request_whose_load_ended_is_reported_whether_it_worked_or_not(bench: Bench) -> None:
     bench.region.control.publish([2], [5])
     loads = {1: bench.job("a", [3], [2], 5), 2: bench.job("b", [4], [1], 5)}
     bench.worker.start_load(ConnectorMetadata(load_jobs=loads))
     bench.worker.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1, 2})))
-    assert bench.worker.get_finished(frozenset()) == (set(), {"a", "b"})
-    assert bench.worker.take_output().failed_requests == {"b"}
+    assert bench.worker.get_finished() == {"a", "b"}
+    assert taken(bench).failed_requests == {"b"}
 
 
 def test_an_output_is_told_once_and_survives_a_trip_to_another_process(bench: Bench) -> None:
     bench.step(ConnectorMetadata(load_jobs={4: bench.job("a", [3], [1], 7)}))
     output = bench.until(4)
     assert pickle.loads(pickle.dumps(output)) == output
-    assert bench.worker.take_output() == WorkerOutput()
+    assert bench.worker.take_output() is None
     metadata = ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)})
     assert pickle.loads(pickle.dumps(metadata)) == metadata
 
@@ -260,32 +249,45 @@ def test_jobs_that_ended_are_told_of_in_the_order_they_were_planned(bench: Bench
         bench.step(ConnectorMetadata(store_jobs={number: job}))
         bench.worker.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({number})))
     bench.step(ConnectorMetadata())
-    assert [*bench.worker.take_output().completed_jobs] == [*numbers]
+    assert [*taken(bench).completed_jobs] == [*numbers]
 
 
-def test_layers_kept_together_are_one_page_of_a_block(open_region: OpenRegion) -> None:
-    region = open_region()
-    worker = ConnectorWorker(region, options(groups=[["all"]]))
-    cache = torch.randn((BLOCKS, LAYERS, 2, 32, 128))
-    worker.register_cross_layers_kv_cache(cache)
-    job = TransferJob("a", BlockSpec((3,), (1,), (0,)), SlotSpec((5,), (7,)))
-    worker.defer_stores(ConnectorMetadata(store_jobs={1: job}))
-    worker.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
-    assert bytes(region.slot(5)) == cache[3].numpy().tobytes()
-    worker.shutdown()
+def test_a_lost_store_never_counts_whether_it_began_or_not(bench: Bench) -> None:
+    bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
+    bench.worker.start_load(ConnectorMetadata())  # begins it
+    lost = frozenset({1, 2})
+    metadata = ConnectorMetadata(
+        store_jobs={2: bench.job("b", [4], [6], 8)}, jobs_to_flush=lost, lost_stores=lost
+    )
+    bench.step(metadata)
+    assert bench.until(1, 2).failed_loads == {}
+    assert not bench.stamped(5, 7)
+    assert not bench.stamped(6, 8)
+
+
+def test_an_engine_that_takes_memory_away_waits_for_all_stores(bench: Bench) -> None:
+    bench.step(ConnectorMetadata(store_jobs={1: bench.job("a", [3], [5], 7)}))
+    bench.worker.wait_for_stores()
+    assert bench.stamped(5, 7)
+
+
+def test_a_job_whose_blocks_and_slots_do_not_match_fails_alone(bench: Bench) -> None:
+    loads = {1: bench.job("a", [3, 4], [5], 7), 2: bench.job("b", [6], [2], 5)}
+    bench.region.control.publish([2], [5])
+    bench.step(ConnectorMetadata(load_jobs=loads))
+    output = bench.until(1, 2)
+    assert output.failed_loads.keys() == {1}
+    assert output.invalid_block_ids == {3, 4}
 
 
 def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
     model = Model(heads=2, layers=LAYERS)
     nbytes = LAYERS * model.canonical_nbytes
     region = open_region(nbytes, STRIPES)
-    whole = dict(zip(NAMES, model.whole(), strict=True))
-    blocks = whole[NAMES[0]].shape[0]
+    whole = model.whole()
     job = TransferJob("a", BlockSpec((3,), (1,), (0,)), SlotSpec((5,), (7,)))
-    out = ConnectorWorker(
-        region, options(blocks=blocks, share=share_pages([model.mapping(0, 1)]))
-    )
-    out.register_kv_caches(whole)
+    share = share_pages([model.mapping(0, 1)])
+    out = ConnectorWorker(kv_of(whole, model.heads_of(0, 1)), region, options(share))
     out.defer_stores(ConnectorMetadata(store_jobs={1: job}))
     out.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
     content = bytes(region.slot(5))
@@ -296,34 +298,20 @@ def test_two_ranks_load_what_one_stored(open_region: OpenRegion) -> None:
         region.control.publish([5], [7])
         # The region is this rank's alone, so the rank that its control block knows is 0.
         share = share_pages([model.mapping(rank, 2)])
-        into = ConnectorWorker(region, options(blocks=blocks, share=share))
         heads = model.heads_of(rank, 2)
-        caches = {name: torch.zeros_like(layer[:, heads]) for name, layer in whole.items()}
-        into.register_kv_caches(caches)
+        caches = [torch.zeros_like(layer[:, heads]) for layer in whole]
+        into = ConnectorWorker(kv_of(caches, slice(None)), region, options(share))
         into.start_load(ConnectorMetadata(load_jobs={1: job}))
         into.handle_preemptions(ConnectorMetadata(jobs_to_flush=frozenset({1})))
-        assert into.get_finished(frozenset()) == (set(), {"a"})
-        assert into.take_output().failed_loads == {}
-        for name, cache in caches.items():
-            assert torch.equal(cache[3], whole[name][3, heads])
+        assert into.get_finished() == {"a"}
+        output = into.take_output()
+        assert output is not None
+        assert output.failed_loads == {}
+        for cache, layer in zip(caches, whole, strict=True):
+            assert torch.equal(cache[3], layer[3, heads])
         into.shutdown()
 
 
-def test_a_worker_without_kv_memory_says_so_and_can_be_shut_down(
-    open_region: OpenRegion,
-) -> None:
-    worker = ConnectorWorker(open_region(), options())
-    with pytest.raises(KvtierError, match="no KV caches were registered"):
-        worker.get_finished(frozenset())
-    worker.shutdown()
-
-
-def test_kv_memory_is_taken_once(bench: Bench) -> None:
-    with pytest.raises(KvtierError, match="has its KV caches already"):
-        bench.worker.register_kv_caches(bench.caches)
-
-
-def test_slots_of_a_tier_that_workers_cannot_reach_are_refused(bench: Bench) -> None:
-    job = TransferJob("a", BlockSpec((3,), (1,), (0,)), SlotSpec((5,), (7,), tier="nvme"))
-    with pytest.raises(UnsupportedError, match="tier nvme; workers know ram only"):
-        bench.worker.start_load(ConnectorMetadata(load_jobs={1: job}))
+def test_kv_memory_that_does_not_fit_the_slots_is_refused(open_region: OpenRegion) -> None:
+    with pytest.raises(UnsupportedError, match="bytes"):
+        ConnectorWorker(kv_blocks(make_caches()), open_region(PAGE_NBYTES), options())

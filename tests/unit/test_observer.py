@@ -1,4 +1,4 @@
-"""What the recording and the shadow policies are told of requests."""
+"""What the recording and the shadow policies see of requests."""
 
 from __future__ import annotations
 
@@ -30,5 +30,6 @@ def test_requests_are_made_of_the_whole_chunks_of_the_counting_group() -> None:
     for name in ("a", "b"):
         observer.arrived(Request(name), 0.0)
         observer.started([name], 0.0)
+        observer.started([name], 1.0)  # anew, after a preemption
     (figures,) = observer.figures()
     assert (figures.asked_chunks, figures.hit_chunks) == (4, 2)

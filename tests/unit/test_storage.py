@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import TierConfig, parse_config
+from kvtier.config import KvtierConfig, TierConfig, parse_config
 from kvtier.connector import storage
 from kvtier.connector.service import CacheService
 from kvtier.errors import CapacityError, ClosedError
+from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.memory_tier import MemoryTier
@@ -20,6 +21,17 @@ from kvtier.types import LayoutFingerprint
 from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096
+
+
+def open_storage(config: KvtierConfig, region: HostRegion) -> None:
+    storage.open_storage(
+        config,
+        region,
+        LayoutFingerprint({}),
+        tokens_per_chunk=16,
+        groups=[GroupReach(16)],
+        record_events=False,
+    )
 
 
 @pytest.fixture
@@ -59,9 +71,7 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
     config = parse_config(text + "transfer: {close_timeout: 500ms}\n", source="test")
     before = set(threading.enumerate())
     with pytest.raises(ClosedError, match="cannot start"):
-        storage.open_storage(
-            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
-        )
+        open_storage(config, region)
     assert sorted(closed) == ["last", "raises"]
     assert "tier raises: not closed" in caplog.text
     assert "tier hangs: not closed within 0.5 s" in caplog.text
@@ -113,7 +123,5 @@ def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
     tier = f"- {{kind: nvme, path: {tmp_path / 'nvme'}, capacity: 1MiB}}\n"
     config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
     with pytest.raises(CapacityError, match=r"kvtier-storage cannot be started.*pids\.max"):
-        storage.open_storage(
-            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
-        )
+        open_storage(config, region)
     assert closed == ["nvme"]

@@ -1,18 +1,21 @@
-"""As much of an engine as a connector's scheduler half sees, with workers played by hand."""
+"""As much of an engine as a connector's scheduler side sees; tests acknowledge for workers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
-
 from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
+from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
+from kvtier.connector.protocols import BoundaryState, Step
 from kvtier.connector.scheduler import ConnectorScheduler
-from kvtier.keys import ChunkKey, counting_group
+from kvtier.connector.service import CacheService
+from kvtier.keys import ChunkKey
 from kvtier.manager import StorePlan
+from kvtier.manager.hits import Reach
 from kvtier.testing.stepped import SteppedCache
 
 TOKENS = 16
@@ -60,99 +63,135 @@ class ToyBlocks:
     blocks: Sequence[Sequence[ToyBlock]]
 
 
-@dataclass(frozen=True)
-class ToyNew:
-    req_id: str
-    block_ids: Sequence[Sequence[int]]
+FULL = CacheGroup(TOKENS)
 
 
-@dataclass
-class ToyCached:
-    req_ids: list[str] = field(default_factory=list)
-    new_block_ids: list[Sequence[Sequence[int]] | None] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
+def window(tokens: int, *, per_block: int = TOKENS, index: int = 1) -> CacheGroup:
+    """Return a group of sliding windows."""
+    return CacheGroup(per_block, index, Reach.WINDOW, tokens)
 
 
-@dataclass
-class ToyStep:
-    scheduled_new_reqs: list[ToyNew] = field(default_factory=list)
-    scheduled_cached_reqs: ToyCached = field(default_factory=ToyCached)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    finished_req_ids: set[str] = field(default_factory=set)
-    preempted_req_ids: set[str] | None = None
+class CountedCache:
+    """A cache that counts what is called.
+
+    Attributes:
+        calls: How often each method was called.
+        offers: Chunks of each store that was offered.
+    """
+
+    def __init__(self, cache: CacheService) -> None:
+        self._cache = cache
+        self.calls: Counter[str] = Counter()
+        self.offers: list[int] = []
+
+    @property
+    def rests(self) -> bool:
+        return self._cache.rests
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._cache, name)
+
+    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
+        self.calls["prepare_store"] += 1
+        self.offers.append(len(keys))
+        return self._cache.prepare_store(keys, req_id)
 
 
 class ToyEngine:
-    """Calls a scheduler half as an engine does; blocks are numbered as they are given out.
+    """Calls a scheduler side as an engine does; blocks are numbered as they are given out.
 
     Args:
-        *groups: Tokens per block and window of each KV cache group.
+        *groups: The KV cache groups.
         slots: Chunks of each tier.
         slowest_steps: Most steps of a copy between tiers.
         **options: Further :class:`SchedulerOptions`.
+
+    Attributes:
+        cache: The cache, of which the test ends the copies between tiers.
+        counted: The same, as the scheduler side calls it.
+        connector: The scheduler side.
+        tables: Blocks of each request, per group.
     """
 
     def __init__(
         self,
-        *groups: tuple[int, int | None],
+        *groups: CacheGroup,
         slots: Sequence[int] = (64,),
         slowest_steps: int = 0,
         **options: Any,
     ) -> None:
-        self.groups = groups or ((TOKENS, None),)
+        self.groups = groups or (FULL,)
+        self.options = SchedulerOptions(groups=self.groups, tokens_per_hash=TOKENS, **options)
         self.cache = SteppedCache(
             *slots,
             slowest_steps=slowest_steps,
-            counting_group=counting_group(
-                {number: window is None for number, (_, window) in enumerate(self.groups)}
-            ),
+            counting_group=self.options.counting_group,
+            groups=[layout.reach for layout in build_layouts(self.options)],
         )
-        self.options = SchedulerOptions(
-            groups=tuple(
-                CacheGroup(tokens, window, index)
-                for index, (tokens, window) in enumerate(self.groups)
-            ),
-            tokens_per_hash=TOKENS,
-            **options,
-        )
-        self.half = ConnectorScheduler(self.cache.service, self.options)
+        self.counted = CountedCache(self.cache.service)
+        self.connector = ConnectorScheduler(self.counted, self.options)
+        self.connector.tables = self
         self.tables: dict[str, list[list[int]]] = {}
-        self._next = ToyStep()
+        self._scheduled: dict[str, int] = {}
+        self._started: list[str] = []
+        self._allocated: set[int] = set()
         self._requests: dict[str, ToyRequest] = {}
-        self._known: set[str] = set()
+        self._running: set[str] = set()
         self._jobs: dict[int, tuple[TransferJob, bool]] = {}
         self._blocks = 0
+
+    def get_blocks(self, request_id: str) -> ToyBlocks:
+        """Return the blocks that a request has now."""
+        self.counted.calls["get_blocks"] += 1
+        tables = self.tables.get(request_id) or [[] for _ in self.groups]
+        return ToyBlocks([[ToyBlock(block) for block in table] for table in tables])
 
     # -- requests ------------------------------------------------------------------------------
 
     def arrive(self, name: str, prompt: int | Sequence[int], **more: Any) -> ToyRequest:
-        """Let a request come, of these tokens or of so many sevens."""
+        """Add a request of these tokens, or of so many sevens."""
         tokens = [7] * prompt if isinstance(prompt, int) else list(prompt)
         request = ToyRequest(name, tokens, len(tokens), **more)
-        self._requests[name] = request
-        self.half.on_new_request(request)
+        self.adopt(request)
         return request
 
+    def adopt(self, request: ToyRequest, **terms: Any) -> None:
+        """Add a request on these terms."""
+        self._requests[request.request_id] = request
+        self.connector.on_new_request(request, **terms)
+
+    def forget(self, request: ToyRequest) -> None:
+        """Schedule the request as a new one next time, as when its prompt is continued."""
+        self._running.discard(request.request_id)
+
     def match(self, request: ToyRequest, local: int = 0) -> int | None:
-        """Ask how many tokens can be loaded after the ``local`` ones."""
-        tokens, later = self.half.get_num_new_matched_tokens(request, local)
+        """Return how many tokens can be loaded after the ``local`` ones."""
+        tokens, later = self.connector.get_num_new_matched_tokens(request, local)
         assert later == bool(tokens)
         return tokens
 
     def load(self, request: ToyRequest, external: int, local: int = 0) -> None:
-        """Give the request blocks for both, and have the half load the ``external`` tokens."""
+        """Give the request blocks for both, and load the ``external`` tokens."""
         end = local + external
         tables = []
-        for tokens, window in self.groups:
-            gone = 0 if window is None else max(0, end - window + 1) // tokens
+        for group in self.groups:
+            tokens = group.tokens_per_block
+            reads_all = group.reach is Reach.PREFIX
+            gone = 0 if reads_all else max(0, end - group.window_tokens + 1) // tokens
             table = [ToyBlock(0)] * gone
             table += [ToyBlock(self.take()) for _ in range(-(-end // tokens) - gone)]
             for at in range(gone, local // tokens):
                 table[at] = ToyBlock(table[at].block_id, "computed")
             tables.append(table)
         self.tables[request.request_id] = [[at.block_id for at in table] for table in tables]
-        self.half.update_state_after_alloc(request, ToyBlocks(tables), external)
+        self._note_given(tables)
+        self.connector.update_state_after_alloc(request, ToyBlocks(tables), external)
         request.num_computed_tokens = end
+
+    def give_again(self, count: int) -> None:
+        """Give the last ``count`` blocks away once more."""
+        self._blocks -= count
 
     def take(self) -> int:
         """Return a block nobody had."""
@@ -165,7 +204,6 @@ class ToyEngine:
         count: int | None = None,
         *,
         blocks: Sequence[Sequence[int]] | None = None,
-        resumed: bool = False,
     ) -> None:
         """Compute ``count`` tokens of the request, or the rest, in the next step.
 
@@ -173,63 +211,68 @@ class ToyEngine:
             request: The request.
             count: How many tokens.
             blocks: The new blocks, per group; by default new ones, as many as it takes.
-            resumed: Whether it had been preempted.
         """
         name = request.request_id
         count = request.num_tokens - request.num_computed_tokens if count is None else count
         end = request.num_computed_tokens + count
-        table = self.tables.setdefault(name, [[] for _ in self.groups])
+        tables = self.tables.setdefault(name, [[] for _ in self.groups])
         new = blocks or [
-            [self.take() for _ in range(-(-end // tokens) - len(had))]
-            for (tokens, _), had in zip(self.groups, table, strict=True)
+            [self.take() for _ in range(-(-end // group.tokens_per_block) - len(table))]
+            for group, table in zip(self.groups, tables, strict=True)
         ]
-        first = name not in self._known
-        loaded = first and any(table)
-        told = [[*had, *more] for had, more in zip(table, new, strict=True)] if loaded else new
-        for had, more in zip(table, new, strict=True):
-            had.extend(more)
-        self._next.num_scheduled_tokens[name] = count
-        if first:
-            self._known.add(name)
-            self._next.scheduled_new_reqs.append(ToyNew(name, told))
-            return
-        cached = self._next.scheduled_cached_reqs
-        cached.req_ids.append(name)
-        cached.new_block_ids.append(new if any(new) else None)
-        if resumed:
-            cached.resumed_req_ids.add(name)
-
-    def forget(self, name: str) -> None:
-        """Tell the half of the request as of a new one when it is scheduled next."""
-        self._known.discard(name)
+        for table, more in zip(tables, new, strict=True):
+            table.extend(more)
+        self._allocated.update(block for more in new for block in more)
+        self._scheduled[name] = count
+        if name not in self._running:
+            self._running.add(name)
+            self._started.append(name)
 
     def finish(self, request: ToyRequest) -> None:
-        """End the request; the half hears of it at once and with the next step."""
+        """End the request."""
         request.over = True
-        table = self.tables.get(request.request_id, [])
-        assert self.half.request_finished_all_groups(request, table) == (False, None)
-        self._next.finished_req_ids.add(request.request_id)
+        self.connector.request_finished(request)
+        self._running.discard(request.request_id)
+        self.tables.pop(request.request_id, None)
+
+    def _note_given(self, tables: Sequence[Sequence[ToyBlock]]) -> None:
+        self._allocated.update(
+            block.block_id for table in tables for block in table if not block.is_null
+        )
 
     # -- steps and workers ---------------------------------------------------------------------
 
-    def step(self, preempted: Sequence[str] = ()) -> ConnectorMetadata:
+    def step(
+        self,
+        preempted: Sequence[str] = (),
+        overwritten: Collection[int] = (),
+        states: Mapping[str, Sequence[BoundaryState]] | None = None,
+    ) -> ConnectorMetadata:
         """Build what was put together since the last step, and compute its tokens."""
-        step, self._next = self._next, ToyStep()
-        step.preempted_req_ids = set(preempted) or None
-        metadata = self.half.build_connector_meta(step)
-        for name, count in step.num_scheduled_tokens.items():
-            self._requests[name].num_computed_tokens += count
         for name in preempted:
             if name in self._requests:
                 self._requests[name].num_computed_tokens = 0
-                del self.tables[name]
+                self.tables.pop(name, None)
+            self._running.discard(name)
+        step = Step(
+            self._scheduled,
+            started=self._started,
+            preempted=preempted,
+            allocated=self._allocated,
+            overwritten=frozenset(overwritten),
+            states=states or {},
+        )
+        self._scheduled, self._started, self._allocated = {}, [], set()
+        metadata = self.connector.build_connector_meta(step)
+        for name, count in step.num_scheduled_tokens.items():
+            self._requests[name].num_computed_tokens += count
         self._jobs.update((at, (job, False)) for at, job in metadata.load_jobs.items())
         self._jobs.update((at, (job, True)) for at, job in metadata.store_jobs.items())
         self.cache.tick()
         return metadata
 
     def acknowledge(self, *job_ids: int, ranks: int = 1, works: bool = True) -> None:
-        """Let so many ranks say that jobs ended; without ids, all jobs."""
+        """Have so many ranks report the end of jobs; without ids, of all jobs."""
         ended = job_ids or tuple(self._jobs)
         failed = {}
         for job_id in ended:
@@ -241,14 +284,14 @@ class ToyEngine:
                 failed[job_id] = FailedLoad(job.request_id, frozenset(job.blocks.block_ids))
                 self.cache.truth.refuse(slots, generations)
             self.cache.finish(slots, stored=generations[0] if is_store and works else None)
-        self.half.update_connector_output(
+        self.connector.update_connector_output(
             WorkerOutput(completed_jobs=dict.fromkeys(ended, ranks), failed_loads=failed)
         )
 
     def is_idle(self) -> bool:
-        """Whether nothing is left to do but to hear what happened."""
-        list(self.half.take_events())
-        return not self.half.has_pending_work()
+        """Whether nothing is left to do."""
+        list(self.connector.take_events())
+        return not self.connector.has_pending_work()
 
     def fill(self, name: str, prompt: int | Sequence[int]) -> None:
         """Serve a request from its arrival to its end, and store what it computes."""
@@ -259,17 +302,3 @@ class ToyEngine:
         self.finish(request)
         self.step()
         self.acknowledge()
-
-
-class Offers:
-    """Counts the chunks of each offer to an engine's cache."""
-
-    def __init__(self, engine: ToyEngine) -> None:
-        self.sizes: list[int] = []
-        prepare = engine.cache.bench.manager.prepare_store
-
-        def noted(keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-            self.sizes.append(len(keys))
-            return prepare(keys, req_id)
-
-        engine.cache.bench.manager.prepare_store = noted  # type: ignore[method-assign]

@@ -53,22 +53,24 @@ class Observer:
         self._positions = positions
         self._chunk_tokens = chunk_tokens
         self._is_counted = of_group(counting_group)
-        self._open: dict[str, tuple[RequestContext, str]] = {}
+        self._open: dict[str, RequestContext] = {}
+        self._waiting: dict[str, str] = {}
+        """Sessions of those that did not start yet."""
 
     def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
         """Note a new request of ``session``, ``now`` in seconds on a monotonic clock."""
-        self._open[context.req_id] = context, session
+        self._open[context.req_id] = context
+        self._waiting[context.req_id] = session
         if self._log is not None:
             self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
-        """Note requests that were scheduled for the first time in this step."""
+        """Note requests that were scheduled in this step; only the first time counts."""
         for req_id in req_ids:
-            known = self._open.get(req_id)
-            if known is None:
+            session = self._waiting.pop(req_id, None)
+            if session is None:
                 continue
-            context, session = known
-            prompt = self._chunks(context)
+            prompt = self._chunks(self._open[req_id])
             for _, tier in self._shadows:
                 tier.serve(prompt, now, request=req_id, session=session)
             if self._log is not None:
@@ -76,9 +78,10 @@ class Observer:
 
     def ended(self, context: RequestContext) -> None:
         """Note that a request is over."""
+        self._waiting.pop(context.req_id, None)
         known = self._open.pop(context.req_id, None)
         if known is not None and self._log is not None:
-            self._log.ended(context.req_id, self._chunks(known[0]))
+            self._log.ended(context.req_id, self._chunks(known))
 
     def reset(self) -> None:
         """Note that every tier was emptied."""

@@ -1,0 +1,50 @@
+"""What ranks report, added up in any order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.connector.metadata import FailedLoad, WorkerOutput
+
+outputs = st.builds(
+    WorkerOutput,
+    completed_jobs=st.dictionaries(st.integers(0, 4), st.integers(1, 3), max_size=3),
+    failed_loads=st.dictionaries(
+        st.integers(0, 4),
+        st.builds(
+            FailedLoad,
+            st.just("request"),
+            st.frozensets(st.integers(0, 9), max_size=3),
+            st.sampled_from(["", "a", "b"]),
+        ),
+        max_size=3,
+    ),
+)
+
+
+@given(outputs, outputs, outputs)
+def test_in_which_order_outputs_are_added_does_not_matter(
+    a: WorkerOutput, b: WorkerOutput, c: WorkerOutput
+) -> None:
+    assert a.aggregate(b) == b.aggregate(a)
+    assert a.aggregate(b).aggregate(c) == a.aggregate(b.aggregate(c))
+    assert a.aggregate(WorkerOutput()) == a
+
+
+def test_a_load_that_failed_in_two_ranks_names_the_blocks_of_both() -> None:
+    ranks = [
+        WorkerOutput({7: 1}, {7: FailedLoad("a", frozenset({1, 2}), "b")}),
+        WorkerOutput({7: 1}, {7: FailedLoad("a", frozenset({2, 9}), "a")}),
+    ]
+    both = ranks[0].aggregate(ranks[1])
+    assert both.completed_jobs == {7: 2}
+    assert both.failed_loads == {7: FailedLoad("a", frozenset({1, 2, 9}), "a")}
+    assert both.invalid_block_ids == {1, 2, 9}
+    assert both.failed_requests == {"a"}
+
+
+def test_operations_of_all_ranks_are_added_up() -> None:
+    operation = {"op_size": 4096, "op_time": 0.5}
+    one = WorkerOutput(stats={"gpu_to_ram": [operation]})
+    assert one.aggregate(one).stats == {"gpu_to_ram": [operation, operation]}
