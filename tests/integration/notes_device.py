@@ -119,7 +119,9 @@ class NotesDevice:
         failing = world.setup.failing
         share = max(failing, 0.5) if world.draw.random() < failing else 0.0
         outcomes = [
-            Outcome.FAILED if not stamp or (share and world.draw.random() < share) else Outcome.DONE
+            Outcome.FAILED
+            if not stamp or (share and world.draw.random() < share)
+            else Outcome.DONE
             for stamp in copy.generations
         ]
         copy.outcomes = outcomes
