@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -57,6 +57,8 @@ class Reason(enum.StrEnum):
     GONE = "a part of the chunk is gone"
     LAST_TOKEN = "the last token does not count"
     OVERWRITTEN = "a block holds something else by now"
+    DROPPED = "vLLM drops a block of a window that was given out again, to whomever"
+    NO_END = "no hit ends where the chunk would be read"
     COMPUTED_ANEW = "what is computed after a failed load is offered"
 
 
@@ -189,6 +191,10 @@ class ReferenceManager(OffloadingManager):
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
     @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._world.note_dropped()  # vLLM forgets it next
+
+    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.HIT if self._world.cache.has(key) else LookupResult.MISS
 
@@ -275,12 +281,14 @@ class PairedConnector(NotesConnector):
             self.world.seen["waits"] += 1
             return ours
         theirs = self.reference.get_num_new_matched_tokens(request, num_computed_tokens)
-        assert theirs[0] is not None, f"vLLM lets {request.request_id} wait"
         if theirs != ours:
+            self.world.reasons[Reason.ENDS_IN_BLOCK] += 1
+            if theirs[0] is None:  # a longer one meets a load
+                assert self.world.has_windows, f"vLLM lets {request.request_id} wait"
+                return ours
             end = num_computed_tokens + theirs[0]
             assert end % self.world.setup.alignment_tokens, f"{ours} instead of {theirs}"
             assert ours[0] < theirs[0]
-            self.world.reasons[Reason.ENDS_IN_BLOCK] += 1
         return ours
 
     @override
@@ -294,6 +302,7 @@ class PairedConnector(NotesConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         ours = super().build_connector_meta(scheduler_output)
         theirs = self.reference.build_connector_meta(scheduler_output)
+        self.world.note_dropped()
         mine, others = (
             {job.request_id: (job_id, job) for job_id, job in ours.jobs.load_jobs.items()},
             {job.req_id: (job_id, job) for job_id, job in theirs.load_jobs.items()},
@@ -333,6 +342,8 @@ class PairedConnector(NotesConnector):
 
     @override
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        tables = self._tables.get_blocks(request.request_id).get_block_ids()
+        self.world.last_tables[request.request_id] = tables
         ours = super().request_finished_all_groups(request, block_ids)
         assert ours == self.reference.request_finished_all_groups(request, block_ids)
         return ours
@@ -352,6 +363,10 @@ class PairedWorld(EngineWorld):
     def __init__(self, setup: Setup, model: Path, seed: int) -> None:
         self.reasons: Counter[Reason] = Counter()
         self.failed: set[str] = set()
+        self.most_computed: dict[str, int] = {}
+        self.last_tables: dict[str, Sequence[list[int]]] = {}
+        """Blocks of requests that ended."""
+        self._dropped: set[tuple[str, ChunkKey]] = set()
         self._theirs: dict[str, dict[ChunkKey, Reason | None]] = {}
         super().__init__(setup, model, seed, connector=PairedConnector)
 
@@ -359,11 +374,42 @@ class PairedWorld(EngineWorld):
     def make_cache(self, groups: Sequence[GroupReach]) -> Books:
         return Books(groups, self)
 
+    @override
+    def step(self) -> None:
+        super().step()
+        for req_id, request in self.requests.items():
+            computed = max(self.most_computed.get(req_id, 0), request.num_computed_tokens)
+            self.most_computed[req_id] = computed
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for _, window in self.setup.groups)
+
     def note_reference_offer(self, keys: Sequence[ChunkKey], context: ReqContext) -> None:
         """Note what vLLM's scheduler side offers, and why kvtier's may not."""
         offers = self._theirs.setdefault(context.req_id, {})
         for key in keys:
             offers[key] = self._why_not_offered(key, context)
+
+    def note_dropped(self) -> None:
+        """Note which chunks vLLM's scheduler side no longer has whole blocks of."""
+        for req_id, offered in self.cache.offered.items():
+            if req_id in self.reference._req_status:
+                missing = offered - self._theirs.get(req_id, {}).keys()
+                self._dropped.update(
+                    (req_id, key) for key in missing if 0 in self._their_blocks(req_id, key)
+                )
+
+    def _their_blocks(self, req_id: str, key: ChunkKey) -> list[int]:
+        """Return the blocks that vLLM's scheduler side knows of a chunk."""
+        config, state = self.reference.config, self.reference._req_status[req_id]
+        number, group = next(
+            (at, each)
+            for at, each in enumerate(config.kv_group_configs)
+            if each.group_idx == group_of(key)
+        )
+        last = self._end(req_id, key) // group.tokens_per_block
+        return state.group_states[number].block_ids[last - config.blocks_per_chunk : last]
 
     def compare_offers(self) -> None:
         """Check that both scheduler sides offered the same chunks of every request."""
@@ -371,18 +417,53 @@ class PairedWorld(EngineWorld):
             ours = self.cache.offered.get(req_id, set())
             theirs = self._theirs.get(req_id, {})
             for key in theirs.keys() - ours:
-                reason = theirs[key]
+                reason = theirs[key] or self._no_end(req_id, key)
                 assert reason, f"{req_id}: kvtier did not offer {self._brief(req_id, key)}"
                 self.reasons[reason] += 1
             for key in ours - theirs.keys():
-                assert req_id in self.failed, (
-                    f"{req_id}: only kvtier offered {self._brief(req_id, key)}"
-                )
-                self.reasons[Reason.COMPUTED_ANEW] += 1
+                reason = Reason.COMPUTED_ANEW if req_id in self.failed else None
+                reason = reason or self._no_end(req_id, key)
+                reason = Reason.DROPPED if (req_id, key) in self._dropped else reason
+                assert reason, f"{req_id}: only kvtier offered {self._brief(req_id, key)}"
+                self.reasons[reason] += 1
+
+    def _no_end(self, req_id: str, key: ChunkKey) -> Reason | None:
+        """Return a reason if no hit can end where a window's chunk would be read.
+
+        Between the chunk's end and the last token that is stored there is no such token.
+        """
+        request, setup = self.requests[req_id], self.setup
+        window = setup.groups[group_of(key)][1]
+        if window is None:
+            return None
+        params = request.kv_transfer_params or {}
+        stored = request.num_tokens - 1 if setup.store_decode else request.num_prompt_tokens
+        stored = min(
+            stored, params.get("max_offload_tokens", stored), self.most_computed[req_id]
+        )
+        end, step = self._end(req_id, key), setup.alignment_tokens
+        ends = range(-(-end // step) * step, stored + 1, step)
+        return None if any(map(self._may_end(request), ends)) else Reason.NO_END
+
+    def _may_end(self, request: Any) -> Callable[[int], bool]:
+        """Return whether a hit may end at a token, by vLLM's retention interval."""
+        interval, step = self.setup.retention_tokens, self.setup.alignment_tokens
+        prompt, shared = request.num_prompt_tokens, request.shared_prefix_boundary
+        last = {(prompt - 1) // step * step, min(shared, prompt) // step * step}
+        return lambda end: (
+            interval is None
+            or end in last
+            or (interval > 0 and end <= prompt and end % interval == 0)
+            or (self.setup.store_decode and end > prompt)
+        )
+
+    def _end(self, req_id: str, key: ChunkKey) -> int:
+        """Return the token before which a chunk ends."""
+        hashes = self.requests[req_id].block_hashes
+        return (hashes.index(key[:-4]) + 1) * self.setup.tokens_per_hash
 
     def _brief(self, req_id: str, key: ChunkKey) -> str:
-        hashes = self.requests[req_id].block_hashes
-        end = (hashes.index(key[:-4]) + 1) * self.setup.tokens_per_hash
+        end = self._end(req_id, key)
         request = self.requests[req_id]
         return (
             f"what ends at token {end} in group {group_of(key)}; {request.status.name} with "
@@ -390,26 +471,26 @@ class PairedWorld(EngineWorld):
         )
 
     def _why_not_offered(self, key: ChunkKey, context: ReqContext) -> Reason | None:
-        state = self.reference._req_status[context.req_id]
-        config = self.reference.config
-        number, group = next(
-            (at, each)
-            for at, each in enumerate(config.kv_group_configs)
-            if each.group_idx == group_of(key)
-        )
-        end = context.get_offload_key_position(OffloadKey(key))
-        last = end // group.tokens_per_block
-        blocks = state.group_states[number].block_ids[last - config.blocks_per_chunk : last]
-        if 0 in blocks:
+        request = self.requests[context.req_id]
+        end, group = self._end(context.req_id, key), group_of(key)
+        blocks = self._their_blocks(context.req_id, key)
+        last = end // self.setup.groups[group][0]
+        table = self._blocks_of(request, group)[last - len(blocks) : last]
+        if 0 in blocks or 0 in table:
             return Reason.GONE
-        request = state.req
         if request.is_finished() and end > min(
             request.num_computed_tokens, request.num_tokens - 1
         ):
             return Reason.LAST_TOKEN
-        if not self._holds(request, group.group_idx, blocks, end):
+        if not self._holds(request, group, blocks, end):
             return Reason.OVERWRITTEN
         return None
+
+    def _blocks_of(self, request: Any, group: int) -> list[int]:
+        if request.request_id in self.last_tables:
+            return self.last_tables[request.request_id][group]
+        tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        return [block.block_id for block in tables[group]]
 
     def _holds(self, request: Any, group: int, blocks: Sequence[int], end: int) -> bool:
         """Return whether ``blocks`` hold, or get in this step, the tokens before ``end``."""

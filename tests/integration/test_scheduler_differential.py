@@ -68,7 +68,7 @@ def wishes(draw: Random) -> dict[str, Any] | None:
     """Return what one request asks of the KV cache."""
     drawn = draw.random()
     if drawn < 0.12:
-        return {"max_load_tokens": draw.randrange(200)}
+        return {"max_load_tokens": draw.randrange(200) | 1}  # vLLM leaves one out
     if drawn < 0.18:
         return {"max_offload_tokens": draw.randrange(200)}
     if drawn < 0.22:
