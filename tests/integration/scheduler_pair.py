@@ -56,10 +56,9 @@ class Reason(enum.StrEnum):
     ENDS_IN_BLOCK = "a hit ends inside a block"
     GONE = "a part of the chunk is gone"
     LAST_TOKEN = "the last token does not count"
-    OVERWRITTEN = "a block holds something else by now"
     DROPPED = "vLLM drops a block of a window that was given out again, to whomever"
     NO_END = "no hit ends where the chunk would be read"
-    COMPUTED_ANEW = "what is computed after a failed load is offered"
+    COMPUTED_ANEW = "chunks are offered again after a failed load or a reset"
 
 
 class Books:
@@ -363,6 +362,7 @@ class PairedWorld(EngineWorld):
     def __init__(self, setup: Setup, model: Path, seed: int) -> None:
         self.reasons: Counter[Reason] = Counter()
         self.failed: set[str] = set()
+        """Requests that offer their chunks again."""
         self.most_computed: dict[str, int] = {}
         self.last_tables: dict[str, Sequence[list[int]]] = {}
         """Blocks of requests that ended."""
@@ -373,6 +373,11 @@ class PairedWorld(EngineWorld):
     @override
     def make_cache(self, groups: Sequence[GroupReach]) -> Books:
         return Books(groups, self)
+
+    @override
+    def reset(self) -> None:
+        self.failed.update(request.request_id for request in self.alive())
+        super().reset()
 
     @override
     def step(self) -> None:
@@ -482,8 +487,6 @@ class PairedWorld(EngineWorld):
             request.num_computed_tokens, request.num_tokens - 1
         ):
             return Reason.LAST_TOKEN
-        if not self._holds(request, group, blocks, end):
-            return Reason.OVERWRITTEN
         return None
 
     def _blocks_of(self, request: Any, group: int) -> list[int]:
@@ -491,14 +494,3 @@ class PairedWorld(EngineWorld):
             return self.last_tables[request.request_id][group]
         tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         return [block.block_id for block in tables[group]]
-
-    def _holds(self, request: Any, group: int, blocks: Sequence[int], end: int) -> bool:
-        """Return whether ``blocks`` hold, or get in this step, the tokens before ``end``."""
-        size = self.setup.groups[group][0]
-        first = end // size - len(blocks)
-        computed = request.num_tokens if request.is_finished() else request.num_computed_tokens
-        return all(
-            (number + 1) * size > computed
-            or self._has(block, request, group, (number + 1) * size)
-            for number, block in enumerate(blocks, start=first)
-        )
