@@ -3,12 +3,12 @@
 Chunks are offered once, in order, in the step that computes their last token: the worker copies
 them after it. A chunk is stored whole or not at all.
 
-Groups of full attention offer every chunk. Of a window, or of a recurrent state, only the chunks
-before a token where a later hit can end are of use, so they are offered when the request reaches
-such a token: the window still has all their blocks then. Where hits can end is said by the
-engine's retention interval: before its multiples, before the end of the prompt, and where the
-prompt leaves another request's. Generated tokens, if they are stored, are kept before every
-token where a hit can end.
+Groups of full attention offer every chunk. Of a window, only the chunks before a token where a
+later hit can end are of use. They are offered when they are computed, not when the request
+reaches that token: the window may have left some of their blocks behind by then. Where hits can
+end is said by the engine's retention interval: before its multiples, before the end of the
+prompt, and where the prompt leaves another request's. Generated tokens, if they are stored, are
+kept before every token where a hit can end.
 
 The engine's block table is read when a chunk is offered and never remembered: blocks that a
 window has left behind are null in it.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 from kvtier.connector.groups import GroupLayout, SchedulerOptions
 from kvtier.connector.metadata import BlockSpec
@@ -101,14 +102,15 @@ class StoreRules:
             states: Recurrent states that the engine hands over in this step.
         """
         tokens = int(min(tokens, self.limit_tokens(tracked)))
-        ends = [self._end(tracked, number, tokens) for number in range(len(self._layouts))]
-        offer = Offer([], [], [], len(self._layouts), ends)
+        offer = Offer([], [], [], len(self._layouts), list(tracked.offered_tokens))
         for number, layout in enumerate(self._layouts):
             if layout.group.is_handed_over:
                 final = (state for state in states if state.tokens <= tokens)
                 self._add_states(offer, tracked, number, final)
             else:
-                self._add_chunks(offer, tracked, number, table)
+                end = self._end(tracked, number, tokens)
+                self._add_chunks(offer, tracked, number, table, end)
+                offer.ends[number] = end
         return offer
 
     def limit_tokens(self, tracked: TrackedRequest) -> float:
@@ -120,14 +122,15 @@ class StoreRules:
         """Return with how many computed tokens a request has a new chunk; infinite for never."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
-        following: list[int] = []
+        tokens = math.inf
         for layout, offered in zip(self._layouts, tracked.offered_tokens, strict=True):
+            if layout.group.is_handed_over:
+                continue
             size = layout.tokens_per_chunk
-            end = offered - offered % size + size
-            if layout.group.is_draft and end > prompt:
+            end = self._next_end(tracked.request, layout, offered)
+            if layout.group.is_draft and end + size > prompt:
                 end += size  # it is final one chunk later
-            following.append(end)
-        tokens = min(following)
+            tokens = min(tokens, end)
         return tokens if tokens <= limit else math.inf
 
     def _end(self, tracked: TrackedRequest, number: int, tokens: int) -> int:
@@ -140,12 +143,17 @@ class StoreRules:
         return max(end, tracked.offered_tokens[number])
 
     def _add_chunks(
-        self, offer: Offer, tracked: TrackedRequest, number: int, table: AllocatedBlocks
+        self,
+        offer: Offer,
+        tracked: TrackedRequest,
+        number: int,
+        table: AllocatedBlocks,
+        end: int,
     ) -> None:
         layout, keys = self._layouts[number], tracked.keys[number]
         per_chunk = layout.blocks_per_chunk
         blocks = table.blocks[layout.index]
-        for chunk in self._new_chunks(tracked, number, offer.ends[number]):
+        for chunk in self._new_chunks(tracked, number, end):
             first = chunk * per_chunk
             some = blocks[first : first + per_chunk]
             if len(some) < per_chunk or any(block.is_null for block in some):
@@ -166,44 +174,51 @@ class StoreRules:
             if state.group == layout.index and not state.tokens % size:
                 offer.add(tracked.keys[number][chunk], (state.block_id,), number, chunk)
 
+    def _next_end(self, request: EngineRequest, layout: GroupLayout, offered: int) -> float:
+        """Return the end of the next chunk that later hits can use; infinite for none."""
+        size = layout.tokens_per_chunk
+        chunk = offered // size
+        if layout.group.reach is Reach.PREFIX:
+            return (chunk + 1) * size
+        boundary = next(self._boundaries(request, offered), None)
+        if boundary is None:
+            return math.inf
+        chunk = max(layout.reach.first_token(boundary) // size, chunk)
+        return min((chunk + 1) * size, boundary)
+
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
         """Return the chunks of a group before token ``end`` that later hits can use."""
-        layout = self._layouts[number]
+        layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
-        if layout.group.reach is Reach.PREFIX:
-            return range(offered // size, end // size)
+        start, stop = offered // size, end // size
+        if layout.group.reach is Reach.PREFIX or start == stop:
+            return range(start, stop)
         chunks: list[int] = []
-        before = self._boundary_before(tracked.request, offered)
-        for boundary in self._boundaries(tracked.request, offered, end):
-            # What the window before an earlier boundary has in common was offered with that.
-            first = max(layout.reach.first_token(boundary), before) // size
-            chunks += range(first, boundary // size)
-            before = boundary
+        for boundary in takewhile(limit.__ge__, self._boundaries(tracked.request, offered)):
+            start = max(layout.reach.first_token(boundary) // size, start)
+            if start >= stop:
+                break
+            last = min(boundary // size, stop)
+            chunks += range(start, last)
+            start = max(start, last)
         return chunks
 
-    def _boundary_before(self, request: EngineRequest, offered: int) -> int:
-        """Return the last token, up to ``offered``, at which a window was offered; 0 if unsure."""
-        at = offered - offered % self._alignment_tokens
-        is_certain = self._retention_tokens is None or at > request.num_prompt_tokens
-        return at if is_certain else 0
-
-    def _boundaries(self, request: EngineRequest, start: int, end: int) -> Iterator[int]:
-        """Yield, ascending, where hits can end after token ``start`` and by token ``end``."""
+    def _boundaries(self, request: EngineRequest, start: int) -> Iterator[int]:
+        """Yield, ascending and without end, where hits can end after token ``start``."""
         step, retention = self._alignment_tokens, self._retention_tokens
         if retention is None:
-            yield from _multiples(step, start, end)
+            yield from count(start - start % step + step, step)
             return
         prompt = request.num_prompt_tokens
-        found = {
-            mark - mark % step
-            for mark in (prompt - 1, min(request.shared_prefix_boundary, prompt))
-        }
+        marks = (prompt - 1, min(request.shared_prefix_boundary, prompt))
+        found = {mark - mark % step for mark in marks}
         if retention:
             interval = math.lcm(retention, step)
-            found.update(_multiples(interval, start, min(end, prompt)))
+            found.update(range(start - start % interval + interval, prompt + 1, interval))
+        yield from (at for at in sorted(found) if at > start)
         if self._store_decode:
-            found.update(_multiples(step, max(start, prompt), end))
-        yield from (at for at in sorted(found) if start < at <= end)
+            start = max(start, prompt)
+            yield from count(start - start % step + step, step)
 
 
 def computed_tokens(request: EngineRequest, scheduled: int) -> int:
@@ -220,8 +235,3 @@ def computed_tokens(request: EngineRequest, scheduled: int) -> int:
         return min(request.num_computed_tokens, known)
     # Under async scheduling tokens are scheduled before anybody knows them.
     return min(request.num_computed_tokens + scheduled, request.num_tokens)
-
-
-def _multiples(step: int, start: int, end: int) -> range:
-    """Return the multiples of ``step`` after ``start`` and up to ``end``."""
-    return range(start - start % step + step, end + 1, step)

@@ -1,24 +1,21 @@
-"""vLLM's scheduler half and kvtier's, asked the same questions by vLLM's own scheduler.
+"""kvtier's connector and vLLM's offloading connector, asked the same by vLLM's own scheduler.
 
-The connector that vLLM's scheduler drives is a tee: each call goes to both halves, each half
-has a cache of its own, both caches were built alike, and whatever the halves answer or do must
-be equal. Where kvtier's half does something else on purpose, the reference's manager refuses
-what kvtier's half did not offer, after it was told a reason that the tee could verify; what
-was not offered without a reason fails the test.
+kvtier's answers and jobs are carried out. vLLM's are compared with them: how far each hit
+reaches, which chunks are loaded into which blocks, and which chunks are offered for storing.
+Both look chunks up in one cache. What differs on purpose has a reason that is counted; any other
+difference fails the test.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
-from collections import Counter, deque
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from kvtier.connector.schedule.groups import CacheGroup, SchedulerOptions
-from kvtier.vllm.manager import KVTierManager
-from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
@@ -27,411 +24,473 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 )
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
     OffloadingSpec,
     OffloadKey,
     OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier.connector.context import RequestContext
-from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, WorkerOutput
-from kvtier.connector.scheduler import ConnectorScheduler
-from kvtier.connector.service import CacheService
+from kvtier.connector.stats import ConnectorStats
 from kvtier.keys import ChunkKey, group_of
-from kvtier.manager import LoadPlan, Lookup, StorePlan
-from kvtier.testing.stepped import SteppedCache
+from kvtier.manager import LoadPlan, StorePlan
+from kvtier.manager.hits import GroupReach, HitRules, Prompt
+from tests.integration.engine_world import EngineWorld, NotesConnector
+from tests.integration.scheduler_setup import Setup
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
+    from pathlib import Path
 
-Call = tuple[Any, ...]
-
-
-def brief(value: Any) -> Any:
-    """Return ``value`` with keys short enough to read."""
-    if isinstance(value, bytes):
-        return f"{value[:2].hex()}/{group_of(value)}"
-    if isinstance(value, list | tuple):
-        return [brief(each) for each in value]
-    return value
-
-
-def assert_group_by_group(keys: Sequence[ChunkKey]) -> None:
-    """Check what :func:`kvtier.keys.of_one_group` relies on."""
-    runs = [group for group, _ in itertools.groupby(keys, group_of)]
-    assert len(runs) == len(set(runs)), brief(keys)
+DEFERRED_SHARE = 0.2
+LOST_SHARE = 0.3
 
 
 class Reason(enum.StrEnum):
-    """Why kvtier's half does something else; the page on the connector explains each."""
+    """What kvtier's scheduler side does otherwise; the page on the connector explains each."""
 
+    ENDS_IN_BLOCK = "a hit ends inside a block"
     GONE = "a part of the chunk is gone"
     LAST_TOKEN = "the last token does not count"
-    OVERWRITTEN = "a block holds something else by now"
-    SHARED = "a block went to another request as well"
-    COMPUTED_ANEW = "what is computed after a failed load is offered"
+    DROPPED = "vLLM drops a block of a window that was given out again, to whomever"
+    NO_END = "no hit ends where the chunk would be read"
+    COMPUTED_ANEW = "chunks are offered again after a failed load or a reset"
 
 
-class SpiedService:
-    """A cache service that writes down what it is asked and what it says."""
+class Books:
+    """A cache with room for everything, which loses a chunk now and then."""
 
-    def __init__(self, service: CacheService) -> None:
-        self._service = service
-        self._keys: dict[tuple[int, int], ChunkKey] = {}
-        self.calls: list[Call] = []
+    rests = False
+    is_active = True
+    internal_errors = 0
 
-    def keys_of(self, slots: Sequence[int], generations: Sequence[int]) -> list[ChunkKey]:
-        """Return which chunks were planned into, or out of, these slots."""
-        return [self._keys[place] for place in zip(slots, generations, strict=True)]
+    def __init__(self, groups: Sequence[GroupReach], world: PairedWorld) -> None:
+        self.service = self.truth = self
+        self.offered: dict[str, set[ChunkKey]] = {}
+        self._rules = HitRules(groups)
+        self._world = world
+        self._step = 0
+        self._slots: dict[ChunkKey, int] = {}
+        self._whole: dict[ChunkKey, int] = {}
+        self._stamped: set[int] = set()
+        self._refused: set[int] = set()
+        self._loads: dict[str, list[ChunkKey]] = {}
+        self._planned = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._service, name)
+    def tick(self) -> None:
+        self._step += 1
+        pinned = {key for keys in self._loads.values() for key in keys}
+        free = [key for key in self._whole if key not in pinned]
+        if free and self._world.draw.random() < LOST_SHARE:
+            self._forget(self._world.draw.choice(free))
 
-    def begin_request(self, request: RequestContext) -> None:
-        self.calls.append(("begin", request.req_id))
-        self._service.begin_request(request)
+    def _forget(self, key: ChunkKey) -> None:
+        self._whole.pop(key, None)
+        self._slots.pop(key, None)
 
-    def end_request(self, request: RequestContext) -> None:
-        self.calls.append(("end", request.req_id))
-        self._service.end_request(request)
+    # -- a cache -------------------------------------------------------------------------------
 
-    def lookup(self, key: ChunkKey, req_id: str) -> Lookup:
-        answer = self._service.lookup(key, req_id)
-        self.calls.append(("lookup", req_id, key, answer))
-        return answer
+    def lead(self, keys: Sequence[ChunkKey]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self._whole), len(keys))
+
+    def has(self, key: ChunkKey) -> bool:
+        return key in self._whole
+
+    def lookup(self, req_id: str, prompt: Prompt) -> int | None:
+        drawn = zlib.crc32(f"{self._world.seed}.{req_id}.{self._step}".encode()) % 100
+        if drawn < 100 * DEFERRED_SHARE:
+            return None
+        return self._rules.longest(prompt, self) - prompt.local_tokens
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        assert_group_by_group(keys)
-        plan = self._service.prepare_load(keys, req_id)
-        self.calls.append(("load", req_id, list(keys), list(plan.slots)))
-        self._keys.update(
-            zip(zip(plan.slots, plan.generations, strict=True), keys, strict=True)
-        )
-        return plan
+        self._loads[req_id] = list(keys)
+        slots = [self._whole[key] for key in keys]
+        return LoadPlan(slots, [1] * len(slots), [0] * len(slots))
 
     def complete_load(self, req_id: str) -> None:
-        self.calls.append(("loaded", req_id))
-        self._service.complete_load(req_id)
+        for key in self._loads.pop(req_id):
+            if self._whole.get(key) in self._refused:
+                self._forget(key)
 
-    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        assert_group_by_group(keys)
-        plan = self._service.prepare_store(keys, req_id)
-        accepted = None if plan is None else (list(plan.keys), list(plan.slots))
-        if plan is not None:
-            places = ((slot, plan.generation) for slot in plan.slots)
-            self._keys.update(zip(places, plan.keys, strict=True))
-        self.calls.append(("store", req_id, list(keys), accepted))
-        return plan
+    def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan:
+        self.offered.setdefault(req_id, set()).update(keys)
+        new = [key for key in keys if key not in self._slots]
+        slots = list(range(self._planned, self._planned + len(new)))
+        self._planned += len(new)
+        self._slots.update(zip(new, slots, strict=True))
+        return StorePlan(new, slots, 1, [])
 
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
-        # vLLM hands over a set; the order of the books must not depend on it.
-        self.calls.append(("stored", req_id, sorted(keys)))
-        self._service.complete_store(sorted(keys), req_id)
-
-    def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
-        step = list(started), sorted(preempted)
-        # Whether a cache at rest is told that a step is over makes no difference.
-        if any(step) or not self._service.rests:
-            self.calls.append(("step", *step))
-        self._service.end_step(started=started, preempted=preempted)
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is not None and slot in self._stamped:
+                self._whole[key] = slot
+            else:
+                self._slots.pop(key, None)
 
     def reset_cache(self) -> bool:
-        self.calls.append(("reset",))
-        return self._service.reset_cache()
+        self._slots.clear()
+        self._whole.clear()
+        self._loads.clear()
+        return True
+
+    def begin_request(self, request: object) -> None:
+        pass
+
+    def end_request(self, request: object) -> None:
+        pass
+
+    def end_step(self, *, started: Iterable[str], preempted: Iterable[str]) -> None:
+        pass
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def take_events(self) -> list[Any]:
+        return []
+
+    def take_transfers(self) -> ConnectorStats:
+        return ConnectorStats()
+
+    def statistics(self) -> Books:
+        return self
+
+    def computing(self, tokens: int) -> None:
+        pass
+
+    def computed(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    # -- what workers say ----------------------------------------------------------------------
+
+    def finish(self, slots: Sequence[int], *, stored: int | None = None) -> None:
+        if stored is not None:
+            self._stamped.update(slots)
+
+    def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        self._refused.update(slots)
 
 
-class ReferenceManager(KVTierManager):
-    """kvtier's manager for vLLM's half; refuses what kvtier's had a reason not to offer."""
+class ReferenceManager(OffloadingManager):
+    """What vLLM's scheduler side drives: reads the same cache, and stores nothing."""
 
-    def __init__(self, spied: SpiedService, excused: Excused) -> None:
-        super().__init__(cast("CacheService", spied), persistent=False, report_metrics=False)
-        self._excused = excused
+    def __init__(self, world: PairedWorld) -> None:
+        self._world = world
+        self.loads: dict[str, list[ChunkKey]] = {}
 
+    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        super().on_new_request(req_context)
-        params = req_context.kv_transfer_params or {}
-        # The spec door cannot ask for this per request; kvtier's half can.
-        whole = params.get("do_remote_decode") and self._excused.whole_prefix
-        policy = OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL
-        return RequestOffloadingContext(policy=policy)
+        return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._world.note_dropped()  # vLLM forgets it next
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if self._world.cache.has(key) else LookupResult.MISS
+
+    @override
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> LoadStoreSpec:
+        self.loads[req_context.req_id] = list(keys)
+        return LoadStoreSpec()
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        pass
+
+    @override
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        wanted = [key for key in keys if not self._excused(key, req_context)]
-        if not wanted:
-            return PrepareStoreOutput(
-                keys_to_store=[], store_spec=LoadStoreSpec(), evicted_keys=[]
-            )
-        return super().prepare_store(wanted, req_context)
+    ) -> PrepareStoreOutput:
+        self._world.note_reference_offer(list(keys), req_context)
+        return PrepareStoreOutput(keys_to_store=[], store_spec=LoadStoreSpec(), evicted_keys=[])
 
+    @override
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        pass
 
-@dataclass
-class Excused:
-    """Says whether kvtier's half left a chunk out, and for which of its reasons."""
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        pass
 
-    whole_prefix: bool = True
-    offered: dict[str, set[ChunkKey]] = field(default_factory=dict)
-    reasons: Counter[Reason] = field(default_factory=Counter)
-    why: Callable[[ChunkKey, ReqContext], Reason | None] = lambda key, context: None
-
-    def __call__(self, key: ChunkKey, context: ReqContext) -> bool:
-        if key in self.offered.get(context.req_id, ()):
-            return False
-        reason = self.why(key, context)
-        assert reason, f"{context.req_id}: kvtier's half did not offer {brief(key)}"
-        self.reasons[reason] += 1
-        return True
+    @override
+    def reset_cache(self) -> None:
+        pass
 
 
 class PairSpec(OffloadingSpec):
-    """Builds both caches; the scheduler side of vLLM's connector gets the reference."""
+    """Builds the manager for vLLM's scheduler side."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.pair: Pair = config.extra_config["pair"]
+        self._world: PairedWorld = config.extra_config["world"]
 
+    @override
     def get_manager(self) -> ReferenceManager:
-        return ReferenceManager(self.pair.reference, self.pair.excused)
+        self._world.manager = ReferenceManager(self._world)
+        return self._world.manager
 
+    @override
     def get_worker(self, kv_caches: Any) -> Any:
         raise NotImplementedError
 
 
-class Pair:
-    """Two caches built alike, and the half that drives the second."""
-
-    def __init__(self, build: Callable[[], SteppedCache], options: SchedulerOptions) -> None:
-        self.options = options
-        self.caches = (build(), build())
-        self.reference = SpiedService(self.caches[0].service)
-        self.ours = SpiedService(self.caches[1].service)
-        self.half = ConnectorScheduler(self.ours, options)
-        self.excused = Excused()
-        self.metadata: deque[ConnectorMetadata] = deque()
-        self.failed: dict[int, FailedLoad] = {}
-        self.seen: Counter[str] = Counter()
-
-    def compare(self) -> None:
-        """Check that both caches were asked the same and said the same since the last time."""
-        theirs, ours = self.reference.calls, self.ours.calls
-        for number, (one, other) in enumerate(zip(theirs, ours, strict=False)):
-            assert one == other, f"call {number}: vLLM {brief(one)}, kvtier {brief(other)}"
-        assert len(theirs) == len(ours), (
-            f"vLLM went on with {brief(theirs[len(ours) :])}, "
-            f"kvtier with {brief(ours[len(theirs) :])}"
-        )
-        theirs.clear()
-        ours.clear()
-
-    def tick(self) -> None:
-        for cache in self.caches:
-            cache.tick()
-
-    def finish(self, slots: Sequence[int], *, stored: int | None = None) -> None:
-        for cache in self.caches:
-            cache.finish(slots, stored=stored)
-
-    def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        for cache in self.caches:
-            cache.truth.refuse(slots, generations)
-
-    def close(self) -> None:
-        for cache in self.caches:
-            assert cache.service.statistics().internal_errors == 0
-            cache.service.shutdown()
-
-
-class TeeConnector(OffloadingConnector):
-    """Passes each of the scheduler's calls to both halves and compares what they say."""
+class PairedConnector(NotesConnector):
+    """Passes each of the scheduler's calls to both scheduler sides and compares them."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.pair: Pair = extra["pair"]
-        self.pair.excused.why = self._why_not_offered
-        self._step = 0
-        self._given: dict[int, int] = {}
-        self._got: dict[tuple[str, int], int] = {}
+        self.world: PairedWorld = extra["world"]
+        self.reference = OffloadingConnector(
+            vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config
+        )
+        self.world.reference = self.reference.connector_scheduler
+        self._loads: dict[int, int] = {}
+        """vLLM's number of each of kvtier's loads."""
 
+    @override
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.reference.bind_kv_cache_manager(kv_cache_manager)
+
+    @override
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        self.pair.half.on_new_request(request)
-        self.pair.compare()
+        self.reference.on_new_request(request)
 
+    @override
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        theirs: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
-        ours = self.pair.half.get_num_new_matched_tokens(request, num_computed_tokens)
-        self.pair.compare()
-        assert theirs == ours
-        self.pair.seen["waits"] += theirs[0] is None
-        return theirs
+        ours = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if ours[0] is None:
+            self.world.seen["waits"] += 1
+            return ours
+        theirs = self.reference.get_num_new_matched_tokens(request, num_computed_tokens)
+        if theirs != ours:
+            self.world.reasons[Reason.ENDS_IN_BLOCK] += 1
+            if theirs[0] is None:  # a longer one meets a load
+                assert self.world.has_windows, f"vLLM lets {request.request_id} wait"
+                return ours
+            end = num_computed_tokens + theirs[0]
+            assert end % self.world.setup.alignment_tokens, f"{ours} instead of {theirs}"
+            assert ours[0] < theirs[0]
+        return ours
 
+    @override
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.pair.half.update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens:
-            for table in blocks.get_block_ids():
-                self._given.update(dict.fromkeys(table, self._step))
-        self.pair.compare()
+        self.reference.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        pair = self.pair
-        self._note_blocks(scheduler_output)
-        ours = pair.half.build_connector_meta(scheduler_output)
-        pair.excused.offered = {
-            call[1]: set(call[2]) for call in pair.ours.calls if call[0] == "store"
-        }
-        theirs = super().build_connector_meta(scheduler_output)
-        pair.seen["stores refused"] += sum(
-            call[0] == "store" and call[3] is None for call in pair.ours.calls
+    @override
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        ours = super().build_connector_meta(scheduler_output)
+        theirs = self.reference.build_connector_meta(scheduler_output)
+        self.world.note_dropped()
+        mine, others = (
+            {job.request_id: (job_id, job) for job_id, job in ours.jobs.load_jobs.items()},
+            {job.req_id: (job_id, job) for job_id, job in theirs.load_jobs.items()},
         )
-        pair.compare()
-        _compare_jobs(theirs.load_jobs, ours.load_jobs, loads=True)
-        _compare_jobs(theirs.store_jobs, ours.store_jobs, loads=False)
-        assert theirs.jobs_to_flush == ours.jobs_to_flush
-        pair.metadata.append(ours)
-        self._step += 1
-        return theirs
+        assert mine.keys() == others.keys()
+        for req_id, (job_id, job) in mine.items():
+            their_id, their_job = others[req_id]
+            self._loads[job_id] = their_id
+            keys = [
+                self.world.known.key_in(slot, stamp)
+                for slot, stamp in zip(job.slots.slots, job.slots.generations, strict=True)
+            ]
+            blocks = their_job.dst_spec
+            assert keys == self.world.manager.loads[req_id]
+            assert list(job.blocks.block_ids) == blocks.block_ids.tolist()
+            assert list(job.blocks.group_sizes) == list(blocks.group_sizes)
+            loaded = [at for at, size in enumerate(blocks.group_sizes) if size]
+            assert [job.blocks.first_blocks[at] for at in loaded] == [
+                blocks.block_indices[at] for at in loaded
+            ]
+        return ours
 
-    def _note_blocks(self, output: SchedulerOutput) -> None:
-        for req_id, tables, _ in yield_req_data(output):
-            for block in (block for table in tables or () for block in table):
-                self._given[block] = self._got[req_id, block] = self._step
-
+    @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
-        jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
-        failed = {job_id: self.pair.failed[job_id] for job_id in jobs & self.pair.failed.keys()}
-        waiting = {job_id: self.scheduler._jobs.get(job_id) for job_id in failed}
         super().update_connector_output(connector_output)
-        for job_id, status in waiting.items():
-            if status is not None and job_id not in self.scheduler._jobs:
-                self._offer_anew(status.req_id)
-        self.pair.half.update_connector_output(
-            WorkerOutput(completed_jobs=jobs, failed_loads=failed)
+        output = getattr(meta, "output", None)
+        done = {} if output is None else output.completed_jobs
+        ended = {self._loads[job_id]: 1 for job_id in done if job_id in self._loads}
+        self.reference.update_connector_output(
+            KVConnectorOutput(
+                kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=ended)
+            )
         )
-        self.pair.compare()
-        self._compare_pending()
+        for req_id in () if output is None else output.failed_requests:
+            self.world.failed.add(req_id)
 
-    def _offer_anew(self, req_id: str) -> None:
-        """Have vLLM's half offer what is computed in place of what could not be loaded."""
-        self.pair.excused.reasons[Reason.COMPUTED_ANEW] += 1
-        status = self.scheduler._req_status.get(req_id)
-        for group in () if status is None else status.group_states:
-            group.next_stored_chunk_idx = 0
-
+    @override
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        theirs = super().request_finished_all_groups(request, block_ids)
-        ours = self.pair.half.request_finished_all_groups(request, block_ids)
-        self.pair.compare()
-        assert theirs == ours
-        return theirs
+        tables = self._tables.get_blocks(request.request_id).get_block_ids()
+        self.world.last_tables[request.request_id] = tables
+        ours = super().request_finished_all_groups(request, block_ids)
+        assert ours == self.reference.request_finished_all_groups(request, block_ids)
+        return ours
 
-    def take_events(self) -> Iterable[Any]:
-        theirs = [
-            (event.tier, list(event.keys), event.removed)
-            for event in self.pair.reference.take_events()
-        ]
-        ours = [
-            (event.tier, list(event.keys), event.removed)
-            for event in self.pair.half.take_events()
-        ]
-        assert theirs == ours
-        return ()
-
+    @override
     def reset_cache(self) -> bool | None:
-        answer: bool | None = super().reset_cache()
-        self.pair.half.reset_cache()
-        self.pair.compare()
-        return answer
+        self.reference.reset_cache()
+        return super().reset_cache()
 
-    def has_pending_push_work(self) -> bool:
-        self._compare_pending()
-        return self.pair.half.has_pending_work()
 
-    def _compare_pending(self) -> None:
-        assert super().has_pending_push_work() == self.pair.half.has_pending_work()
+class PairedWorld(EngineWorld):
+    """An engine whose connector is a :class:`PairedConnector`."""
 
-    # -- what kvtier's half leaves out on purpose ----------------------------------------------
+    reference: Any
+    manager: ReferenceManager
+
+    def __init__(self, setup: Setup, model: Path, seed: int) -> None:
+        self.reasons: Counter[Reason] = Counter()
+        self.failed: set[str] = set()
+        """Requests that offer their chunks again."""
+        self.most_computed: dict[str, int] = {}
+        self.last_tables: dict[str, Sequence[list[int]]] = {}
+        """Blocks of requests that ended."""
+        self._dropped: set[tuple[str, ChunkKey]] = set()
+        self._theirs: dict[str, dict[ChunkKey, Reason | None]] = {}
+        super().__init__(setup, model, seed, connector=PairedConnector)
+
+    @override
+    def make_cache(self, groups: Sequence[GroupReach]) -> Books:
+        return Books(groups, self)
+
+    @override
+    def reset(self) -> None:
+        self.failed.update(request.request_id for request in self.alive())
+        super().reset()
+
+    @override
+    def step(self) -> None:
+        super().step()
+        for req_id, request in self.requests.items():
+            computed = max(self.most_computed.get(req_id, 0), request.num_computed_tokens)
+            self.most_computed[req_id] = computed
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for _, window in self.setup.groups)
+
+    def note_reference_offer(self, keys: Sequence[ChunkKey], context: ReqContext) -> None:
+        """Note what vLLM's scheduler side offers, and why kvtier's may not."""
+        offers = self._theirs.setdefault(context.req_id, {})
+        for key in keys:
+            offers[key] = self._why_not_offered(key, context)
+
+    def note_dropped(self) -> None:
+        """Note which chunks vLLM's scheduler side no longer has whole blocks of."""
+        for req_id, offered in self.cache.offered.items():
+            if req_id in self.reference._req_status:
+                missing = offered - self._theirs.get(req_id, {}).keys()
+                self._dropped.update(
+                    (req_id, key) for key in missing if 0 in self._their_blocks(req_id, key)
+                )
+
+    def _their_blocks(self, req_id: str, key: ChunkKey) -> list[int]:
+        """Return the blocks that vLLM's scheduler side knows of a chunk."""
+        config, state = self.reference.config, self.reference._req_status[req_id]
+        number, group = next(
+            (at, each)
+            for at, each in enumerate(config.kv_group_configs)
+            if each.group_idx == group_of(key)
+        )
+        last = self._end(req_id, key) // group.tokens_per_block
+        return state.group_states[number].block_ids[last - config.blocks_per_chunk : last]
+
+    def compare_offers(self) -> None:
+        """Check that both scheduler sides offered the same chunks of every request."""
+        for req_id in self.requests:
+            ours = self.cache.offered.get(req_id, set())
+            theirs = self._theirs.get(req_id, {})
+            for key in theirs.keys() - ours:
+                reason = theirs[key] or self._no_end(req_id, key)
+                assert reason, f"{req_id}: kvtier did not offer {self._brief(req_id, key)}"
+                self.reasons[reason] += 1
+            for key in ours - theirs.keys():
+                reason = Reason.COMPUTED_ANEW if req_id in self.failed else None
+                reason = reason or self._no_end(req_id, key)
+                reason = Reason.DROPPED if (req_id, key) in self._dropped else reason
+                assert reason, f"{req_id}: only kvtier offered {self._brief(req_id, key)}"
+                self.reasons[reason] += 1
+
+    def _no_end(self, req_id: str, key: ChunkKey) -> Reason | None:
+        """Return a reason if no hit can end where a window's chunk would be read.
+
+        Between the chunk's end and the last token that is stored there is no such token.
+        """
+        request, setup = self.requests[req_id], self.setup
+        window = setup.groups[group_of(key)][1]
+        if window is None:
+            return None
+        params = request.kv_transfer_params or {}
+        stored = request.num_tokens - 1 if setup.store_decode else request.num_prompt_tokens
+        stored = min(
+            stored, params.get("max_offload_tokens", stored), self.most_computed[req_id]
+        )
+        end, step = self._end(req_id, key), setup.alignment_tokens
+        ends = range(-(-end // step) * step, stored + 1, step)
+        return None if any(map(self._may_end(request), ends)) else Reason.NO_END
+
+    def _may_end(self, request: Any) -> Callable[[int], bool]:
+        """Return whether a hit may end at a token, by vLLM's retention interval."""
+        interval, step = self.setup.retention_tokens, self.setup.alignment_tokens
+        prompt, shared = request.num_prompt_tokens, request.shared_prefix_boundary
+        last = {(prompt - 1) // step * step, min(shared, prompt) // step * step}
+        return lambda end: (
+            interval is None
+            or end in last
+            or (interval > 0 and end <= prompt and end % interval == 0)
+            or (self.setup.store_decode and end > prompt)
+        )
+
+    def _end(self, req_id: str, key: ChunkKey) -> int:
+        """Return the token before which a chunk ends."""
+        hashes = self.requests[req_id].block_hashes
+        return (hashes.index(key[:-4]) + 1) * self.setup.tokens_per_hash
+
+    def _brief(self, req_id: str, key: ChunkKey) -> str:
+        end = self._end(req_id, key)
+        request = self.requests[req_id]
+        return (
+            f"what ends at token {end} in group {group_of(key)}; {request.status.name} with "
+            f"{request.num_prompt_tokens} and {request.num_tokens} tokens"
+        )
 
     def _why_not_offered(self, key: ChunkKey, context: ReqContext) -> Reason | None:
-        """Return which of the documented differences explains that ``key`` was not offered."""
-        state = self.scheduler._req_status[context.req_id]
-        number = next(
-            at
-            for at, config in enumerate(self.scheduler.config.kv_group_configs)
-            if config.group_idx == group_of(key)
-        )
-        config = self.scheduler.config.kv_group_configs[number]
-        end = context.get_offload_key_position(OffloadKey(key))
-        last = end // config.tokens_per_block
-        blocks = state.group_states[number].block_ids[
-            last - self.scheduler.config.blocks_per_chunk : last
-        ]
-        if 0 in blocks:
+        request = self.requests[context.req_id]
+        end, group = self._end(context.req_id, key), group_of(key)
+        blocks = self._their_blocks(context.req_id, key)
+        last = end // self.setup.groups[group][0]
+        table = self._blocks_of(request, group)[last - len(blocks) : last]
+        if 0 in blocks or 0 in table:
             return Reason.GONE
-        request = state.req
         if request.is_finished() and end > min(
             request.num_computed_tokens, request.num_tokens - 1
         ):
             return Reason.LAST_TOKEN
-        if not self.holds(request, config.group_idx, blocks, end):
-            return Reason.OVERWRITTEN
-        if any(self._given[block] > self._got[request.request_id, block] for block in blocks):
-            return Reason.SHARED
         return None
 
-    def holds(self, request: Any, group: int, blocks: Sequence[int], end: int) -> bool:
-        """Whether ``blocks`` hold, or get in this step, the tokens before ``end``.
-
-        The world sets it: it knows what was written where.
-        """
-        raise NotImplementedError
-
-
-def _compare_jobs(theirs: dict[int, Any], ours: Any, *, loads: bool) -> None:
-    assert list(theirs) == list(ours)
-    for job_id, job in theirs.items():
-        slots, blocks = job.src_spec, job.dst_spec
-        if not loads:
-            slots, blocks = blocks, slots
-        mine = ours[job_id]
-        assert job.req_id == mine.request_id
-        assert blocks.block_ids.tolist() == list(mine.blocks.block_ids)
-        assert list(blocks.group_sizes) == list(mine.blocks.group_sizes)
-        assert list(blocks.block_indices) == list(mine.blocks.first_blocks)
-        assert slots.slots == list(mine.slots.slots)
-        assert slots.generations == list(mine.slots.generations)
-
-
-def options_of(
-    groups: Sequence[tuple[int, int | None]],
-    *,
-    tokens_per_hash: int,
-    blocks_per_chunk: int,
-    ranks: int,
-    store_decode: bool,
-    retention_tokens: int | None,
-) -> SchedulerOptions:
-    """Return kvtier's options for groups of (tokens per block, window)."""
-    return SchedulerOptions(
-        groups=tuple(
-            CacheGroup(tokens_per_block, window, index)
-            for index, (tokens_per_block, window) in enumerate(groups)
-        ),
-        tokens_per_hash=tokens_per_hash,
-        blocks_per_chunk=blocks_per_chunk,
-        ranks=ranks,
-        store_decode=store_decode,
-        retention_tokens=retention_tokens,
-    )
+    def _blocks_of(self, request: Any, group: int) -> list[int]:
+        if request.request_id in self.last_tables:
+            return self.last_tables[request.request_id][group]
+        tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        return [block.block_id for block in tables[group]]

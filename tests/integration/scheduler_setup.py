@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,11 @@ class Setup:
     guesses: int = 0
     priorities: bool = False
     events: bool = False
+
+    @property
+    def alignment_tokens(self) -> int:
+        """Tokens at whose multiples hits end."""
+        return math.lcm(*(tokens for tokens, _ in self.groups)) * self.blocks_per_chunk
 
     @property
     def tokens_per_hash(self) -> int:
@@ -198,6 +204,8 @@ def scheduler_with(
             kv_connector_extra_config={
                 "kvtier_config": str(model / "kvtier.yaml"),
                 "blocks_per_chunk": setup.blocks_per_chunk,
+                "spec_name": "PairSpec",
+                "spec_module_path": "tests.integration.scheduler_pair",
                 "offload_prompt_only": not setup.store_decode,
                 **extra,
             },

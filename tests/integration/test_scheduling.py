@@ -42,7 +42,7 @@ SETUPS = {
         blocks_per_chunk=4, engine_blocks=48, slots=(24, 96), failing=0.2, store_decode=True
     ),
     "asynchronous": Setup(
-        engine_blocks=48, asynchronous=True, store_decode=True, priorities=True, failing=0.1
+        engine_blocks=48, asynchronous=True, store_decode=True, priorities=True, failing=0.2
     ),
     "no room": Setup(engine_blocks=36, slots=(12, 48), failing=0.2, store_decode=True),
     "window": Setup(
