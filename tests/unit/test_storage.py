@@ -11,6 +11,7 @@ import pytest
 from kvtier.config import TierConfig, parse_config
 from kvtier.connector import storage
 from kvtier.errors import CapacityError, ClosedError
+from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers.base import TierContext
@@ -58,7 +59,12 @@ def test_when_the_engine_cannot_start_every_tier_is_closed_whatever_one_of_them_
     before = set(threading.enumerate())
     with pytest.raises(ClosedError, match="cannot start"):
         storage.open_storage(
-            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
+            config,
+            region,
+            LayoutFingerprint({}),
+            tokens_per_chunk=16,
+            groups=[GroupReach(16)],
+            record_events=False,
         )
     assert sorted(closed) == ["last", "raises"]
     assert "tier raises: not closed" in caplog.text
@@ -90,6 +96,11 @@ def test_an_engine_that_is_allowed_no_thread_closes_its_tiers_and_says_why(
     config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
     with pytest.raises(CapacityError, match=r"kvtier-storage cannot be started.*pids\.max"):
         storage.open_storage(
-            config, region, LayoutFingerprint({}), tokens_per_chunk=16, record_events=False
+            config,
+            region,
+            LayoutFingerprint({}),
+            tokens_per_chunk=16,
+            groups=[GroupReach(16)],
+            record_events=False,
         )
     assert closed == ["nvme"]
