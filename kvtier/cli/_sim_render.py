@@ -20,7 +20,7 @@ from kvtier.sim.sweep import SweepResult
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size
 
-__all__ = ["show_ladder", "show_replay", "show_single", "show_sweep"]
+__all__ = ["show_ladder", "show_single", "show_sweep"]
 
 
 def show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 
@@ -27,7 +27,7 @@ class Found(NamedTuple):
     @property
     def groups(self) -> int:
         """KV cache groups they belong to."""
-        return len({copy.key[-GROUP_NBYTES:] for copy in self.copies})
+        return len(self._per_group())
 
     @property
     def counted(self) -> int:
@@ -36,7 +36,14 @@ class Found(NamedTuple):
         That group reads the whole prefix; of a sliding window's only the last chunks were asked
         for.
         """
-        return max(Counter(copy.key[-GROUP_NBYTES:] for copy in self.copies).values())
+        return max(self._per_group().values())
+
+    def _per_group(self) -> Counter[bytes]:
+        """Return how many there are of each group, by the end of their keys."""
+        copies = self.copies
+        if copies and of_one_group((copies[0].key, copies[-1].key)):
+            return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
+        return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
 
     @property
     def cost(self) -> int:
@@ -78,11 +85,15 @@ class Found(NamedTuple):
         return behind
 
 
-def survey(keys: Iterable[ChunkKey], ram: TierState, below: Sequence[TierState]) -> Found:
+def survey(keys: Sequence[ChunkKey], ram: TierState, below: Sequence[TierState]) -> Found:
     """Find ``keys`` in RAM or else ``below``; ends at the first that is nowhere."""
-    copies: list[ChunkCopy] = []
-    tiers: list[int] = []
-    for key in keys:
+    copies = ram.lead_of(keys)
+    tiers = [0] * len(copies)
+    rest = keys[len(copies) :]
+    if below and ram.copies.keys().isdisjoint(rest):
+        copies += below[0].lead_of(rest)
+        tiers += [below[0].index] * (len(copies) - len(tiers))
+    for key in keys[len(copies) :]:
         copy = ram.copies.get(key)
         if copy is not None:
             if copy.state == CopyState.LATE:

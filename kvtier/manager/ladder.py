@@ -181,14 +181,18 @@ class Ladder:
         found = [at for key in keys if (at := first_whole(readable, key)) is not None]
         return [copy for _, copy in found], [tier.index for tier, _ in found]
 
-    def asked(self, key: ChunkKey) -> None:
-        """Note that ``key`` is wanted, in every tier that is passed before it is found."""
-        if not self.follows_reuse or key[SAMPLING_BYTE] & self._sampling:
+    def asked(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that ``keys`` are wanted, in every tier that is passed before each is found."""
+        if not self.follows_reuse:
             return
-        for copies, gaps in self._passed:
-            if key in copies:
-                return
-            gaps.asked(key)
+        mask = self._sampling
+        for key in keys:
+            if key[SAMPLING_BYTE] & mask:
+                continue
+            for copies, gaps in self._passed:
+                if key in copies:
+                    break
+                gaps.asked(key)
 
     def publish(
         self, tier: TierState, copies: Sequence[ChunkCopy], *, is_ordered: bool = False

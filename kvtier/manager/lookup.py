@@ -19,6 +19,7 @@ then, the plan says so, and that load fails alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from kvtier.keys import ChunkKey
@@ -76,7 +77,7 @@ class HitLookup:
         copies = self._ram.lead_of(needed)
         if len(copies) == len(needed):
             self._ram.keep(copies, self._ladder.ctx)
-            self._reserved[request] = _Reservation(0, sum(map(is_idle, copies)))
+            self._reserved[request] = _Reservation(0, copies)
         elif not self._can_load(request, survey(needed, self._ram, readable)):
             return None
         return end - prompt.local_tokens
@@ -91,7 +92,7 @@ class HitLookup:
             return None
         presence, readable = self._find_for(request)
         if request.phase == Phase.ASKING:
-            self._ladder.asked(key)
+            self._ladder.asked((key,))
         if not presence.has(key):
             self._count_miss(request)
             return None
@@ -131,9 +132,7 @@ class HitLookup:
 
         Some of ``found`` are in slower tiers or on their way to RAM.
         """
-        for copy, tier in zip(*found, strict=True):
-            if tier:
-                self._ladder.asked(copy.key)
+        self._ladder.asked([copy.key for copy in compress(*found)])
         here = found.in_ram().copies
         self._ram.keep(here, self._ladder.ctx)
         whole = all(copy.state == _RESIDENT for copy in here)
@@ -154,12 +153,12 @@ class HitLookup:
         if not ladder.limits.streams:
             return False
         reserved = self._reserved.values()
-        wanted = _Reservation(len(found.tiers) - len(here), sum(map(is_idle, here)))
+        wanted = _Reservation(len(found.tiers) - len(here), here)
         held = grants.granted + grants.streaming + ladder.ledger.stuck
         held += sum(other.fills for other in reserved)
         if wanted.fills > ladder.limits.pin_budget - held:
             return False
-        if sum(wanted) > self._ram.room - sum(map(sum, reserved)):
+        if wanted.room > self._ram.room - sum(other.room for other in reserved):
             return False
         now = ladder.ctx.now
         if ladder.worth.choose(found.tiers, counted=found.counted, now=now) is not None:
@@ -170,8 +169,8 @@ class HitLookup:
     def _note_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
         """Note what ``request`` misses first: the chunks behind a hit of ``end`` tokens."""
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
-            for key in keys[end // group.chunk_tokens :][:1]:
-                self._ladder.asked(key)
+            first = end // group.chunk_tokens
+            self._ladder.asked(keys[first : first + 1])
         self._count_miss(request)
 
     def _count_miss(self, request: RequestState) -> None:
@@ -187,11 +186,16 @@ class _Reservation(NamedTuple):
 
     Attributes:
         fills: Slots that it fills from slower tiers.
-        reads: Slots of idle copies that it reads.
+        reads: Copies that it reads, whole in RAM.
     """
 
     fills: int
-    reads: int
+    reads: Sequence[ChunkCopy]
+
+    @property
+    def room(self) -> int:
+        """Slots that are free or could be made free, and will not be."""
+        return self.fills + sum(map(is_idle, self.reads))
 
 
 class _InRam:
@@ -217,6 +221,9 @@ class _Anywhere:
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         lead = len(self._ram.lead_of(keys))
+        rest = keys[lead:]
+        if self._readable and self._ram.copies.keys().isdisjoint(rest):
+            lead += len(self._readable[0].lead_of(rest))
         while lead < len(keys) and self.has(keys[lead]):
             lead += 1
         return lead

@@ -195,8 +195,7 @@ class Storer:
     def _note_wanted(self, new: Sequence[ChunkKey]) -> None:
         """Note that chunks which are not in RAM were wanted: somebody computed them."""
         for gaps in self._ladder.gaps:
-            for key in gaps.remembered(new):
-                self._ladder.asked(key)
+            self._ladder.asked(gaps.remembered(new))
 
     def _refuse(self, chunks: int) -> None:
         """Count new chunks that find no room, and those that dirty ones kept from it."""

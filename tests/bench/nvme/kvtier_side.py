@@ -17,7 +17,7 @@ from kvtier.types import LayoutFingerprint
 from kvtier.vllm.metrics import StatsReporter
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 
-__all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier", "open_side"]
+__all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier", "open_tiers"]
 
 FINGERPRINT = LayoutFingerprint({"model": "bench"})
 FILL_NBYTES = 16 << 20
@@ -61,12 +61,12 @@ def open_kvtier(
     )
     region = make_region(config, chunk_nbytes)
     fill(region.payload)
-    return open_side(config, region)
+    return KvtierSide(open_tiers(config, region), config)
 
 
-def open_side(config: KvtierConfig, region: HostRegion) -> KvtierSide:
+def open_tiers(config: KvtierConfig, region: HostRegion) -> Storage:
     """Open the tiers of ``config``, with a token for each chunk."""
-    storage = open_storage(
+    return open_storage(
         config,
         region,
         FINGERPRINT,
@@ -74,7 +74,6 @@ def open_side(config: KvtierConfig, region: HostRegion) -> KvtierSide:
         groups=[GroupReach(1)],
         record_events=False,
     )
-    return KvtierSide(storage, config)
 
 
 def fill(memory: memoryview) -> None:

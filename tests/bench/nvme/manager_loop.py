@@ -18,7 +18,7 @@ from kvtier.config import KvtierConfig, RamTierConfig
 from kvtier.keys import ChunkKey
 from tests.bench.nvme.engine_loop import make_context
 from tests.bench.nvme.errors import BenchError
-from tests.bench.nvme.kvtier_side import make_region, open_side
+from tests.bench.nvme.kvtier_side import KvtierSide, make_region, open_tiers
 from tests.bench.nvme.manager_cost import ManagerCost, ManagerPeer
 from tests.bench.nvme.native_side import look_up
 from tests.bench.nvme.workload import Request, make_request
@@ -107,7 +107,7 @@ def _opened(peer: ManagerPeer) -> Iterator[_Workers]:
         ram = ram.model_copy(update={"eviction": "lru"})
     config = KvtierConfig(tiers=(ram,))
     region = make_region(config, _SLOT_NBYTES)
-    side = open_side(config, region)
+    side = KvtierSide(open_tiers(config, region), config)
     try:
         yield side
     finally:

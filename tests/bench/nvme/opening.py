@@ -43,11 +43,10 @@ def open_once(spec: TransferSpec) -> Opened:
     Raises:
         BenchError: Not every chunk came back.
     """
-    from kvtier.connector.storage import open_storage  # noqa: PLC0415 - as late as the rest
     from tests.bench.nvme.kvtier_side import (  # noqa: PLC0415 - imports vLLM
-        FINGERPRINT,
         make_config,
         make_region,
+        open_tiers,
     )
 
     workload = spec.workload
@@ -57,7 +56,7 @@ def open_once(spec: TransferSpec) -> Opened:
     gc.collect()
     before_nbytes = anonymous_nbytes()
     began_s = time.perf_counter()
-    storage = open_storage(config, region, FINGERPRINT, tokens_per_chunk=1, record_events=False)
+    storage = open_tiers(config, region)
     seconds = time.perf_counter() - began_s
     gc.collect()
     grown_nbytes = anonymous_nbytes() - before_nbytes
