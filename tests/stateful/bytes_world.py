@@ -31,8 +31,8 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.manager import ManagerLimits, StorePlan, TieredOffloadingManager, TierState
 from kvtier.manager.hits import Reach
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.os.memory import open_anonymous
 from kvtier.memory.slot_layout import shard_of
+from kvtier.os.memory import open_anonymous
 from kvtier.policies import (
     ChunkCopy,
     CopyState,

@@ -22,7 +22,7 @@ from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
-from kvtier.memory.slot_layout import STRIPES, RankShare, share_pages, shard_of
+from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of, share_pages
 from tests.unit.kv_pages import Model, kv_of
 from tests.unit.regions import open_regions
 

@@ -85,7 +85,9 @@ def test_a_full_queue_drops_requests_and_counts_them(
     writer.close(timeout_s=10)
     counts = writer.statistics()
     assert counts.written + counts.dropped == 20
-    assert lengths(tmp_path / "trace", "requests") == [("requests-000001.jsonl", counts.written)]
+    assert lengths(tmp_path / "trace", "requests") == [
+        ("requests-000001.jsonl", counts.written)
+    ]
     writer.request(RequestRecord(0.0, keys(1), 0, 16))
     assert writer.statistics().dropped == counts.dropped + 1
 

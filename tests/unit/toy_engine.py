@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
+from kvtier.connector.metadata import ConnectorMetadata, FailedLoad, TransferJob, WorkerOutput
 from kvtier.connector.protocols import BoundaryState, Step
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
