@@ -1,4 +1,4 @@
-"""Which chunks the scheduler side stores, and which stores end before blocks are overwritten."""
+"""Which chunks the scheduler side stores, and which stores end before a block is reused."""
 
 from __future__ import annotations
 
