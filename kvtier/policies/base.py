@@ -159,7 +159,7 @@ class NoVictimError(KvtierError):
     """An eviction policy returned no victim although every member may go."""
 
     def __init__(self, eviction: Eviction) -> None:
-        kind = type(eviction)
+        kind: type[object] = type(eviction)
         problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
         super().__init__(f"{problem} although every chunk may go; repair its pick")
 
