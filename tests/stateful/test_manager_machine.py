@@ -117,7 +117,7 @@ class ManagerMachine(RuleBasedStateMachine):
         eviction: str,
         other: GroupReach,
     ) -> None:
-        self.rules = HitRules([FULL, other])
+        self.hit_rules = HitRules([FULL, other])
         self.truth = RecordingTruth(driven=True)
         tiers = 1 + len(slower)
         kind = MovingLadder if mode == "move" else LadderPlacement
@@ -131,7 +131,7 @@ class ManagerMachine(RuleBasedStateMachine):
             ),
             truth=self.truth,
             eviction=eviction,
-            groups=self.rules.groups,
+            groups=self.hit_rules.groups,
             limits=ManagerLimits(
                 pin_budget=budget,
                 reserve=reserve,
@@ -215,13 +215,13 @@ class ManagerMachine(RuleBasedStateMachine):
         if hits:
             end = request.local_tokens + hits
             assert end <= request.tokens
-            assert not end % self.rules.alignment_tokens
+            assert not end % self.hit_rules.alignment_tokens
         return hits
 
     def prompt(self, request: Request) -> Prompt:
         keys = [
             prefix(request.tokens // group.chunk_tokens, of=request.prompt, group=number)
-            for number, group in enumerate(self.rules.groups)
+            for number, group in enumerate(self.hit_rules.groups)
         ]
         return Prompt(keys, request.local_tokens, request.tokens)
 
@@ -230,7 +230,7 @@ class ManagerMachine(RuleBasedStateMachine):
         request.lookups = 0
         if not hits:
             return
-        keys = self.rules.needed(self.prompt(request), request.local_tokens + hits)
+        keys = self.hit_rules.needed(self.prompt(request), request.local_tokens + hits)
         plan = self.manager.prepare_load(keys, request.req_id)
         assert all(plan.generations), "a hit has no slot after all"
         for slot, generation in zip(plan.slots, plan.generations, strict=True):
@@ -522,7 +522,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Return the keys of a prompt's whole chunks, group after group."""
         return [
             key
-            for number, group in enumerate(self.rules.groups)
+            for number, group in enumerate(self.hit_rules.groups)
             for key in prefix(tokens // group.chunk_tokens, of=prompt, group=number)
         ]
 
