@@ -128,7 +128,7 @@ class StoreRules:
                 continue
             size = layout.tokens_per_chunk
             end = self._next_end(tracked.request, layout, offered)
-            if layout.group.is_draft and end + size > prompt:
+            if layout.group.is_draft and end > prompt:
                 end += size  # it is final one chunk later
             tokens = min(tokens, end)
         return tokens if tokens <= limit else math.inf

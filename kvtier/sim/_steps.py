@@ -98,6 +98,7 @@ class StepEngine(Engine[StepModel]):
         self._loading: list[tuple[float, int, _Load]] = []
         self._ready: list[tuple[int, _Served]] = []
         self._stored: list[Sequence[ChunkKey]] = []
+        self._final: list[Sequence[ChunkKey]] = []
         self._ended: list[_Served] = []
 
     @override
@@ -122,7 +123,7 @@ class StepEngine(Engine[StepModel]):
             or self._loading
             or self._ready
             or self._stored
-            or self._ended
+            or self._final
         )
 
     def _rest(self, coming: Sequence[ModelRequest]) -> None:
@@ -137,6 +138,7 @@ class StepEngine(Engine[StepModel]):
 
     def _step(self) -> None:
         """Schedule a step, let its time pass, and take what ended meanwhile."""
+        self._ended = []
         self._take_results()
         batch = self._continue_running()
         started = self._start_waiting(batch)
@@ -204,17 +206,13 @@ class StepEngine(Engine[StepModel]):
         return True
 
     def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Offer chunks that this step completes, and all that is left of ended requests."""
-        accepted: list[Sequence[ChunkKey]] = []
+        """Offer chunks that this step completes; return what is stored from the next one on."""
+        accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens
             whole = computed // self._chunk_tokens
             end = len(request.keys) if computed >= request.tokens else whole
             accepted += self._store(served, end)
-        for served in self._ended:
-            accepted += self._store(served, len(served.request.keys))
-            self._manager.end_request(served.request.req_id)
-        self._ended = []
         return accepted
 
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
@@ -222,6 +220,7 @@ class StepEngine(Engine[StepModel]):
         keys = served.request.keys[served.next_chunk : end]
         if not keys:
             return
+        self._take_results()
         plan = self._manager.prepare_store(keys, served.request.req_id)
         if plan is None:
             return
@@ -271,6 +270,8 @@ class StepEngine(Engine[StepModel]):
             served.generated += 1
             if served.generated >= served.request.output_tokens:
                 self._running.remove(served)
+                self._final += self._store(served, len(served.request.keys))
+                self._manager.end_request(served.request.req_id)
                 self._ended.append(served)
 
     # -- jobs -------------------------------------------------------------------------------

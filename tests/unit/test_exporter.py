@@ -143,19 +143,19 @@ def moved_bytes(exporter: MetricsExporter) -> dict[str, float]:
     }
 
 
-def test_a_scheduler_half_has_what_its_workers_copied_and_its_tiers() -> None:
+def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
     toy = ToyEngine(slots=(8, 16))
     between_tiers = toy.cache.service._transfers
-    with MetricsExporter(toy.half, 0) as exporter:
+    with MetricsExporter(toy.connector, 0) as exporter:
         toy.fill("a", 2 * TOKENS)
-        for _ in range(3):  # until the chunks are down: a busy half is not read at every step
+        for _ in range(3):  # until the chunks are demoted: a busy engine is not read at every step
             toy.step()
         for stats in (
             copied(8192, 0.5, ("gpu", "ram")),
             copied(1024, 0.25, ("ram", "gpu")),
             copied(4096, 0.25, ("gpu", "ram")),
         ):
-            toy.half.update_connector_output(WorkerOutput(stats=stats.to_dict()))
+            toy.connector.update_connector_output(WorkerOutput(stats=stats.to_dict()))
         between_tiers.record_transfer(2048, 0.5, ("ram", "nvme"))
         exporter.refresh()
         found = scrape(exporter)
@@ -177,14 +177,14 @@ def test_an_exporter_and_the_engines_own_statistics_both_have_all(asked_first: b
     told: dict[str, float] = {}
 
     def ask() -> None:
-        stats = toy.half.get_stats()
+        stats = toy.connector.get_stats()
         for name, number in ({} if stats is None else stats.reduce()).items():
             told[name] = told.get(name, 0) + number
 
-    with MetricsExporter(toy.half, 0) as exporter:
+    with MetricsExporter(toy.connector, 0) as exporter:
         for _ in range(3):
             stats = copied(4096, 0.5, ("gpu", "ram"))
-            toy.half.update_connector_output(WorkerOutput(stats=stats.to_dict()))
+            toy.connector.update_connector_output(WorkerOutput(stats=stats.to_dict()))
             toy.cache.service._transfers.record_transfer(2048, 0.25, ("ram", "nvme"))
             readers = (ask, exporter.refresh)
             for read in readers if asked_first else reversed(readers):
@@ -198,12 +198,12 @@ def test_an_exporter_and_the_engines_own_statistics_both_have_all(asked_first: b
     }
 
 
-def test_a_scheduler_half_is_active_until_its_cache_and_its_workers_are_done() -> None:
+def test_a_scheduler_side_is_active_until_its_cache_and_its_workers_are_done() -> None:
     toy = ToyEngine()
     seen = []
 
     def look() -> None:
-        seen.append((toy.half.is_active, toy.cache.service.is_active))
+        seen.append((toy.connector.is_active, toy.cache.service.is_active))
 
     look()
     request = toy.arrive("a", TOKENS)

@@ -1,6 +1,6 @@
 """Step for step, a replay whose copies take no time is what the simulator says it is.
 
-The replay runs with its own batches, both halves of the connector, and real tiers, but by a
+The replay runs with its own batches, both sides of the connector, and real tiers, but by a
 clock of the test: where the engine would sleep, all copies in flight end and the clock is set
 forward. What is left of the prediction's error is then the machine's time alone.
 """
@@ -53,7 +53,8 @@ class InstantWorker(ConnectorWorker):
         for metadata in self._held:
             super().start_load(metadata)
         self._held.clear()
-        self._opened.wait(set(self._running))
+        self._device.wait(set(self._loads))
+        self._device.wait_for_stores()
 
 
 class InstantService(CacheService):
