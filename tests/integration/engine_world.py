@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from kvtier.vllm.slots import lay_out_slots
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
@@ -32,7 +33,6 @@ from kvtier.errors import UnsupportedError
 from kvtier.vllm.compat import EngineFacts, kinds
 from kvtier.vllm.demo.scenario import store_yaml
 from kvtier.vllm.layout import require_supported_layout
-from kvtier.vllm.slots import lay_out_slots
 from tests.integration.test_portable_slots import facts
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from kvtier.sim.recorded import ReplayResult, replay_calls
 
 from kvtier.config import KvtierConfig, load_config
 from kvtier.sim.ladder import simulate_ladder
-from kvtier.sim.recorded import ReplayResult, replay_calls
 from kvtier.sim.traces import Trace, TraceError, read_trace
 from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
 from kvtier.vllm.demo.runner import run_engine

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.config import KvtierConfig, load_config
 from kvtier.memory import RegionGeometry
-from kvtier.vllm.compat import EngineFacts
+from kvtier.vllm.compat.engine import EngineFacts
 from kvtier.vllm.layout import fingerprint
 
 GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
