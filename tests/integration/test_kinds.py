@@ -110,7 +110,7 @@ def test_a_kind_derived_from_a_known_one_is_refused(odd: KVCacheSpec) -> None:
 
 
 def test_rows_of_several_tokens_are_refused_where_a_hit_could_end_within_one() -> None:
-    rows = MLAAttentionSpec(**COMMON, compress_ratio=4)
+    rows = MLAAttentionSpec(**COMMON, tokens_per_state=4)
     odd = FullAttentionSpec(**(COMMON | {"block_size": 6}))
     assert cache_groups(config_of(rows, odd)), "what is not finished is stored as well"
     assert cache_groups(config_of(rows, FULL, ring()))
@@ -139,6 +139,8 @@ def test_every_kind_of_vllm_is_stored_or_refused_on_purpose() -> None:
         "AttentionSpec",
         "CrossAttentionSpec",
         "EncoderOnlyAttentionSpec",  # kept by no layer, but in the worker's own books
+        "HiSparseHotSpec",
+        "HiSparseResidentSpec",
         "KVCacheSpec",
         "RSWASpec",
         "SinkFullAttentionSpec",
