@@ -11,9 +11,9 @@ and a slot's bytes need not depend on the number of ranks (:mod:`kvtier.memory.s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,11 +25,14 @@ from kvtier.vllm.kinds import layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor
 
 __all__ = ["SlotShape", "find_pages", "share_slots"]
 
 logger = get_logger(__name__)
+
+_WITH_ANOTHER: Final = (-1, 0)
+"""The page of a layer that is part of another layer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +72,40 @@ def find_pages(
     numbers: dict[tuple[int, int], int] = {}
     pages: dict[str, tuple[int, int]] = {}
     for placed in kv_cache_config.kv_cache_tensors:
-        for at, layer in enumerate(placed.layers):
-            if layer not in specs:
-                continue
-            offset = placed.offset + at * placed.layer_stride
-            nbytes = _page_nbytes(specs[layer])
+        for offset, layers in _parts(placed, specs):
+            nbytes = len(layers) * _page_nbytes(specs[layers[0]])
             place = (offset, placed.block_stride)
             if place not in numbers:
                 numbers[place] = len(tensors)
-                whole = max(nbytes, specs[layer].page_size_bytes)
+                whole = max(nbytes, specs[layers[0]].page_size_bytes)
                 tensors.append(
-                    _view(layer, kv_caches, offset, (blocks, whole), placed.block_stride)
+                    _view(layers[0], kv_caches, offset, (blocks, whole), placed.block_stride)
                 )
-            pages[layer] = (numbers[place], nbytes)
+            pages[layers[0]] = (numbers[place], nbytes)
+            pages.update(dict.fromkeys(layers[1:], _WITH_ANOTHER))
     missing = specs.keys() - pages.keys()
     if missing:
         raise UnsupportedError(f"vLLM does not say where layer {min(missing)} keeps its KV")
-    return KVBlocks(tensors, [[pages[layer] for layer in group] for group in groups])
+    held = [[pages[layer] for layer in group] for group in groups]
+    return KVBlocks(
+        tensors, [[page for page in group if page != _WITH_ANOTHER] for group in held]
+    )
+
+
+def _parts(
+    placed: KVCacheTensor, specs: Mapping[str, KVCacheSpec]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield where each contiguous part of a block begins, and the layers in it.
+
+    Where heads come before layers (``BHLNC``), the pages of all layers are one part.
+    """
+    layers = [layer for layer in placed.layers if layer in specs]
+    if len(layers) > 1 and placed.layer_stride < _page_nbytes(specs[layers[0]]):
+        yield placed.offset, layers
+        return
+    for at, layer in enumerate(placed.layers):
+        if layer in specs:
+            yield placed.offset + at * placed.layer_stride, [layer]
 
 
 def share_slots(

@@ -1,19 +1,14 @@
-"""What vLLM's worker half hands over of KV memory is all that a block holds, or is refused."""
+"""What kvtier takes for a block is all that the block holds, or the memory is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from kvtier.vllm.slots import lay_out_slots
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-    OffloadingConnectorWorker,
-)
-from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -30,13 +25,11 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvtier.config import load_config
 from kvtier.errors import UnsupportedError
-from kvtier.vllm.compat import EngineFacts, kinds
+from kvtier.vllm.compat.engine import EngineFacts
 from kvtier.vllm.demo.scenario import store_yaml
 from kvtier.vllm.layout import require_supported_layout
+from kvtier.vllm.pages import find_pages
 from tests.integration.test_portable_slots import facts
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 BLOCKS = 8
 LAYOUTS = tuple(layout.name for layout in KVCacheLayout)
@@ -103,29 +96,6 @@ def config_of(groups: list[KVCacheGroupSpec], layout: KVCacheLayout) -> KVCacheC
     return kv_cache_utils.get_kv_cache_config_from_groups(vllm, groups, nbytes * BLOCKS)
 
 
-def handed_over(config: KVCacheConfig, caches: dict[str, torch.Tensor]) -> CanonicalKVCaches:
-    """Return what vLLM's worker half gives a spec."""
-    found: list[CanonicalKVCaches] = []
-    spec: Any = SimpleNamespace(
-        replicated_layout=False,
-        config=SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0)),
-        get_worker=found.append,
-    )
-    vllm: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            cp_kv_cache_interleave_size=1,
-            world_size=1,
-            rank=0,
-        ),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
-    )
-    OffloadingConnectorWorker(spec, vllm, config).register_kv_caches(caches)
-    return found[0]
-
-
 def engine_of(config: KVCacheConfig, layout: str) -> EngineFacts:
     names = [tuple(group.layer_names) for group in config.kv_cache_groups]
     return dataclasses.replace(
@@ -134,15 +104,6 @@ def engine_of(config: KVCacheConfig, layout: str) -> EngineFacts:
         group_ids=tuple(range(len(names))),
         kv_layout=layout,
         worker_kv_bytes_per_block=config.kv_cache_tensors[0].size // config.num_blocks,
-    )
-
-
-def is_refused(model: str, layout: str) -> bool:
-    """Return whether a model's layers lie so that vLLM's worker half gets them wrong."""
-    if layout == APART:
-        return True  # all are refused by name, those with one head or none as well
-    return (model == "states" and layout in INTERLEAVED) or (
-        model == "padded" and layout not in INTERLEAVED
     )
 
 
@@ -158,7 +119,7 @@ def test_a_block_that_was_stored_is_loaded_whole_into_another_and_nowhere_else(
         pytest.skip(f"vLLM has no such memory: {refusal}")
     device, sizes = torch.device("cpu"), [4] * len(groups)
     caches = allocate_kv_cache(config, device, KVCacheLayout[layout], sizes)
-    memory, engine = handed_over(config, caches), engine_of(config, layout)
+    engine = engine_of(config, layout)
     file = store_yaml(
         tmp_path / "kvtier.yaml",
         store=tmp_path / "store",
@@ -166,42 +127,20 @@ def test_a_block_that_was_stored_is_loaded_whole_into_another_and_nowhere_else(
         nvme_nbytes=1 << 26,
         blocks_per_chunk=2,
     )
-    settings = load_config(file)
-
-    def start() -> None:
-        require_supported_layout(engine, settings)
-        lay_out_slots(engine, settings, memory, content="layers")
-
-    if is_refused(model, layout):
-        with pytest.raises(UnsupportedError, match=r"KV_CACHE_LAYOUT=LBHNC|not supported"):
-            start()
+    if layout == APART:  # even where heads are one or none
+        with pytest.raises(UnsupportedError, match="KV_CACHE_LAYOUT=LBHNC"):
+            require_supported_layout(engine, load_config(file))
         return
-    start()
-    for group, refs in zip(groups, memory.group_data_refs, strict=True):
+    require_supported_layout(engine, load_config(file))
+    memory = find_pages(caches, config, engine.group_ids)
+    for group, pages in zip(groups, memory.groups, strict=True):
         views = [caches[name] for name in group.layer_names]
         for view in views:
             view.copy_(torch.randint(-100, 100, view.shape))
         before = [view.clone() for view in views]
-        for ref in refs:
-            rows = memory.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes]
+        for tensor, nbytes in pages:
+            rows = memory.tensors[tensor][:, :nbytes]
             rows[5] = rows[3]
         for view, was in zip(views, before, strict=True):
             was[5] = was[3]
             assert torch.equal(view, was)
-
-
-def test_every_kind_of_vllms_was_read() -> None:
-    found = {
-        name
-        for name, each in vars(kv_cache_interface).items()
-        if isinstance(each, type) and issubclass(each, KVCacheSpec)
-    }
-    bases = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
-    refused = {
-        "CrossAttentionSpec",
-        "EncoderOnlyAttentionSpec",  # kept by no layer, but in the worker's own books
-        "RSWASpec",
-        "SinkFullAttentionSpec",
-    }
-    old = {"KpoolTailSpec", "TQFullAttentionSpec"}
-    assert found - bases - refused == {*kinds._KNOWN, *kinds._OF_GROUPS} - old

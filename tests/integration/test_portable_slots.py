@@ -1,8 +1,7 @@
-"""vLLM's own description of its pages makes slots that do not depend on the number of ranks."""
+"""Slots do not depend on the number of ranks where vLLM splits pages by heads."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,25 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from kvtier.vllm.slots import lay_out_slots, require_same_file
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
-    derive_canonical_mappings,
-)
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
 )
 
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import UnsupportedError
+from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
 from kvtier.types import LayoutFingerprint
-from kvtier.vllm.compat import EngineFacts
+from kvtier.vllm.compat.engine import EngineFacts
 from kvtier.vllm.demo.scenario import store_yaml
 from kvtier.vllm.layout import fingerprint
-from tests.unit.kv_pages import BLOCK_TOKENS, BLOCKS, HEAD_SIZE, Model
+from kvtier.vllm.pages import SlotShape, find_pages, share_slots
+from kvtier.vllm.regions import offer_region, require_same_file
+from tests.unit.kv_pages import BLOCK_TOKENS, BLOCKS, HEAD_SIZE
 
 LAYERS = ("layer.0", "layer.1")
 HEADS = 8
@@ -46,40 +46,40 @@ def latent() -> KVCacheSpec:
     )
 
 
-def register(
-    spec: KVCacheSpec, tensor: torch.Tensor, *, ranks: int, rank: int
-) -> CanonicalKVCaches:
-    """Do what vLLM's worker does with the KV memory of a model of equal layers."""
-    config: Any = SimpleNamespace(
+def share(
+    spec: KVCacheSpec, views: dict[str, torch.Tensor], *, ranks: int, rank: int
+) -> SlotShape:
+    """Do what a worker does with the KV memory of a model of equal layers."""
+    vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=ranks,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            cp_kv_cache_interleave_size=1,
-            world_size=ranks,
-            rank=rank,
+            tensor_parallel_size=ranks, world_size=ranks, rank=rank
         ),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
     )
-    cache_config: Any = SimpleNamespace(
-        num_blocks=BLOCKS,
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=LAYERS)],
-    )
-    caches: Any = dict.fromkeys(LAYERS, tensor)
-    mappings = derive_canonical_mappings(config, cache_config, caches)
     page = spec.page_size_bytes
-    return CanonicalKVCaches(
-        [CanonicalKVCacheTensor(torch.zeros((BLOCKS, page), dtype=torch.int8), page)],
-        [[CanonicalKVCacheRef(0, page, mappings.get(layer)) for layer in LAYERS]],
+    placed = KVCacheTensor(
+        size=len(LAYERS) * BLOCKS * page,
+        layers=list(LAYERS),
+        layer_stride=BLOCKS * page,
+        block_stride=page,
     )
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[placed],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+    )
+    kv = find_pages(views, config, (0,))
+    return share_slots(vllm_config, config, views, kv, (0,), blocks_per_chunk=2)
 
 
-def heads_outermost(heads: int) -> torch.Tensor:
-    return torch.zeros((BLOCKS, heads, BLOCK_TOKENS, 2 * HEAD_SIZE))
+def heads_outermost(heads: int) -> dict[str, torch.Tensor]:
+    both = torch.zeros((len(LAYERS), BLOCKS, heads, BLOCK_TOKENS, 2 * HEAD_SIZE))
+    return dict(zip(LAYERS, both, strict=True))
 
 
-def tokens_outermost(heads: int) -> torch.Tensor:
-    return torch.zeros((BLOCKS, BLOCK_TOKENS, heads, 2 * HEAD_SIZE)).transpose(1, 2)
+def tokens_outermost(heads: int) -> dict[str, torch.Tensor]:
+    both = torch.zeros((len(LAYERS), BLOCKS, BLOCK_TOKENS, heads, 2 * HEAD_SIZE))
+    return dict(zip(LAYERS, both.transpose(2, 3), strict=True))
 
 
 def facts(ranks: int, rank: int, page_nbytes: int) -> EngineFacts:
@@ -119,94 +119,85 @@ def config(tmp_path: Path) -> KvtierConfig:
     return load_config(file)
 
 
-def laid_out(
-    config: KvtierConfig,
-    spec: KVCacheSpec,
-    tensor: torch.Tensor,
-    *,
-    ranks: int,
-    rank: int,
-    content: str = "layers",
-) -> tuple[RankShare, LayoutFingerprint]:
-    engine = facts(ranks, rank, spec.page_size_bytes)
-    geometry, share = lay_out_slots(
-        engine, config, register(spec, tensor, ranks=ranks, rank=rank), content=content
+def stored_as(
+    config: KvtierConfig, shape: SlotShape, *, ranks: int, content: str = "layers"
+) -> LayoutFingerprint:
+    """Return what a store of such slots is known by."""
+    geometry = RegionGeometry(
+        slots=4,
+        slot_nbytes=shape.stripes * shape.stripe_nbytes,
+        stripe_nbytes=shape.stripe_nbytes,
+        stripes=shape.stripes,
+        ranks=ranks,
+        is_portable=shape.is_portable,
+        content=content,
     )
-    require_same_file(geometry, engine, config)
-    return share, fingerprint(engine, config, geometry)
+    return fingerprint(facts(ranks, 0, 1), config, geometry)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_heads_outermost_give_every_number_of_ranks_the_same_store(
     config: KvtierConfig, ranks: int
 ) -> None:
-    one = laid_out(config, attention(HEADS), heads_outermost(HEADS), ranks=1, rank=0)
-    each = STRIPES // ranks
+    one = share(attention(HEADS), heads_outermost(HEADS), ranks=1, rank=0)
+    heads = max(HEADS // ranks, 1)
+    each, writers = max(STRIPES // ranks, 1), max(ranks // HEADS, 1)
     for rank in range(ranks):
-        heads = HEADS // ranks
-        share, stored_as = laid_out(
-            config, attention(heads), heads_outermost(heads), ranks=ranks, rank=rank
+        shape = share(attention(heads), heads_outermost(heads), ranks=ranks, rank=rank)
+        first = rank // writers * each
+        assert shape.share == RankShare(
+            tuple(range(first, first + each)), writers=writers, writer=rank % writers
         )
-        assert share.stripes == tuple(range(rank * each, (rank + 1) * each))
-        assert stored_as == one[1]
+        assert stored_as(config, shape, ranks=ranks) == stored_as(config, one, ranks=1)
 
 
 def test_layers_of_another_content_are_another_store(config: KvtierConfig) -> None:
-    tensor = heads_outermost(HEADS)
+    shape = share(attention(HEADS), heads_outermost(HEADS), ranks=1, rank=0)
     stores = {
-        laid_out(config, attention(HEADS), tensor, ranks=1, rank=0, content=content)[
-            1
-        ].namespace()
+        stored_as(config, shape, ranks=1, content=content).namespace()
         for content in ("fp8 and bf16", "bf16 and fp8")
     }
     assert len(stores) == 2
 
 
-def test_our_own_description_of_such_pages_is_vllms() -> None:
-    for ranks in (1, 2, 4, 8, 16):
-        for rank in range(ranks):
-            heads = max(HEADS // ranks, 1)
-            caches = register(attention(heads), heads_outermost(heads), ranks=ranks, rank=rank)
-            theirs = caches.group_data_refs[0][0].mapping
-            assert theirs is not None
-            ours = Model(heads=HEADS).mapping(rank, ranks)
-            assert dataclasses.asdict(ours) == dataclasses.asdict(theirs)
-
-
 def test_latent_attention_is_stored_once_for_all_ranks(config: KvtierConfig) -> None:
-    tensor = torch.zeros((BLOCKS, BLOCK_TOKENS, 576), dtype=torch.bfloat16)
-    one = laid_out(config, latent(), tensor, ranks=1, rank=0)
-    share, stored_as = laid_out(config, latent(), tensor, ranks=4, rank=3)
-    assert share == RankShare(tuple(range(STRIPES)), writers=4, writer=3)
-    assert stored_as == one[1]
+    both = torch.zeros((len(LAYERS), BLOCKS, BLOCK_TOKENS, 576), dtype=torch.bfloat16)
+    views = dict(zip(LAYERS, both, strict=True))
+    one = share(latent(), views, ranks=1, rank=0)
+    shape = share(latent(), views, ranks=4, rank=3)
+    assert shape.share == RankShare(tuple(range(STRIPES)), writers=4, writer=3)
+    assert stored_as(config, shape, ranks=4) == stored_as(config, one, ranks=1)
 
 
 def test_tokens_outermost_bind_a_store_to_its_number_of_ranks_and_the_log_says_why(
     config: KvtierConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = laid_out(config, attention(HEADS), tokens_outermost(HEADS), ranks=1, rank=0)
-    with caplog.at_level(logging.INFO, logger="vllm.kvtier.vllm.slots"):
-        share, stored_as = laid_out(config, attention(4), tokens_outermost(4), ranks=2, rank=1)
-    assert share == shard_of(1)
-    assert stored_as != one[1]
-    assert "--tensor-parallel-size 2 only: a rank's part of a page is not whole 8ths" in (
+    one = share(attention(HEADS), tokens_outermost(HEADS), ranks=1, rank=0)
+    with caplog.at_level(logging.INFO, logger="vllm.kvtier.vllm.pages"):
+        shape = share(attention(4), tokens_outermost(4), ranks=2, rank=1)
+    assert shape.share == shard_of(1)
+    assert stored_as(config, shape, ranks=2) != stored_as(config, one, ranks=1)
+    assert "--tensor-parallel-size 2 only: the heads of layer layer.0 are not outermost" in (
         caplog.text
     )
 
 
 def test_memory_made_from_another_file_is_refused(config: KvtierConfig, tmp_path: Path) -> None:
-    spec = attention(HEADS)
-    engine = facts(1, 0, spec.page_size_bytes)
-    caches = register(spec, heads_outermost(HEADS), ranks=1, rank=0)
-    geometry, _ = lay_out_slots(engine, config, caches, content="layers")
-    other = load_config(
-        store_yaml(
-            tmp_path / "other.yaml",
-            store=tmp_path / "store",
-            ram_nbytes=1 << 25,
-            nvme_nbytes=1 << 26,
-            blocks_per_chunk=2,
+    shape = share(attention(HEADS), heads_outermost(HEADS), ranks=1, rank=0)
+    engine = facts(1, 0, attention(HEADS).page_size_bytes)
+    region = offer_region(engine, config, shape, content="layers")
+    try:
+        require_same_file(region.geometry, engine, config)
+        other = load_config(
+            store_yaml(
+                tmp_path / "other.yaml",
+                store=tmp_path / "store",
+                ram_nbytes=1 << 25,
+                nvme_nbytes=1 << 26,
+                blocks_per_chunk=2,
+            )
         )
-    )
-    with pytest.raises(UnsupportedError, match="must read the same configuration file"):
-        require_same_file(geometry, engine, other)
+        with pytest.raises(UnsupportedError, match="must read the same configuration file"):
+            require_same_file(region.geometry, engine, other)
+    finally:
+        region.close()

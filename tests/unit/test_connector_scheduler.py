@@ -218,9 +218,7 @@ def test_a_request_that_goes_on_from_the_first_bad_block_offers_everything_again
     engine.acknowledge()
 
 
-def test_a_request_aborted_while_it_loads_offers_nothing_and_ends_with_its_load() -> (
-    None
-):
+def test_a_request_aborted_while_it_loads_offers_nothing_and_ends_with_its_load() -> None:
     engine = ToyEngine()
     engine.fill("a", 4 * TOKENS)
     request = engine.arrive("b", 80)

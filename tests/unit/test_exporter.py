@@ -148,7 +148,9 @@ def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
     between_tiers = toy.cache.service._transfers
     with MetricsExporter(toy.connector, 0) as exporter:
         toy.fill("a", 2 * TOKENS)
-        for _ in range(3):  # until the chunks are demoted: a busy engine is not read at every step
+        for _ in range(
+            3
+        ):  # until the chunks are demoted: a busy engine is not read at every step
             toy.step()
         for stats in (
             copied(8192, 0.5, ("gpu", "ram")),

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import UnsupportedError
-from kvtier.vllm import compat
-from kvtier.vllm.compat import EngineFacts
+from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_offloading_config
 from tests.unit.vllm_modules import Load, model_settings, vllm_with
 
 PARALLEL = {
@@ -53,52 +52,6 @@ def offloading_config(**later: Any) -> SimpleNamespace:
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=4),
         parallel=SimpleNamespace(**PARALLEL),
         **later,
-    )
-
-
-def vllm_config() -> SimpleNamespace:
-    """Return what vLLM 0.25 gives a spec first."""
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="e1"),
-        model_config=SimpleNamespace(model="some/model"),
-        cache_config=SimpleNamespace(cache_dtype="torch.bfloat16"),
-        parallel_config=SimpleNamespace(
-            rank=1,
-            world_size=2,
-            tensor_parallel_size=2,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-        ),
-    )
-
-
-class Full:
-    """Stands for vLLM's ``FullAttentionSpec``."""
-
-
-INTERFACE = {"vllm__v1__kv_cache_interface": SimpleNamespace(FullAttentionSpec=Full)}
-
-
-def kv_cache_config(*sizes: int, stride: int = 0, blocks: int = 10) -> SimpleNamespace:
-    """Return what vLLM 0.25 gives a spec second."""
-    return SimpleNamespace(
-        num_blocks=blocks,
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=["layer.0", "layer.1"], kv_cache_spec=Full())
-        ],
-        kv_cache_tensors=[SimpleNamespace(size=size, block_stride=stride) for size in sizes],
-    )
-
-
-def old_spec() -> SimpleNamespace:
-    """Return what vLLM 0.25's base class makes of a spec."""
-    return SimpleNamespace(
-        extra_config=EXTRA,
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
-        gpu_block_size=(32,),
-        hash_block_size=16,
-        block_size_factor=1,
     )
 
 
@@ -149,35 +102,23 @@ def worker_of(
     )
 
 
-def content_of(engine: compat.EngineFacts, load: Load) -> str:
+def config_of(load: Load) -> Any:
+    """Return the configuration of a worker's engine."""
+    return load("vllm.config").get_current_vllm_config_or_none()
+
+
+def content_of(engine: EngineFacts, load: Load) -> str:
     """Return what the KV of a worker's engine is."""
-    return compat.kv_content(compat.current_config(load=load), engine, load=load)
-
-
-def without_settings() -> Load:
-    """Return the importer of a vLLM whose model has no configuration."""
-    load = worker_of()
-    del compat.current_config(load=load).model_config.hf_config
-    return load
+    return kv_content(config_of(load), engine, load=load)
 
 
 def test_a_vllm_that_says_all_is_read() -> None:
     config = offloading_config(canonical_layout=False, kv_cache_layout="LBHNC")
-    assert compat.read_engine(None, [config]) == FACTS
+    assert read_offloading_config(config) == FACTS
     asked = offloading_config(canonical_layout=True, kv_cache_layout=None)
-    facts = compat.read_engine(None, [asked])
+    facts = read_offloading_config(asked)
     assert facts.canonical_layout
     assert facts.kv_layout == ""
-
-
-def test_vllms_own_configuration_says_the_same() -> None:
-    spec = old_spec()
-    arguments = [vllm_config(), kv_cache_config(20_480, 20_480)]
-    compat.adopt_chunk_size(spec, arguments)
-    facts = compat.read_engine(spec, arguments, load=vllm_with(**INTERFACE))
-    assert facts == dataclasses.replace(FACTS, kv_layout=None)
-    assert spec.block_size_factor == 4
-    assert facts.chunk_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -205,63 +146,7 @@ def test_an_engine_knows_its_number_among_data_parallel_ones(
     config = offloading_config()
     config.engine_id = engine_id
     vars(config.parallel).update(told)
-    assert compat.read_engine(None, [config]).data_parallel_rank == rank
-    older = vllm_config()
-    older.kv_transfer_config.engine_id = engine_id
-    vars(older.parallel_config).update(told)
-    arguments = [older, kv_cache_config(20_480)]
-    facts = compat.read_engine(old_spec(), arguments, load=vllm_with(**INTERFACE))
-    assert facts.data_parallel_rank == rank
-
-
-def hybrid(extra: dict[str, Any], *blocks: int, ids: bool = True) -> SimpleNamespace:
-    """Return what a spec is told of groups with every other id, of ``blocks`` tokens."""
-    config = offloading_config()
-    config.extra_config = EXTRA | extra
-    config.groups = tuple(
-        SimpleNamespace(
-            tokens_per_block=tokens,
-            layer_names=(f"layer.{at}",),
-            **({"group_id": 2 * at + 1} if ids else {}),
-        )
-        for at, tokens in enumerate(blocks)
-    )
-    return config
-
-
-def test_tokens_are_counted_by_the_first_group_that_reads_the_whole_prefix() -> None:
-    told = {compat.FULL_GROUPS: [3, 5]}
-    facts = compat.read_engine(None, [hybrid(told, 16, 64, 32)])
-    assert (facts.group_ids, facts.counting_group, facts.chunk_tokens) == ((1, 3, 5), 3, 256)
-    facts = compat.read_engine(None, [hybrid({compat.FULL_GROUPS: []}, 16, 64)])
-    assert (facts.counting_group, facts.chunk_tokens) == (1, 64), "windows only"
-
-
-def test_tokens_are_counted_by_the_first_group_where_a_spec_is_not_told_which_do() -> None:
-    facts = compat.read_engine(None, [hybrid({}, 16, 64)])
-    assert (facts.counting_group, facts.chunk_tokens) == (1, 64)
-    facts = compat.read_engine(None, [hybrid({}, 16, 64, ids=False)])
-    assert (facts.group_ids, facts.counting_group) == ((0, 1), 0)
-
-
-def test_a_group_reads_the_whole_prefix_if_its_layers_do() -> None:
-    same = SimpleNamespace(kv_cache_specs={"layer.0": Full()})
-    kinds = [object(), Full(), SimpleNamespace(), same]
-    groups = [SimpleNamespace(kv_cache_spec=kind) for kind in kinds]
-    config = SimpleNamespace(kv_cache_groups=groups)
-    assert compat.full_attention_groups(config, load=vllm_with(**INTERFACE)) == [1, 3]
-
-
-def test_tensors_that_are_windows_into_one_are_counted_once() -> None:
-    cases = [
-        (kv_cache_config(20_480, 20_480), 4096),
-        (kv_cache_config(40_960, 40_960, stride=4096), 4096),
-        (kv_cache_config(blocks=0), 0),
-    ]
-    for config, nbytes in cases:
-        arguments = [vllm_config(), config]
-        facts = compat.read_engine(old_spec(), arguments, load=vllm_with(**INTERFACE))
-        assert facts.worker_kv_bytes_per_block == nbytes
+    assert read_offloading_config(config).data_parallel_rank == rank
 
 
 @pytest.mark.parametrize("kind", [{"non_causal": True}, {"rswa_window": 128}], ids=str)
@@ -383,9 +268,6 @@ def test_blocks_that_a_kernel_takes_in_parts_are_ordered_by_these() -> None:
     assert content_of(FACTS, worker_of(FP8, unsplit)) == whole, "no store is lost"
     other_ranks = worker_of(FP8, paged(64, heads=1))
     assert content_of(FACTS, other_ranks) == parts
-    facts = compat.read_engine(None, [offloading_config()])
-    contents = [content_of(facts, worker_of(FP8, layer)) for layer in (paged(128), paged(64))]
-    assert contents[0] == contents[1], "before 0.29 nobody names the axes"
 
 
 def test_how_long_what_an_indexer_keeps_is_is_part_of_it() -> None:
@@ -396,24 +278,6 @@ def test_how_long_what_an_indexer_keeps_is_is_part_of_it() -> None:
 
     fp8, mxfp4 = indexer(132), indexer(68)
     assert fp8 != mxfp4
-
-
-def test_layers_with_scales_of_each_token_make_their_views_before_anything_is_loaded() -> None:
-    settled: list[object] = []
-    cache = SimpleNamespace(ndim=4)
-
-    def layer(dtype: str, cache: SimpleNamespace) -> SimpleNamespace:
-        impl = SimpleNamespace(_ensure_scale_caches=settled.append)
-        return layer_of(kv_cache_dtype=dtype, impl=impl, kv_cache=cache)
-
-    lone = layer_of(kv_cache_dtype="int8_per_token_head", kv_cache=cache)
-    unbound = layer("int8_per_token_head", SimpleNamespace(ndim=1))
-    others = worker_of(layer("fp8", cache), lone, unbound, CONVOLUTION, SimpleNamespace())
-    compat.settle_layers(compat.current_config(load=others))
-    assert settled == [], "the scales of other types are the checkpoint's"
-    own = worker_of(layer("fp8_per_token_head", cache), FP8)
-    compat.settle_layers(compat.current_config(load=own))
-    assert settled == [cache]
 
 
 def test_how_convolutions_are_laid_out_is_no_matter_without_any() -> None:
@@ -427,20 +291,6 @@ def test_a_vllm_that_does_not_say_how_convolutions_are_laid_out_has_one_way() ->
     assert content_of(FACTS, load)
 
 
-def test_a_vllm_that_tells_a_spec_the_layout_may_change_its_version() -> None:
-    before, after = (worker_of(version=version) for version in ("0.29.0", "0.32.0"))
-    assert content_of(FACTS, before) == content_of(FACTS, after)
-
-
-def test_a_layout_that_a_spec_is_not_told_is_what_it_follows_from() -> None:
-    facts = compat.read_engine(None, [offloading_config()])
-    assert facts.kv_layout is None
-    workers = [worker_of(), worker_of(version="0.28.0"), worker_of(layout="NHD")]
-    contents = [content_of(facts, load) for load in workers]
-    assert contents[0].startswith("f HND 0.27.1 ")
-    assert len(set(contents)) == len(contents)
-
-
 def test_scales_that_are_computed_at_every_start_are_refused() -> None:
     content_of(FACTS, worker_of(calculate_kv_scales=False))
     with pytest.raises(UnsupportedError, match="remove --calculate-kv-scales"):
@@ -450,7 +300,7 @@ def test_scales_that_are_computed_at_every_start_are_refused() -> None:
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_an_engine_that_goes_on_after_a_failed_step_is_refused(goes_on: bool) -> None:
     load = worker_of()
-    config = compat.current_config(load=load)
+    config = config_of(load)
     config.parallel_config = SimpleNamespace(enable_fault_tolerance=goes_on)
     if goes_on:
         with pytest.raises(UnsupportedError, match="with --enable-fault-tolerance"):
@@ -473,7 +323,7 @@ def test_workers_that_would_wait_for_each_other_in_vain_are_refused_at_once(
     parallel: dict[str, Any], workers: int, refusal: str | None
 ) -> None:
     load = worker_of()
-    config = compat.current_config(load=load)
+    config = config_of(load)
     config.parallel_config = SimpleNamespace(**parallel)
     engine = dataclasses.replace(FACTS, world_size=workers)
     if refusal is None:
@@ -510,34 +360,15 @@ def test_workers_whose_memory_goes_while_they_copy_from_it_are_refused(
 
 
 def test_a_worker_that_is_not_told_either_refuses() -> None:
-    facts = compat.read_engine(None, [offloading_config()])
-    outside = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)
-    unknown = dataclasses.replace(facts, groups=((32, ("layer.7",)),))
-    for engine, load in [
-        (facts, vllm_with(vllm__config=outside)),
-        (FACTS, vllm_with(vllm__config=outside)),
-        (unknown, worker_of()),
-        (FACTS, without_settings()),
-    ]:
+    unknown = dataclasses.replace(FACTS, groups=((32, ("layer.7",)),))
+    bare = worker_of()
+    del config_of(bare).model_config.hf_config
+    for engine, load in [(unknown, worker_of()), (FACTS, bare)]:
         with pytest.raises(UnsupportedError, match=r"what its KV cache holds.*0\.33"):
             content_of(engine, load)
 
 
-def test_a_spec_that_knows_its_chunk_size_is_left_alone() -> None:
-    spec = SimpleNamespace(extra_config=EXTRA)
-    compat.adopt_chunk_size(spec, [offloading_config()])
-    assert vars(spec) == {"extra_config": EXTRA}
-
-
-def test_a_configuration_without_something_kvtier_needs_is_refused() -> None:
-    config = offloading_config(kv_cache_layout="LBHNC")
-    del config.cache.tokens_per_hash
-    with pytest.raises(UnsupportedError, match=r"tokens_per_hash.*0\.25 to 0\.33"):
-        compat.read_engine(None, [config])
-
-
-def test_a_spec_built_from_something_else_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"builds an offloading spec from \(int, int, str\)"
-    ):
-        compat.read_engine(None, [1, 2, "x"])
+def test_scales_that_vllm_resets_after_a_load_are_refused() -> None:
+    own = layer_of(kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(UnsupportedError, match=r"layer\.1 keeps scales of each token"):
+        content_of(FACTS, worker_of(FP8, own))

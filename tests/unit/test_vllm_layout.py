@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.memory import RegionGeometry
-from kvtier.vllm.compat import EngineFacts
+from kvtier.vllm.compat.engine import EngineFacts
 from kvtier.vllm.layout import fingerprint, warn_of_weak_hashes
 from tests.unit.warned import warnings_in
 

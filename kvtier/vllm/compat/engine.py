@@ -221,6 +221,7 @@ def kv_content(
     try:
         layers = config.compilation_config.static_forward_context
         names = [name for _, group in engine.groups for name in group]
+        _require_lasting_scales({name: layers[name] for name in names})
         content = [layer_content(name, layers[name], config, load=load) for name in names]
         what = [_digest(json.dumps(content)), _digest(kv_meaning(config))]
         element = str(config.model_config.dtype)
@@ -270,6 +271,19 @@ def _require_certain_kv(config: Any) -> None:  # noqa: ANN401 - vLLM's
             "with --enable-fault-tolerance vLLM goes on after a step that failed, and takes "
             "what the step did not compute for computed, so it would be stored; remove it"
         )
+
+
+def _require_lasting_scales(layers: Mapping[str, Any]) -> None:
+    """Refuse layers whose scales vLLM sets to 1 in the first forward pass that it computes.
+
+    That may be the pass of a request whose chunks were loaded.
+    """
+    for name, layer in layers.items():
+        if str(getattr(layer, "kv_cache_dtype", "")).endswith("_per_token_head"):
+            raise UnsupportedError(
+                f"layer {name} keeps scales of each token and head, and vLLM resets them after "
+                "chunks may have been loaded: choose another --kv-cache-dtype"
+            )
 
 
 def _require_quiet_sleep(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
