@@ -91,7 +91,12 @@ def test_what_was_found_and_where_it_is_kept_is_among_the_figures(
     config = parse_config("tiers:\n- {kind: ram, capacity: 1MiB}\n" + tier, source="test")
     fingerprint = LayoutFingerprint({"model": "m"})
     opened = storage.open_storage(
-        config, region, fingerprint, tokens_per_chunk=16, record_events=False
+        config,
+        region,
+        fingerprint,
+        tokens_per_chunk=16,
+        groups=[GroupReach(16)],
+        record_events=False,
     )
     service = CacheService(opened, tokens_per_chunk=16, close_timeout_s=10)
     figures = service.statistics()

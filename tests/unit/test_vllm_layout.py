@@ -64,8 +64,13 @@ def put(path: Path, content: bytes, *, date_s: int = 0) -> None:
 )
 @pytest.mark.parametrize("keeps", [True, False], ids=["with a store", "in memory only"])
 def test_hashes_that_may_collide_are_warned_of_where_a_store_keeps_them(
-    caplog: pytest.LogCaptureFixture, algorithm: str, warned: bool, keeps: bool
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    warned: bool,
+    keeps: bool,
 ) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
     nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n" if keeps else ""
     config = parse_config(f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{nvme}", source="a.yaml")
     cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
@@ -76,11 +81,16 @@ def test_hashes_that_may_collide_are_warned_of_where_a_store_keeps_them(
     assert all(text.endswith("use sha256 or sha256_cbor") for text in found)
 
 
-def test_a_vllm_that_does_not_say_how_it_hashes_is_not_warned_of(
-    config: KvtierConfig, caplog: pytest.LogCaptureFixture
+def test_hashes_that_change_with_each_start_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warn_of_weak_hashes(None, config)
-    assert warnings_in(caplog) == []
+    nvme = "- {kind: nvme, capacity: 1GiB, path: /kv}\n"
+    config = parse_config(f"tiers:\n- {{kind: ram, capacity: 1MiB}}\n{nvme}", source="a.yaml")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    cache = SimpleNamespace(prefix_caching_hash_algo="xxhash")
+    warn_of_weak_hashes(SimpleNamespace(cache_config=cache), config)
+    _, found = warnings_in(caplog)
+    assert "nothing stored is found after a restart: set PYTHONHASHSEED" in found
 
 
 def test_groups_that_have_other_numbers_in_keys_are_others(
