@@ -123,7 +123,9 @@ def test_the_specification_refuses_a_model_with_a_sliding_window(
 ) -> None:
     scenario = site.scenario((), ram_blocks=60, nvme_blocks=800)
     scenario = through("spec", scenario.model_copy(update={"model": windowed}))
-    with pytest.raises(EngineFailedError, match="UnsupportedError: this model has 2 .* use KVT"):
+    with pytest.raises(
+        EngineFailedError, match=r"UnsupportedError: this model has 2 .* use KVT"
+    ):
         run_engine(scenario, site.directory, "spec")
 
 
