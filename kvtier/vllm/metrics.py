@@ -103,7 +103,8 @@ class StatsReporter:
         for series, value in self._changes.take(report.now):
             stats.add(series, value)
         for series, observed in report.observations():
-            stats.add(series, list(observed))
+            if observed:
+                stats.add(series, list(observed))
         for series, growth in report.moved():
             stats.add(series, growth)
         return None if stats.is_empty() else stats

@@ -2,8 +2,8 @@
 
 They drive both roles of :class:`KVTierConnector` over a cache without threads. A block holds a
 note of what was written to it: by whom, of which group, and up to which token. So a block that
-is read, shared or stored with anything but its own tokens' KV is noticed at once. A state is one
-block that a request goes on in and that is left behind where a block of tokens ends.
+is read, shared or stored with anything but its own tokens' KV is noticed at once. A state is
+one block that a request goes on in and that is left behind where a block of tokens ends.
 
 Steps may be scheduled before the tokens of the last one are known, and either of vLLM's model
 runners is played: the second one clears blocks, copies into some, and moves states, before it

@@ -2,8 +2,8 @@
 
 kvtier's answers and jobs are carried out. vLLM's are compared with them: how far each hit
 reaches, which chunks are loaded into which blocks, and which chunks are offered for storing.
-Both look chunks up in one cache. What differs on purpose has a reason that is counted; any other
-difference fails the test.
+Both look chunks up in one cache. What differs on purpose has a reason that is counted; any
+other difference fails the test.
 """
 
 from __future__ import annotations

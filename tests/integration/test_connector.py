@@ -21,7 +21,7 @@ from kvtier.vllm.demo.model import (
     architecture,
     write_model,
 )
-from kvtier.vllm.demo.runner import run_engine
+from kvtier.vllm.demo.runner import EngineFailedError, run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario, Wave
 from tests.integration.harness import WINDOWED, Reference, Site
 from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
@@ -35,7 +35,6 @@ GPU_BLOCKS = 72
 CONTEXT_TOKENS = 1024
 
 other_doors = pytest.mark.parametrize("door", ["spec", "staged"])
-every_door = pytest.mark.parametrize("door", [*DOORS])
 
 
 def through(door: str, scenario: Scenario) -> Scenario:
@@ -89,7 +88,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@every_door
+@pytest.mark.parametrize("door", ["staged", "direct"])
 def test_a_model_with_a_sliding_window_gets_the_same_tokens(
     door: str, windowed: Path, reference: Reference, site: Site
 ) -> None:
@@ -117,6 +116,17 @@ def test_a_model_with_a_sliding_window_gets_the_same_tokens(
     assert report.count("kvtier_internal_errors") == 0
     assert_nothing_pinned(report)
     site.assert_nothing_held()
+
+
+def test_the_specification_refuses_a_model_with_a_sliding_window(
+    windowed: Path, site: Site
+) -> None:
+    scenario = site.scenario((), ram_blocks=60, nvme_blocks=800)
+    scenario = through("spec", scenario.model_copy(update={"model": windowed}))
+    with pytest.raises(
+        EngineFailedError, match=r"UnsupportedError: this model has 2 .* use KVT"
+    ):
+        run_engine(scenario, site.directory, "spec")
 
 
 @pytest.mark.slow

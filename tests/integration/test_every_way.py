@@ -44,7 +44,6 @@ WAYS = [
     Way("spec", 2, FULL),
     Way("staged", 2, FULL),
     Way("direct", 2, FULL),
-    Way("spec", 1, WINDOWED_TOO),
     Way("staged", 1, WINDOWED_TOO),
     Way("direct", 1, WINDOWED_TOO),
     Way("direct", 2, WINDOWED_TOO),

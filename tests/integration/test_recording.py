@@ -1,4 +1,4 @@
-"""What a real engine was asked, asked again: the same hits, evictions and moves.
+"""What a real engine was asked is recorded, and can be simulated.
 
 Engines start slowly, so these also stand, by day, for staged loads and for preemptions, aborts
 and a reset: every token is compared.
@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from kvtier.sim.recorded import ReplayResult, replay_calls
 
-from kvtier.config import KvtierConfig, load_config
+from kvtier.config import load_config
 from kvtier.sim.ladder import simulate_ladder
-from kvtier.sim.traces import Trace, TraceError, read_trace
+from kvtier.sim.traces import Trace, read_trace
 from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
 from kvtier.vllm.demo.runner import run_engine
 from kvtier.vllm.demo.scenario import Report, Scenario
@@ -32,42 +31,15 @@ def recording(scenario: Scenario, directory: Path, **settings: Any) -> Scenario:
     """Return ``scenario`` with everything recorded in ``directory``."""
     assert scenario.config is not None
     values = yaml.safe_load(scenario.config.read_text())
-    values |= {"trace": {"record": str(directory), "calls": True}, **settings}
+    values |= {"trace": {"record": str(directory)}, **settings}
     scenario.config.write_text(yaml.safe_dump(values))
     return scenario
 
 
-def recorded(site: Site) -> tuple[Path, Path]:
-    """Return the recording's file of calls and that of requests."""
-    (calls,) = site.directory.glob("trace/calls-*.jsonl")
+def recorded(site: Site) -> Path:
+    """Return the recording's file of requests."""
     (requests,) = site.directory.glob("trace/requests-*.jsonl")
-    return calls, requests
-
-
-def assert_replays_as_live(calls: Path, config: KvtierConfig, report: Report) -> ReplayResult:
-    """Replay everything, and compare what was before the shutdown with the engine's metrics."""
-    replay_calls(calls, config)
-    running, shutdown, _ = calls.read_text().partition('{"call":"flush"')
-    assert shutdown
-    served = calls.with_name("served.jsonl")
-    served.write_text(running)
-    result = replay_calls(served, config)
-    for tier in result.tiers:
-        counts = {"hit": tier.hits, "evicted": tier.evictions, "promoted": tier.chunks_promoted}
-        for what, count in counts.items():
-            assert count == report.count(f"kvtier_{what}_chunks", tier=tier.name)
-    return result
-
-
-def assert_a_lie_is_found(calls: Path, config: KvtierConfig) -> None:
-    """Check that the comparison can fail: a hit that was none ends the replay at its line."""
-    lines = calls.read_text().split("\n")
-    at = next(number for number, line in enumerate(lines) if '"answers":"h' in line)
-    lines[at] = lines[at].replace('"answers":"h', '"answers":"m')
-    forged = calls.with_name("forged.jsonl")
-    forged.write_text("\n".join(lines))
-    with pytest.raises(TraceError, match=rf"forged.jsonl:{at + 1}: hits"):
-        replay_calls(forged, config)
+    return requests
 
 
 def assert_traffic_is_recorded(requests: Path, report: Report) -> Trace:
@@ -94,7 +66,7 @@ def assert_shadows_saw(trace: Trace, report: Report) -> None:
         assert ratio == pytest.approx(hits / asked)
 
 
-def test_a_recorded_run_is_replayed_chunk_by_chunk(reference: Reference, site: Site) -> None:
+def test_a_recorded_run_can_be_simulated(reference: Reference, site: Site) -> None:
     blocks, waves = reference.footprint_blocks, reference.conversations[:3]
     sizes = {"ram_blocks": int(RAM_SHARE * blocks), "nvme_blocks": int(0.3 * blocks)}
     scenario = recording(
@@ -110,18 +82,14 @@ def test_a_recorded_run_is_replayed_chunk_by_chunk(reference: Reference, site: S
     assert report.count("kvtier_trace_dropped") == 0
     assert report.count("kvtier_trace_records") > 0
     config = load_config(site.directory / "kvtier.yaml")
-    calls, requests = recorded(site)
-    ram, nvme = assert_replays_as_live(calls, config, report).tiers
-    assert min(ram.hits, ram.evictions, nvme.hits, nvme.evictions, nvme.chunks_promoted) > 0
-    assert_a_lie_is_found(calls, config)
-    trace = assert_traffic_is_recorded(requests, report)
+    trace = assert_traffic_is_recorded(recorded(site), report)
     simulated = simulate_ladder(trace, config, chunk_bytes=KV_NBYTES_PER_BLOCK)
     assert simulated.total_hit_ratio > 0
     assert_shadows_saw(trace, report)
     site.assert_nothing_held()
 
 
-def test_preemptions_aborts_and_a_reset_keep_every_token_equal_and_are_replayed(
+def test_preemptions_aborts_and_a_reset_keep_every_token_equal(
     reference: Reference, site: Site
 ) -> None:
     scenario = recording(site.troubled_scenario(), site.directory / "trace")
@@ -134,6 +102,4 @@ def test_preemptions_aborts_and_a_reset_keep_every_token_equal_and_are_replayed(
     assert fresh.count("kvtier_hit_tokens") == 0
     assert_nothing_pinned(report)
     site.assert_nothing_held()
-    calls, _ = recorded(site)
-    assert '"call":"reset"' in calls.read_text()
-    assert_replays_as_live(calls, load_config(site.directory / "kvtier.yaml"), report)
+    assert recorded(site).stat().st_size > 0

@@ -81,9 +81,6 @@ SETUPS = {
         store_decode=True,
         failing=0.1,
     ),
-    "local attention of odd length": Setup(
-        groups=((16, None), (16, 40)), local=(1,), engine_blocks=72, slots=(96, 400)
-    ),
 }
 
 
