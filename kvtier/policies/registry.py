@@ -148,7 +148,7 @@ EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     "eviction policy",
     "kvtier.eviction",
     Eviction,
-    ("capacity", "hears_misses", "surplus"),
+    ("capacity", "surplus", "tracks_misses"),
     BUILT_IN_EVICTIONS,
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(

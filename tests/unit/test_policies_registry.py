@@ -235,7 +235,7 @@ def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
         ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
         (
             "kvtier_mine:Uninitialised",
-            r"'kvtier_mine:Uninitialised' has no hears_misses, surplus; its __init__ must call",
+            r"'kvtier_mine:Uninitialised' has no surplus, tracks_misses; its __init__ must c",
         ),
     ],
 )
