@@ -19,7 +19,7 @@ from kvtier.cli._sim_render import show_cache, show_single, show_sweep
 from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
-from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.policies.registry import EVICTIONS
 from kvtier.sim.cache import default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.recommend import RecommendRequest, recommend
@@ -90,7 +90,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Eviction policy of a single tier: {', '.join(sorted(BUILT_IN_EVICTIONS))}, "
+            help=f"Eviction policy of a single tier: {', '.join(EVICTIONS.built_in)}, "
             "an installed one, or module:Class.",
         ),
     ] = None,
