@@ -1,9 +1,9 @@
 """The connector's scheduler side: decides what is loaded and stored, and for whom.
 
 An engine's scheduler asks it how much of a waiting request can be loaded, reports which blocks
-the request got, and sends what the workers are to do in the step. The workers' answers come back
-through :meth:`ConnectorScheduler.update_connector_output`. Which tier has the bytes is the
-business of the :class:`~kvtier.connector.protocols.Cache` that it drives.
+the request got, and sends the workers the jobs of the step. The workers' answers come back
+through :meth:`ConnectorScheduler.update_connector_output`. The
+:class:`~kvtier.connector.protocols.Cache` that it drives knows which tier has the bytes.
 
 Calls of one step:
 
@@ -11,8 +11,8 @@ Calls of one step:
    :meth:`~ConnectorScheduler.update_state_after_alloc` for requests that are about to start.
 2. :meth:`~ConnectorScheduler.build_connector_meta`.
 3. The forward pass.
-4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling its output belongs
-   to an earlier step.
+4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling its output
+   belongs to an earlier step.
 5. :meth:`~ConnectorScheduler.request_finished` for requests that ended.
 """
 
@@ -162,7 +162,7 @@ class ConnectorScheduler:
         tracked = self._track(request)
         load = plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(load.keys, tracked.req_id)
-        tracked.load_sources = self._sources(tracked, load.keys, plan, num_external_tokens)
+        tracked.load_sources = self._sources(load.keys, plan, num_external_tokens)
         job_id = self._jobs.add_load(tracked, load.keys)
         slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
         self._load_jobs[job_id] = TransferJob(tracked.req_id, load.blocks, slots)
@@ -192,6 +192,17 @@ class ConnectorScheduler:
         if step.allocated:
             # Before this step's stores are planned: they read what the step computes.
             self._jobs.flush_readers_of(step.allocated)
+        self._plan_stores(step)
+        flush = self._jobs.take_flush()
+        if not (self._load_jobs or self._store_jobs or flush):
+            return NOTHING_TO_DO
+        load_jobs, self._load_jobs = self._load_jobs, {}
+        store_jobs, self._store_jobs = self._store_jobs, {}
+        lost = self._jobs.readers_of(step.overwritten, flush) if step.overwritten else ()
+        return ConnectorMetadata(load_jobs, store_jobs, flush, frozenset(lost))
+
+    def _plan_stores(self, step: Step) -> None:
+        """Offer the chunks that this step completes."""
         requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
         for req_id, states in step.states.items():
             if req_id in requests:
@@ -202,13 +213,6 @@ class ConnectorScheduler:
                 continue
             if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
                 self._store(tracked, scheduled)
-        flush = self._jobs.take_flush()
-        if not (self._load_jobs or self._store_jobs or flush):
-            return NOTHING_TO_DO
-        load_jobs, self._load_jobs = self._load_jobs, {}
-        store_jobs, self._store_jobs = self._store_jobs, {}
-        lost = self._jobs.readers_of(step.overwritten, flush) if step.overwritten else ()
-        return ConnectorMetadata(load_jobs, store_jobs, flush, frozenset(lost))
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         """Take the workers' answers into account; a job ends when all ranks acknowledged it.
@@ -332,11 +336,7 @@ class ConnectorScheduler:
         )
 
     def _sources(
-        self,
-        tracked: TrackedRequest,
-        keys: Sequence[ChunkKey],
-        plan: LoadPlan,
-        external_tokens: int,
+        self, keys: Sequence[ChunkKey], plan: LoadPlan, external_tokens: int
     ) -> dict[int, int]:
         """Return the tokens of a load by the tier that each came from."""
         counted = self._options.counting_group

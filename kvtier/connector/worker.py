@@ -3,9 +3,8 @@
 Calls of one step, all on the engine's thread:
 
 1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. Stores deferred in the
-   step before are submitted. Those in ``jobs_to_flush`` are waited for: their blocks are about to
-   be overwritten. Nothing else is ever waited for, a disk least of all: a store has ended when
-   its bytes are in RAM.
+   step before are submitted. Those in ``jobs_to_flush`` are waited for: their blocks are about
+   to be overwritten. It waits for nothing else: a store ends when its bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
 4. :meth:`~ConnectorWorker.defer_stores`. What this forward pass computed is stored from the
@@ -185,15 +184,16 @@ class ConnectorWorker:
             if isinstance(error, KvtierError):
                 logger.warning("%s %d was not started: %s", why.name.lower(), job_id, error)
             else:
-                logger.error("%s %d was not started", why.name.lower(), job_id, exc_info=error)
+                logger.exception("%s %d was not started", why.name.lower(), job_id)
             self._device.fail(job_id, why, job.slots.slots, job.slots.generations, error)
 
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
-    def _start_lost(self, job_id: JobId, job: TransferJob) -> None:
+    def _start_lost(self, _: JobId, job: TransferJob) -> None:
+        chunks = len(job.slots.slots)
         raise UnsupportedError(
-            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store began"
+            f"the blocks of {chunks} chunks were overwritten before the store began"
         )
 
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:
