@@ -5,8 +5,9 @@ allocation. So one rule finds attention's pages, those of recurrent states, padd
 layers side by side in a block.
 
 With tensor parallelism each rank keeps the KV of its own heads. Where heads are outermost in a
-page (``LBHNC``), the pages of all ranks one after the other are the page of an engine with one rank,
-and a slot's bytes need not depend on the number of ranks (:mod:`kvtier.memory.slot_layout`).
+page (``LBHNC``), the pages of all ranks one after the other are the page of an engine with one
+rank, and a slot's bytes need not depend on the number of ranks
+(:mod:`kvtier.memory.slot_layout`).
 """
 
 from __future__ import annotations
