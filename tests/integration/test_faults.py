@@ -26,8 +26,8 @@ import pytest
 import yaml
 
 from kvtier.testing.faulty_tier import DiskFault, FaultPlan, Injection, install
-from kvtier.vllm.demo.runner import EngineProcess, run_engine
-from kvtier.vllm.demo.scenario import Report, Scenario, Wave, WaveReport
+from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import CONVERSATIONS, Reference, Site
 from tests.integration.test_connector import every_door, through
 from tests.integration.test_tokens import hit_tokens
