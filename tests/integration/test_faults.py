@@ -29,8 +29,10 @@ from kvtier.testing.faulty_tier import DiskFault, FaultPlan, Injection, install
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import CONVERSATIONS, Reference, Site
-from tests.integration.test_connector import every_door, through
+from tests.integration.test_connector import DOORS, through
 from tests.integration.test_tokens import hit_tokens
+
+every_door = pytest.mark.parametrize("door", [*DOORS])
 
 LOAD_TIMEOUT_S = 4.0
 STALL_S = 5.5
