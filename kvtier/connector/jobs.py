@@ -65,8 +65,7 @@ class JobTable:
         self, tracked: TrackedRequest, keys: Sequence[ChunkKey], blocks: Iterable[int]
     ) -> JobId:
         """Begin a store that reads ``blocks``."""
-        sources = frozenset(blocks)
-        job = JobState(tracked, keys, sources, is_store=True, awaited=self._ranks)
+        job = JobState(tracked, keys, frozenset(blocks), is_store=True, awaited=self._ranks)
         job_id = self._add(job)
         self._stores[job_id] = job
         return job_id

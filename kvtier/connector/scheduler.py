@@ -1,9 +1,9 @@
 """The connector's scheduler side: decides what is loaded and stored, and for whom.
 
-An engine's scheduler asks it how much of a waiting request can be loaded, reports which blocks
-the request got, and sends the workers the jobs of the step. The workers' answers come back
-through :meth:`ConnectorScheduler.update_connector_output`. The
-:class:`~kvtier.connector.protocols.Cache` that it drives knows which tier has the bytes.
+An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
+the request got, and sends the step's jobs to the workers. The workers' results come back
+through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives
+(:class:`~kvtier.connector.protocols.Cache`) knows which tier has the bytes.
 
 Calls of one step:
 
@@ -192,7 +192,7 @@ class ConnectorScheduler:
         if step.allocated:
             # Before this step's stores are planned: they read what the step computes.
             self._jobs.flush_readers_of(step.allocated)
-        self._plan_stores(step)
+        self._offer_chunks(step)
         flush = self._jobs.take_flush()
         if not (self._load_jobs or self._store_jobs or flush):
             return NOTHING_TO_DO
@@ -200,19 +200,6 @@ class ConnectorScheduler:
         store_jobs, self._store_jobs = self._store_jobs, {}
         lost = self._jobs.readers_of(step.overwritten, flush) if step.overwritten else ()
         return ConnectorMetadata(load_jobs, store_jobs, flush, frozenset(lost))
-
-    def _plan_stores(self, step: Step) -> None:
-        """Offer the chunks that this step completes."""
-        requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
-        for req_id, states in step.states.items():
-            if req_id in requests:
-                self._store(requests[req_id], scheduled_tokens.get(req_id, 0), states)
-        for req_id, scheduled in scheduled_tokens.items():
-            tracked = requests.get(req_id)
-            if tracked is None:
-                continue
-            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
-                self._store(tracked, scheduled)
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         """Take the workers' answers into account; a job ends when all ranks acknowledged it.
@@ -314,6 +301,19 @@ class ConnectorScheduler:
 
     # -- internals -----------------------------------------------------------------------------
 
+    def _offer_chunks(self, step: Step) -> None:
+        """Offer the chunks that the step completes."""
+        requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
+        for req_id, states in step.states.items():
+            if req_id in requests:
+                self._store(requests[req_id], scheduled_tokens.get(req_id, 0), states)
+        for req_id, scheduled in scheduled_tokens.items():
+            tracked = requests.get(req_id)
+            if tracked is None:
+                continue
+            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
+                self._store(tracked, scheduled)
+
     def _note_transfers(self, transfers: ConnectorStats) -> None:
         self._unreported.aggregate(transfers)
         self._unexported.aggregate(transfers)
@@ -336,7 +336,10 @@ class ConnectorScheduler:
         )
 
     def _sources(
-        self, keys: Sequence[ChunkKey], plan: LoadPlan, external_tokens: int
+        self,
+        keys: Sequence[ChunkKey],
+        plan: LoadPlan,
+        external_tokens: int,
     ) -> dict[int, int]:
         """Return the tokens of a load by the tier that each came from."""
         counted = self._options.counting_group

@@ -1,12 +1,12 @@
 """Where vLLM keeps each block's pages, and which part of every slot this rank has.
 
-``KVCacheConfig.kv_cache_tensors`` has the offset of each layer's and block's page within one
-allocation. So one rule finds attention's pages, those of recurrent states, padded pages, and
-layers side by side in a block.
+vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
+in one allocation. So one rule finds attention's pages, those of recurrent states, padded pages,
+and layers side by side in a block.
 
-With tensor parallelism each rank keeps the KV of its own heads. Where heads are outermost in a
-page (``LBHNC``), the pages of all ranks one after the other are the page of an engine with one
-rank, and a slot's bytes need not depend on the number of ranks
+With tensor parallelism each rank keeps the KV of its own heads. Where a page has heads
+outermost (``LBHNC``), the pages of all ranks one after the other are the page of an engine with
+one rank. A slot's bytes then need not depend on the number of ranks
 (:mod:`kvtier.memory.slot_layout`).
 """
 

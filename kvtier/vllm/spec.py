@@ -2,8 +2,8 @@
 
 For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier
 supplies the manager and the worker. They cannot report a failed load, and they store wrong KV
-in some configurations, so this entry point serves models with one KV cache group of full
-attention and without LoRA adapters. It refuses everything else and points to
+in some configurations. So this entry point serves models with one KV cache group of full
+attention and without LoRA adapters, and refuses all others with a pointer to
 ``KVTierConnector``.
 
 vLLM's worker side asserts that every job worked. Every store is acknowledged as a success, and

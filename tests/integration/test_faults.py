@@ -25,12 +25,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.vllm.demo.runner import EngineProcess, run_engine
-from kvtier.vllm.demo.scenario import Report, Scenario, Wave, WaveReport
+from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import CONVERSATIONS, Reference, Site
 from tests.integration.test_connector import DOORS, through
 from tests.integration.test_tokens import hit_tokens
 from tests.support.faulty_tier import DiskFault, FaultPlan, Injection, install
+
+every_door = pytest.mark.parametrize("door", [*DOORS])
 
 LOAD_TIMEOUT_S = 4.0
 STALL_S = 5.5
@@ -41,8 +43,6 @@ GPU_BLOCKS = 48
 CONTEXT_TOKENS = 1024
 NEVER = 1 << 30
 LONG_S = 900.0
-
-every_door = pytest.mark.parametrize("door", [*DOORS])
 
 Phase = tuple[DiskFault, int]
 
