@@ -34,12 +34,11 @@ def resolve_load_path(config: KvtierConfig, door: Door = Door.CONNECTOR) -> Kvti
         ConfigError: The file asks for a way to load that this door cannot take.
     """
     transfer = config.transfer
-    if door is Door.SPEC:
-        if transfer.load_path == "direct":
-            problem = "this entry point cannot report a load that fails on its way"
-            remedy = "use --door connector of `kvtier vllm-args`, or load_path: staged"
-            at = "transfer.load_path"
-            raise ConfigError(config.origin.complain(at, problem, remedy, value="direct"))
+    if door is Door.SPEC and transfer.load_path == "direct":
+        problem = "this entry point cannot report a load that fails on its way"
+        remedy = "use --door connector of `kvtier vllm-args`, or load_path: staged"
+        at = "transfer.load_path"
+        raise ConfigError(config.origin.complain(at, problem, remedy, value="direct"))
     if transfer.load_path != "auto":
         return config
     path = "staged" if door is Door.SPEC else "direct"

@@ -1,8 +1,8 @@
 """Children of the copies of a tier whose policy evicts leaves only.
 
 Such a policy strands nothing: it picks a chunk only when none that continues it is here. It
-reads ``copy.child_count`` for that, which is kept here. A child may arrive before its parent, and
-stay when its parent was dropped, so the children of what is not here are counted too.
+reads ``copy.child_count`` for that, which is kept here. A child may arrive before its parent,
+and stay when its parent was dropped, so children of absent chunks are counted too.
 """
 
 from __future__ import annotations
