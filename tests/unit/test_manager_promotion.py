@@ -10,7 +10,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Job, Outcome, TransferResult, Why
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 
 BELOW = 8
 """Chunks of each prompt that the slower tier holds."""
@@ -38,7 +38,7 @@ def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0)
 def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
     bench = warmed(4, 8)
     job = asked(bench, 3)
-    assert (job.why, job.source, job.destination) == (Why.PROMOTE, "nvme", "ram")
+    assert (job.purpose, job.source, job.destination) == (Purpose.PROMOTE, "nvme", "ram")
     assert (job.keys, job.source_slots, job.destination_slots) == (
         prefix(3),
         [0, 1, 2],

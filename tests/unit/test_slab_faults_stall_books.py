@@ -14,7 +14,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.testing.chunks import make_payload
 from kvtier.testing.fakes import RecordingTruth
 from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import JobId, Outcome, Why
+from kvtier.types import JobId, Outcome, Purpose
 from tests.unit.stall_rig import CAPACITY, DONE, EXPIRED, HANG_S, RUNNING, SLOT, SOON_S, Rig
 
 RAM_SLOTS = CAPACITY // 2
@@ -37,7 +37,7 @@ class Cache:
         filled = [*zip(FIRST + SECOND, range(CAPACITY), strict=True)]
         for key, slot in filled:
             rig.ram.slot(slot)[:] = make_payload(key, SLOT)
-        job = rig.submit(Why.STORE, FIRST + SECOND, range(CAPACITY), HANG_S)
+        job = rig.submit(Purpose.STORE, FIRST + SECOND, range(CAPACITY), HANG_S)
         assert rig.settled(job) == {job.job_id: [DONE] * CAPACITY}
         self.bench.manager.recover(1, filled)
 

@@ -151,10 +151,10 @@ def test_hits_on_the_conversation_trace_are_the_references(
     ],
 )
 def test_a_wrong_option_is_one_clear_line(
-    trace: Path, arguments: tuple[str, ...], why: str
+    trace: Path, arguments: tuple[str, ...], purpose: str
 ) -> None:
     text = refusal("sim", "run", trace, *arguments)
-    assert why in text
+    assert purpose in text
     assert "\n" not in text
 
 
