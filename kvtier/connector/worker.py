@@ -2,10 +2,9 @@
 
 Calls of one step, all on the engine's thread:
 
-1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. Stores deferred in the
-   step before are submitted. Those in ``jobs_to_flush`` are waited for: their blocks are about to
-   be overwritten. Nothing else is ever waited for, a disk least of all: a store has ended when
-   its bytes are in RAM.
+1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. It submits the stores
+   deferred in the step before. It waits for those in ``jobs_to_flush``, whose blocks are about
+   to be overwritten, and for nothing else: a store ends when its bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
 4. :meth:`~ConnectorWorker.defer_stores`. What this forward pass computed is stored from the
@@ -181,21 +180,20 @@ class ConnectorWorker:
         self._submitted += 1
         try:
             start(job_id, job)
+        except KvtierError as error:
+            logger.warning("%s %d was not started: %s", purpose.name.lower(), job_id, error)
+            self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
         except Exception as error:
-            if isinstance(error, KvtierError):
-                logger.warning("%s %d was not started: %s", purpose.name.lower(), job_id, error)
-            else:
-                logger.error(
-                    "%s %d was not started", purpose.name.lower(), job_id, exc_info=error
-                )
+            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
             self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
 
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
-    def _start_lost(self, job_id: JobId, job: TransferJob) -> None:
+    def _start_lost(self, _job_id: JobId, job: TransferJob) -> None:
         raise UnsupportedError(
-            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store began"
+            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store "
+            "began"
         )
 
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:

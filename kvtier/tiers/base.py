@@ -111,8 +111,8 @@ class StorageTier(ABC):
     """A medium with ``capacity_slots`` slots of ``slot_nbytes`` bytes.
 
     All coroutines run on the transfer engine's loop and must not block it: blocking calls go
-    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently; the manager guarantees
-    that no two of them touch one slot unless both only read it.
+    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently; the manager
+    guarantees that no two of them touch one slot unless both only read it.
 
     Attributes:
         name: The tier's name in the configuration.

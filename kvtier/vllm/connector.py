@@ -497,7 +497,7 @@ def _loses_parts(vllm_config: VllmConfig, groups: tuple[CacheGroup, ...]) -> boo
     """Return whether vLLM may compute later parts of a streamed prompt from wrong KV.
 
     Such a request goes on without the last token it generated. Under async scheduling a
-    recurrent state has that token in it; otherwise accepted guesses behind it count as computed.
+    recurrent state includes that token; otherwise accepted guesses after it count as computed.
     """
     has_states = any(group.reach is Reach.STATE for group in groups)
     if vllm_config.scheduler_config.async_scheduling:

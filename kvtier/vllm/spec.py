@@ -1,9 +1,10 @@
 """kvtier behind vLLM's own OffloadingConnector: ``KVTierOffloadingSpec``.
 
-For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier supplies
-the manager and the worker. They cannot report a failed load, and they store wrong KV in some
-configurations, so this entry point serves models with one KV cache group of full attention and
-without LoRA adapters, and refuses everything else with a pointer to ``KVTierConnector``.
+For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier
+supplies the manager and the worker. They cannot report a failed load, and they store wrong KV
+in some configurations. So this entry point serves models with one KV cache group of full
+attention and without LoRA adapters, and refuses all others with a pointer to
+``KVTierConnector``.
 
 vLLM's worker side asserts that every job worked. Every store is acknowledged as a success, and
 the truth is in the control block. A load that did not work is the one job that is not: serving
@@ -420,7 +421,7 @@ class _Worker(OffloadingWorker):
             start = self._device.store if purpose is Purpose.STORE else self._device.load
             start(job_id, plan, chunks.generations)
         except Exception as error:
-            logger.error("%s %d was not started", purpose.name.lower(), job_id, exc_info=error)
+            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
             self._device.fail(job_id, purpose, chunks.slots, chunks.generations, error)
 
 

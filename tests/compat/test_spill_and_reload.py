@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import VllmEntryPoint
-from kvtier.vllm.demo.model import write_model
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave
+from tests.demo.model import write_model
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Prompt, Report, Scenario, Wave
 from tests.integration.harness import Reference, Site, distinct_blocks, words
 
 ENGINE_S = 900.0

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.demo.model import KV_NBYTES_PER_BLOCK
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, store_yaml
+from tests.demo.model import KV_NBYTES_PER_BLOCK
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Answer, Prompt, Report, Scenario, Wave, store_yaml
 from tests.integration.harness import words
 from tests.integration.test_connector import through
 

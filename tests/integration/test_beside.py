@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import VllmEntryPoint, load_config, vllm_transfer_config
-from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, write_model
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Report, Scenario, Wave, store_yaml
+from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, write_model
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Report, Scenario, Wave, store_yaml
 from tests.integration.features import (
     NVME_BLOCKS,
     RAM_BLOCKS,

@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 from kvtier.config import VllmEntryPoint
-from kvtier.vllm.demo.model import (
+from tests.demo.model import (
     BLOCK_TOKENS,
     KV_NBYTES_PER_BLOCK,
     architecture,
     write_model,
 )
-from kvtier.vllm.demo.runner import EngineFailedError, run_engine
-from kvtier.vllm.demo.scenario import Report, Scenario, Wave
+from tests.demo.runner import EngineFailedError, run_engine
+from tests.demo.scenario import Report, Scenario, Wave
 from tests.integration.harness import WINDOWED, Reference, Site
 from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
 

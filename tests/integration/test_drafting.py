@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.demo.scenario import Prompt, Report, Wave
+from tests.demo.scenario import Prompt, Report, Wave
 from tests.integration.drafting_models import (
     write_draft_model,
     write_eagle3_layer,

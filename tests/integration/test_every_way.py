@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.vllm.demo.runner import EngineProcess, run_engine
-from kvtier.vllm.demo.scenario import Scenario
+from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.scenario import Scenario
 from tests.integration.harness import WINDOWED, Reference, Site, run_reference
 from tests.integration.test_connector import through
 from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens

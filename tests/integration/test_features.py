@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.vllm.demo.model import write_model
-from kvtier.vllm.demo.runner import EngineFailedError
-from kvtier.vllm.demo.scenario import Adapter, Prompt, Report, Wave
+from tests.demo.model import write_model
+from tests.demo.runner import EngineFailedError
+from tests.demo.scenario import Adapter, Prompt, Report, Wave
 from tests.integration.features import (
     Feature,
     Make,

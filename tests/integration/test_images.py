@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.vllm.demo.scenario import Prompt, Report
+from tests.demo.scenario import Prompt, Report
 from tests.integration.features import (
     Feature,
     assert_every_token_equal,

@@ -17,9 +17,9 @@ import yaml
 from kvtier.config import load_config
 from kvtier.sim.ladder import simulate_ladder
 from kvtier.sim.traces import Trace, read_trace
-from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Report, Scenario
+from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Report, Scenario
 from tests.integration.harness import Reference, Site
 from tests.integration.test_connector import through
 from tests.integration.test_tokens import assert_nothing_pinned

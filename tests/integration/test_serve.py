@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from kvtier.connector.metrics import METRICS
-from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
+from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
 from tests.docs.test_dashboard import TARGET, VLLM, expressions, selected
 from tests.integration.harness import (
     ANSWER_TOKENS,

@@ -46,15 +46,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.config import VllmEntryPoint
-from kvtier.vllm.demo.model import (
+from tests.demo.model import (
     BLOCK_TOKENS,
     TINY,
     VOCABULARY,
     ModelShape,
     write_model,
 )
-from kvtier.vllm.demo.runner import EngineProcess, run_engine
-from kvtier.vllm.demo.scenario import (
+from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.scenario import (
     Prompt,
     Report,
     Scenario,
