@@ -236,12 +236,12 @@ class _Reader:
         def words() -> str:
             close = did_you_mean(name, known).removeprefix("; ")
             remedy = close or f"known: {', '.join(known)}"
-            return self.origin.complain(key, "unknown key", remedy)
+            return self.origin.format_problem(key, "unknown key", remedy)
 
         self.problems.append((self.origin.line_of(key) or 0, words))
 
     def _note(self, key: str, problem: str, remedy: str) -> None:
-        words = partial(self.origin.complain, key, problem, remedy)
+        words = partial(self.origin.format_problem, key, problem, remedy)
         self.problems.append((self.origin.line_of(key) or 0, words))
 
     def _refusal(self) -> ConfigError:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Literal
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
 from kvtier.policies.terms import NO_TERMS
-from kvtier.types import Why
+from kvtier.types import Purpose
 
 __all__ = [
     "NEVER",
@@ -363,7 +363,7 @@ class Placement(ABC):
         self,
         copy: ChunkCopy,  # noqa: ARG002 - a default that works
         tier: int,  # noqa: ARG002
-        why: Why,  # noqa: ARG002
+        purpose: Purpose,  # noqa: ARG002
         ctx: PolicyContext,  # noqa: ARG002
     ) -> bool:
         """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried.
@@ -380,10 +380,10 @@ class Placement(ABC):
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
     ) -> Sequence[bool]:
         """Do :meth:`admit` for ``copies``."""
-        return [self.admit(copy, tier, why, ctx) for copy in copies]
+        return [self.admit(copy, tier, purpose, ctx) for copy in copies]
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:

@@ -31,7 +31,7 @@ from kvtier.manager.hits import Prompt
 from kvtier.policies.terms import session_terms
 from kvtier.sim._engine import Engine, ModelRequest
 from kvtier.sim.timing import TimeModel
-from kvtier.types import Job, TransferResult, Why
+from kvtier.types import Job, Purpose, TransferResult
 
 __all__ = ["StepEngine", "StepModel"]
 
@@ -291,5 +291,5 @@ class StepEngine(Engine[StepModel]):
         while self._results and self._results[0][0] <= self._now_s:
             _, _, job, result = heapq.heappop(self._results)
             self._manager.apply(result)
-            if job.why is Why.PROMOTE:
+            if job.purpose is Purpose.PROMOTE:
                 self._truth.note(job, result)
