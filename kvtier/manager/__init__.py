@@ -40,7 +40,7 @@ from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.weighing import LoadChoice, SkipCause
 from kvtier.manager.worth import LoadWorth, WorthFigures
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms
 
 __all__ = [
     "NO_TERMS",

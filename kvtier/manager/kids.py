@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, Evictable, Eviction, PolicyContext
-from kvtier.policies.leaves import is_unpinned_leaf
+from kvtier.policies.base import is_unpinned_leaf
 
 __all__ = ["Kids", "is_idle_leaf"]
 

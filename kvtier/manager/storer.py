@@ -22,7 +22,7 @@ from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.requests import RequestState
 from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import NO_TERMS
+from kvtier.policies.base import NO_TERMS
 
 __all__ = ["Storer"]
 

@@ -12,9 +12,7 @@ from kvtier.manager.kids import Kids, is_idle_leaf
 from kvtier.manager.order import across_groups, prompts_of
 from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.policies.base import is_idle, is_unpinned
-from kvtier.policies.leaves import is_unpinned_leaf
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
 
 __all__ = ["TierState"]
 

@@ -44,7 +44,7 @@ from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["TieredOffloadingManager"]

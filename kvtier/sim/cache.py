@@ -23,9 +23,8 @@ from kvtier.manager import TieredOffloadingManager, TierState
 from kvtier.manager.building import build_manager, build_tiers
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._steps import StepEngine, StepModel
-from kvtier.sim._tiers import chunk_keys
 from kvtier.sim._truth import HonestTruth
-from kvtier.sim.single import Progress
+from kvtier.sim.single import Progress, chunk_keys
 from kvtier.sim.timing import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
 
