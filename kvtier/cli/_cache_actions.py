@@ -248,7 +248,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
             answer.less_recent = reader.less_recent(entry)
             answer.reset_at = reader.reset_at()
         else:
-            explain_absence(answer, pattern, list(reader.departures()))
+            explain_absence(answer, pattern, list(reader.removals()))
     return answer
 
 

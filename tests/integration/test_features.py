@@ -157,7 +157,9 @@ def test_whatever_an_engine_or_a_request_is_every_token_is_plain_vllms(
         pytest.skip("without AMX vLLM has no prefix caching for latent attention on a CPU")
     feature, expected = plain(make)
     if door == "spec" and make in REFUSED_BY_SPEC:
-        with pytest.raises(EngineFailedError, match=r"UnsupportedError: .* use KVTierConnector"):
+        with pytest.raises(
+            EngineFailedError, match=r"UnsupportedError: .* use KVTierConnector"
+        ):
             feature.tiered(tmp_path, door)
         return
     first, again = feature.tiered(tmp_path, door)

@@ -288,17 +288,11 @@ class TestDisturbingNobody:
         store.stop()
         assert len(store.start()) == SLOTS
 
-    def test_an_index_of_version_1_is_read_and_not_upgraded(
-        self, shell: Shell, store: Store
-    ) -> None:
-        store.filled().become_version_1()
-        seen = store.seen()
-        (report,) = shell.json("stat", store.root)["namespaces"]
-        assert (report["chunks"], report["oldest_at"], report["departures"]) == (16, None, {})
-        assert "unknown" in shell("ls", store.root).out
-        assert "stored unknown" in flat(shell("explain", KEYS[2].hex(), store.root).out)
-        assert shell("verify", store.root).code == 0
-        assert store.seen() == seen
+    def test_an_index_of_another_version_is_refused(self, shell: Shell, store: Store) -> None:
+        store.filled().sql("PRAGMA user_version=9")
+        ran = shell("stat", store.root)
+        assert ran.code != 0
+        assert "it has version 9, and this kvtier reads 1" in flat(ran.out + ran.err)
 
 
 class TestLs:

@@ -20,7 +20,7 @@ from tests.unit.stores import KEYS, SLOTS, Store
 
 FILLING = """
 WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 20000)
-INSERT INTO departures SELECT x, 1, 'evicted', x'', 1 FROM n
+INSERT INTO removals SELECT x, 1, 'evicted', x'' FROM n
 """
 """Rows that take SQLite a while to copy."""
 

@@ -34,10 +34,9 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tiers import StorageTier, TierContext
+from kvtier.tiers import StorageTier, TierContext, base
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.start import examine_start
 from kvtier.types import LayoutFingerprint
 from tests.unit.shell import Shell
@@ -237,7 +236,7 @@ class TestItsDirectory:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "chunks").write_bytes(bytes(1 << 20))
-        monkeypatch.setattr(BlockIo, "free_nbytes", lambda *_: (1 << 20) - 4096)
+        monkeypatch.setattr(base, "free_disk_nbytes", lambda _: (1 << 20) - 4096)
         (problem,) = examine_start(config_of(FILE, f"path: {tmp_path}"), {}).problems
         assert problem.startswith("a.yaml:4: tiers[1].capacity = 2MiB: the disk has room for ")
 

@@ -185,7 +185,7 @@ def test_what_a_later_version_made_refuses_the_start(store: Store) -> None:
     layout = store.directory / "layout.json"
     layout.write_text(layout.read_text().replace('"version": 1', '"version": 2'))
     report = examine_start(config_of(store), FIELDS)
-    assert "was made by a later version of kvtier" in problems(report)
+    assert "was made by another version of kvtier" in problems(report)
 
 
 def test_what_cannot_be_counted_is_a_warning(store: Store) -> None:

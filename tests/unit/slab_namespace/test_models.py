@@ -389,7 +389,7 @@ def test_a_start_that_would_exceed_the_capacity_beside_a_later_version_is_refuse
     files = sorted(root.glob("*/slots.bin"))
     with pytest.raises(ConfigError) as caught:
         open_tier(model="new", slots=24)
-    assert f"{future} (32.0 KiB) was made by a later version of kvtier" in str(caught.value)
+    assert f"{future} (32.0 KiB) was made by another version of kvtier" in str(caught.value)
     assert "the capacity of 96.0 KiB is not enough beside it; remove it" in str(caught.value)
     assert sorted(root.glob("*/slots.bin")) == files
 
