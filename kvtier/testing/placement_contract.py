@@ -24,8 +24,7 @@ from kvtier.testing.counting import (
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
 from kvtier.testing.naming import naming
 from kvtier.testing.purity import held_by
-from kvtier.testing.questions import Question, make_questions, serve_traffic
-from kvtier.testing.workbench import Workbench
+from kvtier.testing.questions import Question, make_questions
 from kvtier.types import Why
 
 __all__ = ["PlacementContract"]
@@ -149,13 +148,6 @@ class PlacementContract(DecisionContract[Placement, object]):
         for question in make_questions(many, tiers=TIERS, chunks=chunks, seed=5):
             self.answers(placement, question, ctx)
         assert work(seed=6, count=100) <= _GROWTH * first
-
-    def test_a_manager_keeps_its_books_with_it(self) -> None:
-        for capacities in ((6, 12), (6, 8, 24), (8, 4, 2)):
-            with naming(tiers=len(capacities), capacities=capacities):
-                placement = self.make_placement(tiers=len(capacities))
-                bench = Workbench(*capacities, placement=placement)
-                serve_traffic(bench, requests=60, seed=7)
 
     def _check_targets(self, tiers: int, source: int) -> None:
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()

@@ -32,12 +32,12 @@ from kvtier.keys import ChunkKey, group_of, make_key, without_adapter
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach
 from kvtier.memory.copy import BlockCopyPlan
-from kvtier.testing.stepped import SteppedCache
 from kvtier.types import Outcome
 from kvtier.vllm import connector as entry_point
 from kvtier.vllm.connector import KVTierConnector
 from tests.integration.notes_device import NotesDevice
 from tests.integration.scheduler_setup import Setup, make_request, scheduler_with
+from tests.support.stepped import SteppedCache
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -1,6 +1,6 @@
 """Disks that fail, stall, rot and vanish below a real engine: it goes on, token for token.
 
-The disk is a :class:`~kvtier.testing.faulty_tier.FaultyTier` in the tier's own process. What it
+The disk is a :class:`~tests.support.faulty_tier.FaultyTier` in the tier's own process. What it
 does is compared with what the engine counted, cause by cause:
 
 =========  ====================================================================================
@@ -25,12 +25,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.testing.faulty_tier import DiskFault, FaultPlan, Injection, install
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import CONVERSATIONS, Reference, Site
 from tests.integration.test_connector import DOORS, through
 from tests.integration.test_tokens import hit_tokens
+from tests.support.faulty_tier import DiskFault, FaultPlan, Injection, install
 
 every_door = pytest.mark.parametrize("door", [*DOORS])
 

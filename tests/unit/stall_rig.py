@@ -14,12 +14,12 @@ from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload
-from kvtier.testing.fakes import RecordingTruth
-from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine
 from kvtier.types import Job, JobId, LayoutFingerprint, Outcome, TransferResult, Why
+from tests.support.fakes import FakeSlotStatus
+from tests.support.faulty_io import FaultyIo
 
 SLOT = 8192
 CAPACITY = 8
@@ -71,7 +71,7 @@ class Rig:
         self,
         directory: Path,
         stack: contextlib.ExitStack,
-        truth: RecordingTruth | None = None,
+        truth: FakeSlotStatus | None = None,
         **options: Any,
     ) -> None:
         self.io = FaultyIo()
@@ -88,7 +88,7 @@ class Rig:
             "rig",
             {
                 ("ram", "nvme"): ToTier(self.ram, self.tier),
-                ("nvme", "ram"): FromTier(self.ram, self.tier, truth or RecordingTruth()),
+                ("nvme", "ram"): FromTier(self.ram, self.tier, truth or FakeSlotStatus()),
             },
             chunk_nbytes=SLOT,
             limits=EngineLimits(

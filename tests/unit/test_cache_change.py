@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from kvtier.keys import short
-from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.inspect import find_namespaces
+from tests.support.faulty_io import FaultyIo
 from tests.unit.cache_shell import ROOT, Shell, flat
 from tests.unit.stores import KEYS, SLOTS, Store
 

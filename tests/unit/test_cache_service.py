@@ -12,9 +12,9 @@ from kvtier.errors import ClosedError
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import Prompt
 from kvtier.manager.plans import NO_SLOT
-from kvtier.testing.stepped import SteppedCache
-from kvtier.testing.workbench import prefix
 from kvtier.types import Job, Outcome, TransferResult
+from tests.support.stepped import SteppedCache
+from tests.support.workbench import prefix
 from tests.unit.warned import warnings_in
 
 

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from kvtier.keys import short
-from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from kvtier.tiers.slab.verify import verify
+from tests.support.faulty_io import FaultyIo
 from tests.unit.cache_shell import Shell, flat
 from tests.unit.stores import KEYS, SLOT, SLOTS, Store
 

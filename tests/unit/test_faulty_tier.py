@@ -15,15 +15,15 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
-from kvtier.testing.faulty_tier import (
+from kvtier.tiers.base import TierContext
+from kvtier.types import LayoutFingerprint, Outcome, Why
+from tests.support.faulty_tier import (
     DiskFault,
     FaultPlan,
     FaultyTier,
     FaultyTierConfig,
     Injection,
 )
-from kvtier.tiers.base import TierContext
-from kvtier.types import LayoutFingerprint, Outcome, Why
 
 SLOT = 8192
 CHUNKS = 12

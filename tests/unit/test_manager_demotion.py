@@ -9,8 +9,8 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome, Why
+from tests.support.workbench import Workbench, prefix
 
 
 def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, Why
+from tests.support.workbench import Workbench, prefix
 from tests.unit.test_manager_progress import Exclusive
 
 

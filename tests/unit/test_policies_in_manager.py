@@ -11,7 +11,7 @@ from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction import Lru, PrefixLru
 from kvtier.policies.registry import BUILT_IN_EVICTIONS
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 
 class Listening(Lru):

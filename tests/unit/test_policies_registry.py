@@ -32,7 +32,7 @@ from kvtier.policies.registry import (
 from kvtier.policies.shadow import ShadowTier
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.traces import generate
-from kvtier.testing.fakes import RecordingTruth
+from tests.support.fakes import FakeSlotStatus
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
@@ -148,7 +148,7 @@ def placed_by(*lines: str) -> Placement:
         build_tiers(config, [4, 16]),
         slot_nbytes=1 << 20,
         chunk_tokens=16,
-        truth=RecordingTruth(),
+        truth=FakeSlotStatus(),
         record_events=False,
     )
     return manager._ladder.placement

@@ -14,10 +14,10 @@ from typing_extensions import override
 from kvtier.config import parse_config
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 from kvtier.tiers.base import SlotOutcomes, TierContext
 from kvtier.transfer import BetweenTiers, EngineLimits, Relay, TransferEngine, relay_slots
 from kvtier.types import Job, LayoutFingerprint, Outcome, Why
+from tests.support.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 
 SLOT_NBYTES = 4096
 CHUNKS = 5

@@ -32,7 +32,7 @@ from kvtier.sim._truth import HonestTruth
 from kvtier.sim.ladder import simulate_ladder
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
-from kvtier.testing.invariants import check_manager
+from tests.support.invariants import check_manager
 from tests.unit.instant_ladder import replay_references
 from tests.unit.sim_traces import ROOT, TRACES, needs_traces, trace_of
 from tests.unit.textbook import TwoLevels

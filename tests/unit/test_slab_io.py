@@ -20,13 +20,13 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
-from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import store as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
 from kvtier.types import LayoutFingerprint, Outcome, Why
+from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.warned import warnings_in
 
 SLOT = 8192

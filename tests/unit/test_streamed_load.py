@@ -16,11 +16,11 @@ from kvtier.memory import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys
-from kvtier.testing.fakes import RecordingTruth
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
 from kvtier.transfer.device import DeviceLoad, LoadRequest
 from kvtier.types import Job, Outcome, Why
+from tests.support.fakes import FakeSlotStatus
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 SLOTS = [2, 3, 5, 7]
@@ -238,8 +238,8 @@ def rise(job_id: int = 0, *, timeout_s: float = SOON_S) -> Job:
     )
 
 
-def route_of(disk: Disk) -> tuple[FromTier, RecordingTruth]:
-    truth = RecordingTruth()
+def route_of(disk: Disk) -> tuple[FromTier, FakeSlotStatus]:
+    truth = FakeSlotStatus()
     return FromTier(Ram(), cast("StorageTier", disk), truth), truth
 
 
@@ -414,7 +414,7 @@ async def _caught(moving: Awaitable[object]) -> BaseException | None:
 
 
 @contextlib.contextmanager
-def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, RecordingTruth]]:
+def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, FakeSlotStatus]]:
     route, truth = route_of(disk)
     bounds = EngineLimits(**{"queued_bytes": 1 << 30, "running_bytes": 1} | limits)
     engine = TransferEngine("streams", {("nvme", "ram"): route}, chunk_nbytes=1, limits=bounds)

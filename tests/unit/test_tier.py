@@ -13,7 +13,7 @@ from kvtier.policies.base import Evictable
 from kvtier.policies.eviction import Lru
 from kvtier.policies.terms import RequestTerms
 from kvtier.testing.purity import contents_of
-from kvtier.testing.workbench import prefix
+from tests.support.workbench import prefix
 
 CTX = PolicyContext()
 

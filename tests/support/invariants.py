@@ -5,7 +5,6 @@ and look after every step. It recounts from scratch what the manager counts as i
 reads private members, and it costs as much as there are slots.
 """
 
-# ruff: noqa: SLF001 - a recount that trusted the public figures would check nothing
 from __future__ import annotations
 
 from collections import Counter

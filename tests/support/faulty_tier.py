@@ -208,9 +208,9 @@ class FaultyTier(SlabTier):
             raise ConfigError(f"{cls.__name__} takes FaultyTierConfig and its own system calls")
         disk = _SickDisk(context.slot_nbytes, stall_s=options.stall_s)
         tier = super().open(options, context, io=disk)
-        tier._disk = disk  # noqa: SLF001 - a constructor by another name
-        tier._draws = _Draws(options.seed)  # noqa: SLF001
-        tier._sick_options = options  # noqa: SLF001
+        tier._disk = disk
+        tier._draws = _Draws(options.seed)
+        tier._sick_options = options
         return tier
 
     @override
