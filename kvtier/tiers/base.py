@@ -14,11 +14,11 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvtier.config import Remark, TierConfig, held_bytes
+from kvtier.config import Remark, TierConfig, allocated_bytes
 from kvtier.errors import CapacityError
 from kvtier.keys import ChunkKey
 from kvtier.os.limits import free_disk_nbytes
-from kvtier.types import LayoutFingerprint, Outcome, SharedMemory, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose, SharedMemory
 
 if TYPE_CHECKING:
     from kvtier.os.iopool import IoPool  # imports asyncio, which `kvtier check` does without
@@ -188,7 +188,7 @@ class StorageTier(ABC):
         store = options.local_store()
         if store is None:
             return None
-        held_nbytes = held_bytes(store.path)
+        held_nbytes = allocated_bytes(store.path)
         place = store.path if store.path.exists() else store.path.parent
         return StoreExamination(
             free_nbytes=free_disk_nbytes(place),
@@ -233,7 +233,7 @@ class StorageTier(ABC):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """Write ``sources[i]`` (``slot_nbytes`` bytes) to slot ``slots[i]`` under ``keys[i]``.
 
@@ -256,7 +256,7 @@ class StorageTier(ABC):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """Read slot ``slots[i]`` into ``into[i]`` and prove that the bytes are those written.
 
@@ -278,7 +278,7 @@ class StorageTier(ABC):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Start :meth:`write` eagerly; await the result for the rest.
 
@@ -286,7 +286,7 @@ class StorageTier(ABC):
         of the loop earlier. The caller must await the result: a task that is cancelled before
         its first step does not wait until the memory is free again.
         """
-        return self.write(keys, slots, sources, why=why)
+        return self.write(keys, slots, sources, purpose=purpose)
 
     def begin_read(
         self,
@@ -294,10 +294,10 @@ class StorageTier(ABC):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Start :meth:`read` eagerly; see :meth:`begin_write`."""
-        return self.read(keys, slots, into, why=why)
+        return self.read(keys, slots, into, purpose=purpose)
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:

@@ -8,9 +8,8 @@ engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Five
 * **Deadlines free the waiter, not the buffer.** If a job's deadline passes while a thread is
   inside a system call, an unsettled result is posted at once and no request waits any longer.
   The job keeps its slots until the call returns and the settled result is posted.
-* **Urgent first.** The queue is ordered by :class:`~kvtier.types.Why`. Running bytes per
-channel
-  are limited, so few bytes of less urgent work are ever ahead of a load.
+* **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. Running bytes per
+  channel are limited, so few bytes of less urgent work are ever ahead of a load.
 * **A tier's fault is a job's failure.** Whatever a tier raises, or returns in place of one
   outcome per chunk, fails one job. If the engine's thread dies, it answers every job first.
 * **A failing tier is left alone.** After some consecutive failures a channel's breaker opens:
@@ -153,7 +152,7 @@ class TransferEngine:
             self._fail_unrouted(job)
             return False
         nbytes = len(job.source_slots) * self._chunk_nbytes
-        order = (int(job.why), next(self._sequence))
+        order = (int(job.purpose), next(self._sequence))
         pending = Pending(job, channel, nbytes, now, order=order)
         self._results.expect(pending)
         fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from typing import Any
 
 from kvtier.errors import TierUnavailableError
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.logs import get_logger
 from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.channel import Channel, EngineLimits
@@ -346,6 +346,6 @@ def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
             job.job_id,
             job.source,
             job.destination,
-            f"chunk {short(lost[0])}, of {len(lost)} lost: " if lost else "",
+            f"chunk {short_key(lost[0])}, of {len(lost)} lost: " if lost else "",
             error,
         )

@@ -8,9 +8,9 @@ import pytest
 
 from kvtier.manager import ManagerLimits, TierState
 from kvtier.policies import CopyState
-from kvtier.testing.fakes import RecordingTruth, TruthError
-from kvtier.testing.invariants import InvariantError, check_manager, eviction_order
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.fakes import FakeSlotStatus, SlotStatusError
+from tests.support.invariants import InvariantError, check_manager, eviction_order
+from tests.support.workbench import Workbench, prefix
 
 
 def busy() -> Workbench:
@@ -144,30 +144,30 @@ def test_a_workbench_that_never_settles_says_so() -> None:
 
 
 def test_a_truth_refuses_a_stamp_of_a_former_owner() -> None:
-    truth = RecordingTruth(driven=True)
+    truth = FakeSlotStatus(driven=True)
     truth.stamp([1], 5)
-    with pytest.raises(TruthError, match="bears 5 and is stamped 4"):
+    with pytest.raises(SlotStatusError, match="bears 5 and is stamped 4"):
         truth.stamp([1], 4)
-    with pytest.raises(TruthError, match="bears 5 and is stamped 5"):
+    with pytest.raises(SlotStatusError, match="bears 5 and is stamped 5"):
         truth.publish([1], [5])
     truth.publish([1], [6])
     assert truth.published == [(1, 6)]
 
 
 def test_a_truth_is_quiet_when_every_job_was_acknowledged() -> None:
-    truth = RecordingTruth(driven=True)
+    truth = FakeSlotStatus(driven=True)
     truth.issue([1, 2])
     truth.acknowledge([1])
     truth.not_quiet = {3}
     assert truth.quiet([1, 2, 3]) == [True, False, False]
-    with pytest.raises(TruthError, match="more often"):
+    with pytest.raises(SlotStatusError, match="more often"):
         truth.acknowledge([1])
-    with pytest.raises(TruthError, match="twice"):
+    with pytest.raises(SlotStatusError, match="twice"):
         truth.issue([1, 1])
 
 
 def test_a_driven_truth_has_stored_what_was_stamped() -> None:
-    truth = RecordingTruth(driven=True)
+    truth = FakeSlotStatus(driven=True)
     truth.stamp([1, 2], 5)
     truth.not_stored = {2}
     assert truth.stored([1, 2, 3], [5, 5, 5]) == [True, False, False]

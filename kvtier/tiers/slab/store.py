@@ -48,7 +48,7 @@ from kvtier.tiers.slab.piece_io import (
 )
 from kvtier.tiers.slab.removals import KeyMarks, RemovalReason, mark_keys
 from kvtier.tiers.slab.start_plan import slab_options
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["SlabTier"]
 
@@ -273,7 +273,7 @@ class SlabTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :meth:`kvtier.tiers.base.StorageTier.write`."""
         batch = self._batch(keys, slots, sources)
@@ -291,9 +291,9 @@ class SlabTier(StorageTier):
             functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
             for piece in pieces
         ]
-        batch.record(pieces, await self._pool.run_all(calls, priority=int(why)))
+        batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         if self._options.durability == "power":
-            await self._sync(batch, failed_syncs, why)
+            await self._sync(batch, failed_syncs, purpose)
         await self._commit(batch, epoch)
         return batch.result()
 
@@ -303,7 +303,7 @@ class SlabTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :meth:`kvtier.tiers.base.StorageTier.read`."""
         batch = self._batch(keys, slots, into)
@@ -323,7 +323,7 @@ class SlabTier(StorageTier):
             )
             for piece in pieces
         ]
-        batch.record(pieces, await self._pool.run_all(calls, priority=int(why)))
+        batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -366,7 +366,7 @@ class SlabTier(StorageTier):
         self._location.leave_out(self._store.namespace.index_path)
         call = self._store.namespace.set_index_aside
         try:
-            aside = await self._pool.run(call, priority=int(Why.DEMOTE))
+            aside = await self._pool.run(call, priority=int(Purpose.DEMOTE))
         except OSError as error:
             raise TierUnavailableError(
                 self.name,
@@ -387,7 +387,7 @@ class SlabTier(StorageTier):
             return
         self._closed = True
         try:
-            await self._pool.run(self._release, priority=int(Why.DEMOTE))
+            await self._pool.run(self._release, priority=int(Purpose.DEMOTE))
         except ClosedError:
             self._release()
 
@@ -412,11 +412,11 @@ class SlabTier(StorageTier):
             return False
         return True
 
-    async def _sync(self, batch: _Batch, failed_before: int, why: Why) -> None:
+    async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
         """Wait until the written chunks survive loss of power."""
         file = self._store.file
         try:
-            await self._pool.run(file.sync, priority=int(why))
+            await self._pool.run(file.sync, priority=int(purpose))
         except OSError as error:
             batch.fail(batch.done(), f"not synced: {error.strerror}")
         done = batch.done()
