@@ -129,7 +129,7 @@ def test_a_user_can_interrupt_a_compaction_and_nothing_is_changed(
 def test_a_user_can_interrupt_a_removal_and_nothing_is_removed(
     space: StoredNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.index._INSTRUCTIONS_PER_SIGN", 1)
+    monkeypatch.setattr("kvtier.tiers.slab.index._INSTRUCTIONS_PER_CALLBACK", 1)
     with IndexReader(space) as reader:
         entries = reader.entries("stored", -1)
     with pytest.raises(KeyboardInterrupt):

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.base import Fields, StoreExamination
 from kvtier.tiers.slab.budget import describe_neighbour, unix_time_s, unreadable_neighbours
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.inspect import present_holder, store_locked
+from kvtier.tiers.slab.inspect import find_other_version, present_holder, store_locked
 from kvtier.tiers.slab.lock import Patience, is_tool, passing_holder
 from kvtier.tiers.slab.namespace import (
     INDEX,
@@ -71,7 +71,12 @@ def examine_store(options: TierConfig, identity: Fields) -> StoreExamination:
     slots_nbytes = own.slots_nbytes if own else 0
     wanted = wanted_nbytes(opening.nbytes, slots, slots_nbytes, index_nbytes)
     return StoreExamination(
-        refusals=[*foreign, *_in_use(own, identity), *plan.refusals],
+        refusals=[
+            *foreign,
+            *_in_use(own, identity),
+            *_other_version(own, options),
+            *plan.refusals,
+        ],
         warnings=[*unreadable, *_awaited([own, plan.awaited]), *plan.warnings],
         notes=list(_cost_of_change(own, opening, options)),
         holders=[each.holder for each in neighbours if each.holder],
@@ -149,6 +154,14 @@ def _in_use(own: Neighbour | None, identity: Fields) -> Iterator[Remark]:
         hint = "" if "model" in identity else f"; if this is not model {own.model}, add --model"
         remedy = "one engine at a time may write a cache: stop it, or use another path"
         yield Remark("path", problem, remedy + hint)
+
+
+def _other_version(own: Neighbour | None, options: NvmeTierConfig) -> Iterator[Remark]:
+    if own is None or own.state is not State.IDLE or options.on_mismatch == "remove":
+        return
+    if problem := find_other_version(own.directory):
+        remedy = "start the kvtier that wrote it, or set on_mismatch: remove"
+        yield Remark("on_mismatch", problem, remedy)
 
 
 def _awaited(neighbours: Iterable[Neighbour | None]) -> Iterator[Remark]:

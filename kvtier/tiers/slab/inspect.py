@@ -37,6 +37,7 @@ from kvtier.tiers.slab.namespace import (
     Layout,
     has_namespace_name,
     nbytes_of,
+    read_layout,
     require_layout,
 )
 from kvtier.tiers.slab.removals import Removal
@@ -44,6 +45,7 @@ from kvtier.tiers.slab.schema import (
     RESET_METADATA,
     IndexDamagedError,
     IndexMissingError,
+    IndexVersionError,
     check_schema,
     damage_raised,
 )
@@ -56,6 +58,7 @@ __all__ = [
     "Totals",
     "count_chunks",
     "find_namespaces",
+    "find_other_version",
     "holder_of",
     "index_nbytes",
     "present_holder",
@@ -287,6 +290,21 @@ def count_chunks(space: StoredNamespace) -> int | None:
         return 0
     except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
         return None
+
+
+def find_other_version(directory: Path) -> str:
+    """Return a message if another version wrote the index of an idle namespace; else empty."""
+    layout = read_layout(directory, BlockIo())
+    if layout is None:
+        return ""
+    try:
+        with IndexReader(StoredNamespace(directory, layout), idle=True) as reader:
+            reader.checksum()
+    except IndexVersionError as error:
+        return f"{directory / INDEX}: {error}"
+    except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
+        return ""
+    return ""
 
 
 def index_nbytes(space: StoredNamespace) -> int:

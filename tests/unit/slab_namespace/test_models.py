@@ -394,19 +394,6 @@ def test_a_start_that_would_exceed_the_capacity_beside_a_later_version_is_refuse
     assert sorted(root.glob("*/slots.bin")) == files
 
 
-def test_what_an_earlier_version_made_leaves_for_lack_of_room(
-    open_tier: Opener, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = open_tier(model="old")
-    fill(tier)
-    close(tier)
-    monkeypatch.setattr(namespace, "_VERSION", 2)
-    open_tier(model="new")
-    assert [path.parent.name for path in root.glob("*/slots.bin")] == [
-        fingerprint("new").namespace()
-    ]
-
-
 @pytest.mark.parametrize(
     "text", ["", "{}", "[" * 200_000, None], ids=["empty", "strange", "deep", "gone"]
 )
