@@ -9,11 +9,11 @@ from kvtier.manager.ledger import Failure, JobRecord
 from kvtier.manager.run import Run
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy
-from kvtier.types import Outcome, TransferResult, Why
+from kvtier.types import Outcome, Purpose, TransferResult
 
 __all__ = ["DemotionJobs"]
 
-_DEMOTE = Why.DEMOTE
+_DEMOTE = Purpose.DEMOTE
 
 
 class DemotionJobs:
@@ -114,7 +114,7 @@ class DemotionJobs:
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
         """Yield the copies of ``tier`` that jobs in flight copy down."""
         for record in self._ladder.ledger.records():
-            if record.why is _DEMOTE and record.source == tier.index:
+            if record.purpose is _DEMOTE and record.source == tier.index:
                 yield from record.sources
 
     def settle_sources(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:

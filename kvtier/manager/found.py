@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState
 
@@ -41,7 +41,7 @@ class Found(NamedTuple):
     def _per_group(self) -> Counter[bytes]:
         """Return how many there are of each group, by the end of their keys."""
         copies = self.copies
-        if copies and of_one_group((copies[0].key, copies[-1].key)):
+        if copies and is_single_group((copies[0].key, copies[-1].key)):
             return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
         return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from kvtier.keys import ChunkKey, of_group
+from kvtier.keys import ChunkKey, group_filter
 from kvtier.manager.events import EventLog
 from kvtier.manager.ledger import JobLedger
 from kvtier.manager.plans import ManagerLimits, SlotTruth
@@ -78,7 +78,7 @@ class Ladder:
         self.limits = limits
         self.truth = truth
         self.worth = worth
-        self.is_counted = of_group(counting_group)
+        self.is_counted = group_filter(counting_group)
         self.ledger = JobLedger()
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
@@ -148,7 +148,7 @@ class Ladder:
         count = len(newcomers)
         if count > tier.slots.free + tier.idle:
             return None
-        if tier.eviction.hears_misses:
+        if tier.eviction.tracks_misses:
             for key in newcomers:
                 tier.eviction.on_miss(key, self.ctx)
         taken = tier.take_slots(count, self.ctx)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy
-from kvtier.types import Job, JobId, Outcome, Why
+from kvtier.types import Job, JobId, Outcome, Purpose
 
 __all__ = ["Failure", "JobLedger", "JobRecord"]
 
@@ -27,7 +27,7 @@ class JobRecord:
     """One storage job.
 
     Attributes:
-        why: PROMOTE or DEMOTE.
+        purpose: PROMOTE or DEMOTE.
         source: Index of the tier read.
         destination: Index of the tier written.
         sources: The copies read, each pinned by this job.
@@ -40,7 +40,7 @@ class JobRecord:
         is_eviction: Whether the sources leave their tier, in this order, to make room.
     """
 
-    why: Why
+    purpose: Purpose
     source: int
     destination: int
     sources: Sequence[ChunkCopy]
@@ -128,7 +128,7 @@ class JobLedger:
         self._unsent.append(
             Job(
                 job_id,
-                record.why,
+                record.purpose,
                 names[record.source],
                 names[record.destination],
                 record.keys,

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.policies import ChunkCopy
 
 __all__ = ["across_groups", "by_group", "nearest", "prompts_of"]
@@ -57,7 +57,7 @@ def nearest(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
         keys: Group after group, each root to leaf.
         count: At most their number.
     """
-    if of_one_group(keys):
+    if is_single_group(keys):
         return range(count)
     groups = Counter(key[-GROUP_NBYTES:] for key in keys)
     ends = [at / chunks for chunks in groups.values() for at in range(1, chunks + 1)]

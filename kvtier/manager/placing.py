@@ -12,12 +12,12 @@ from itertools import compress
 from kvtier.manager.ladder import Ladder, first_whole
 from kvtier.manager.run import Run
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Why
+from kvtier.types import Purpose
 
 __all__ = ["admitted", "long_enough", "places_of", "targets_of"]
 
 _RESIDENT = CopyState.RESIDENT
-_DEMOTE = Why.DEMOTE
+_DEMOTE = Purpose.DEMOTE
 
 
 def places_of(ladder: Ladder, run: Run) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:

@@ -10,7 +10,7 @@ from kvtier.manager.grants import Grants
 from kvtier.manager.ladder import Ladder
 from kvtier.manager.ledger import JobRecord
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import JobId, Outcome, TransferResult, Why
+from kvtier.types import JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["PromotionJob", "PromotionJobs"]
 
@@ -122,7 +122,7 @@ class PromotionJobs:
             source.hits += 1
         places = [source.slot for source in sources]
         record = JobRecord(
-            Why.PROMOTE, index, 0, sources, keys, places, copies, ladder.epoch, moved=moved
+            Purpose.PROMOTE, index, 0, sources, keys, places, copies, ladder.epoch, moved=moved
         )
         job_id = ladder.ledger.open(
             record,

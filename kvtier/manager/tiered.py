@@ -45,13 +45,13 @@ from kvtier.manager.tier import TierState
 from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
 from kvtier.policies.terms import NO_TERMS, RequestTerms
-from kvtier.types import Job, JobId, Outcome, TransferResult, Why
+from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["TieredOffloadingManager"]
 
 _depth_of = operator.attrgetter("depth")
 _RESIDENT = CopyState.RESIDENT
-_PROMOTE = Why.PROMOTE
+_PROMOTE = Purpose.PROMOTE
 
 
 class TieredOffloadingManager:
@@ -355,12 +355,12 @@ class TieredOffloadingManager:
         record = ledger.find(result.job_id)
         if record is None:
             return
-        if record.why is _PROMOTE:
+        if record.purpose is _PROMOTE:
             timeout_s = ladder.limits.load_timeout_s
             ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
         if record.epoch != ladder.epoch:
             self._quarantine.apply(record, result)
-        elif record.why is _PROMOTE:
+        elif record.purpose is _PROMOTE:
             self._reserves.adopt(self._ram, self._promotions.apply(record, result))
         else:
             arrived = self._demotions.apply(record, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvtier.keys import ChunkKey, make_key, of_group
+from kvtier.keys import ChunkKey, group_filter, make_key
 from kvtier.manager import (
     LoadPlan,
     LoadWorth,
@@ -109,7 +109,9 @@ class Workbench:
         Returns:
             The tokens behind the local ones that can be loaded now; None if it has to wait.
         """
-        of_groups = [list(filter(of_group(group), keys)) for group in range(len(self._groups))]
+        of_groups = [
+            list(filter(group_filter(group), keys)) for group in range(len(self._groups))
+        ]
         limit_tokens = max(
             len(some) * group.chunk_tokens
             for some, group in zip(of_groups, self._groups, strict=True)

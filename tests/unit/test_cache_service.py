@@ -294,7 +294,7 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
 
     def submit(*given: Job) -> None:
         jobs.extend(given)
-        done.extend((job.why.name, list(job.destination_slots)) for job in given)
+        done.extend((job.purpose.name, list(job.destination_slots)) for job in given)
 
     def forget(slots: Sequence[int]) -> None:
         done.append(("forget", list(slots)))

@@ -23,9 +23,9 @@ from kvtier.config import (
     Size,
     TierConfig,
     check_environment,
-    own_paths,
     parse_config,
     parse_tier,
+    resolve_rank_paths,
     schema,
 )
 from kvtier.doctor import Verdict, examine
@@ -253,7 +253,7 @@ class TestItsDirectory:
         with pytest.raises(
             ConfigError, match=r"^a\.yaml:5: tiers\[1\]\.path = .*rank is an en"
         ):
-            own_paths(config_of(FILE, f"path: {tmp_path}"), rank=0)
+            resolve_rank_paths(config_of(FILE, f"path: {tmp_path}"), rank=0)
 
     def test_it_may_have_any_name_and_be_a_plain_path(self) -> None:
         class Options(TierConfig):

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach
-from kvtier.types import Job, Outcome, TransferResult, Why
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix
 
@@ -38,7 +38,7 @@ def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0)
 def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
     bench = warmed(4, 8)
     job = asked(bench, 3)
-    assert (job.why, job.source, job.destination) == (Why.PROMOTE, "nvme", "ram")
+    assert (job.purpose, job.source, job.destination) == (Purpose.PROMOTE, "nvme", "ram")
     assert (job.keys, job.source_slots, job.destination_slots) == (
         prefix(3),
         [0, 1, 2],

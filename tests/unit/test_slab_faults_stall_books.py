@@ -12,7 +12,7 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.testing.chunks import make_payload
-from kvtier.types import JobId, Outcome, Why
+from kvtier.types import JobId, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix
 from tests.unit.stall_rig import CAPACITY, DONE, EXPIRED, HANG_S, RUNNING, SLOT, SOON_S, Rig
@@ -37,7 +37,7 @@ class Cache:
         filled = [*zip(FIRST + SECOND, range(CAPACITY), strict=True)]
         for key, slot in filled:
             rig.ram.slot(slot)[:] = make_payload(key, SLOT)
-        job = rig.submit(Why.STORE, FIRST + SECOND, range(CAPACITY), HANG_S)
+        job = rig.submit(Purpose.STORE, FIRST + SECOND, range(CAPACITY), HANG_S)
         assert rig.settled(job) == {job.job_id: [DONE] * CAPACITY}
         self.bench.manager.recover(1, filled)
 

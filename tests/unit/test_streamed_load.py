@@ -19,7 +19,7 @@ from kvtier.testing.chunks import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
 from kvtier.transfer.device import DeviceLoad, LoadRequest
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
@@ -104,7 +104,7 @@ def load(pool: IoPool, copier: Copier) -> Load:
         plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
         route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
         payload = LoadRequest(plan, None, stamps, wait_s)
-        job = Job(1, Why.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
+        job = Job(1, Purpose.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
         return asyncio.run(route.run(job))
 
     return run
@@ -234,7 +234,15 @@ class Ram:
 def rise(job_id: int = 0, *, timeout_s: float = SOON_S) -> Job:
     keys = make_keys(range(3))
     return Job(
-        job_id, Why.PROMOTE, "nvme", "ram", keys, [0, 1, 2], [4, 5, 6], timeout_s, [21, 21, 22]
+        job_id,
+        Purpose.PROMOTE,
+        "nvme",
+        "ram",
+        keys,
+        [0, 1, 2],
+        [4, 5, 6],
+        timeout_s,
+        [21, 21, 22],
     )
 
 

@@ -45,7 +45,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.config import Door
+from kvtier.config import VllmEntryPoint
 from tests.demo.model import (
     BLOCK_TOKENS,
     TINY,
@@ -337,7 +337,7 @@ class Bench:
             model=self._model,
             config=config,
             waves=waves,
-            door=Door.CONNECTOR,
+            entry_point=VllmEntryPoint.CONNECTOR,
             gpu_blocks=140,
             timed=timed,
         )
