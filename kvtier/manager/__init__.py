@@ -10,7 +10,7 @@
 * It is looked up: :mod:`~kvtier.manager.hits` are the rules, :mod:`~kvtier.manager.lookup`
   applies them and reserves room.
 * It comes up: the :mod:`~kvtier.manager.promoter` says whose turn it is,
-  :mod:`~kvtier.manager.worth` and :mod:`~kvtier.manager.weighing` how much pays by the
+  :mod:`~kvtier.manager.cost_model` and :mod:`~kvtier.manager.weighing` how much pays by the
   :mod:`~kvtier.manager.estimates`, :mod:`~kvtier.manager.grants` keep it, and
   :mod:`~kvtier.manager.promotion_jobs` bring it.
 * It is loaded: :mod:`~kvtier.manager.loader`.
@@ -26,38 +26,39 @@ that pass between them are in ``plans``, ``requests``, ``run``, ``found`` and ``
 
 from __future__ import annotations
 
+from kvtier.manager.cost_model import CostFigures, CostModel
 from kvtier.manager.counters import TierCounters, TierSnapshot
-from kvtier.manager.estimates import LoadPrice
+from kvtier.manager.estimates import LoadPrice, prompt_tokens
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
     ManagerLimits,
     ManagerSnapshot,
-    SlotTruth,
+    SlotStatus,
     StorePlan,
 )
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
 from kvtier.manager.weighing import LoadChoice, SkipCause
-from kvtier.manager.worth import LoadWorth, WorthFigures
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = [
     "NO_TERMS",
+    "CostFigures",
+    "CostModel",
     "LoadChoice",
     "LoadPlan",
     "LoadPrice",
-    "LoadWorth",
     "ManagerLimits",
     "ManagerSnapshot",
     "RequestTerms",
     "ResidencyEvent",
     "SkipCause",
-    "SlotTruth",
+    "SlotStatus",
     "StorePlan",
     "TierCounters",
     "TierSnapshot",
     "TierState",
     "TieredOffloadingManager",
-    "WorthFigures",
+    "prompt_tokens",
 ]

@@ -161,12 +161,12 @@ class Grants:
         """
         for request in list(self.waiting):
             request.lookups += 1
-            if request.lookups >= self._ladder.limits.patience_arrivals:
+            if request.lookups >= self._ladder.limits.max_arrival_steps:
                 self._settle_request(request)
 
     def lapsed(self) -> list[RequestState]:
         """Return the settled requests that nobody has asked about for long."""
-        oldest = self._ladder.step - self._ladder.limits.patience_grants
+        oldest = self._ladder.step - self._ladder.limits.max_idle_grant_steps
         return [request for request in self.settled if request.asked_at < oldest]
 
     def clear(self) -> None:

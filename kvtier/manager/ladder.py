@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.keys import ChunkKey, of_group
+from kvtier.manager.cost_model import CostModel
 from kvtier.manager.events import EventLog
 from kvtier.manager.ledger import JobLedger
-from kvtier.manager.plans import ManagerLimits, SlotTruth
+from kvtier.manager.plans import ManagerLimits, SlotStatus
 from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
 from kvtier.manager.run import Run
 from kvtier.manager.tier import TierState
-from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
 
 __all__ = ["Ladder", "first_whole"]
@@ -42,7 +42,7 @@ class Ladder:
         names: The tiers' names.
         placement: Decides what crosses tiers.
         limits: Bounds to keep to.
-        truth: What the workers say about RAM slots.
+        slot_status: What the workers say about RAM slots.
         ledger: Jobs in flight.
         retention: RAM copies kept until a deadline.
         ctx: What policies may know.
@@ -53,7 +53,7 @@ class Ladder:
         gaps: Per tier, how soon what it evicted was asked for again.
         follows_reuse: Whether anybody wants to know that; if not, ``gaps`` stay empty.
         restricts_stores: Whether a request ever said which tiers its chunks may be in.
-        worth: Says which loads are worth their time.
+        cost_model: Says which loads are worth their time.
         is_counted: Says of a key whether its KV cache group is the one that stands for tokens.
         events: What became resident where, until somebody takes it.
     """
@@ -64,10 +64,10 @@ class Ladder:
         *,
         placement: Placement,
         limits: ManagerLimits,
-        truth: SlotTruth,
+        slot_status: SlotStatus,
         record_events: bool,
-        follow_reuse: bool,
-        worth: LoadWorth,
+        track_reuse: bool,
+        cost_model: CostModel,
         counting_group: int,
     ) -> None:
         self.tiers = tuple(tiers)
@@ -76,8 +76,8 @@ class Ladder:
         self.names = tuple(tier.name for tier in tiers)
         self.placement = placement
         self.limits = limits
-        self.truth = truth
-        self.worth = worth
+        self.slot_status = slot_status
+        self.cost_model = cost_model
         self.is_counted = of_group(counting_group)
         self.ledger = JobLedger()
         self.retention = Retention(self.ram, limits.retained)
@@ -86,7 +86,7 @@ class Ladder:
         self.step = 0
         self.out_of_service: Collection[int] = ()
         self.corrupt: list[tuple[int, int]] = []
-        self.follows_reuse = follow_reuse
+        self.tracks_reuse = track_reuse
         self.restricts_stores = False
         self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
         self._passed = [
@@ -183,7 +183,7 @@ class Ladder:
 
     def asked(self, keys: Iterable[ChunkKey]) -> None:
         """Note that ``keys`` are wanted, in every tier that is passed before each is found."""
-        if not self.follows_reuse:
+        if not self.tracks_reuse:
             return
         mask = self._sampling
         for key in keys:
@@ -226,7 +226,7 @@ class Ladder:
 
     def _left(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
         """Record that ``keys`` left to make room."""
-        if self.follows_reuse:
+        if self.tracks_reuse:
             tier.counters.followed += self.gaps[tier.index].evicted(keys)
         if self.events.listened_to:
             self.events.add(tier.index, keys, removed=True)

@@ -153,7 +153,7 @@ class JobLedger:
         self._cancels.append(job_id)
 
     @property
-    def has_orders(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there are jobs or cancellations to take."""
         return bool(self._unsent or self._cancels)
 

@@ -97,7 +97,7 @@ class Loader:
         self._use(copies, pinned=handed_over)
         load = _load_of(keys, copies)
         self._begin(load, req_id, request)
-        self._ladder.truth.issue(load.slots)
+        self._ladder.slot_status.issue(load.slots)
         return LoadPlan(load.slots, load.generations, load.origins)
 
     def complete(self, req_id: str, request: RequestState | None) -> None:
@@ -110,7 +110,7 @@ class Loader:
             del self._loads[req_id]
         copies = load.copies
         self._grants.streaming -= load.streamed
-        loaded = self._ladder.truth.loaded(load.slots, load.generations)
+        loaded = self._ladder.slot_status.loaded(load.slots, load.generations)
         if not all(loaded):
             failed = [not ok for ok in loaded]
             self._count_failures(compress(copies, failed), compress(load.origins, failed))
@@ -181,7 +181,7 @@ class Loader:
             KeyError: Chunks are not streamed here.
         """
         ladder = self._ladder
-        if not ladder.limits.streams:
+        if not ladder.limits.direct_loads:
             whole = {copy.key for copy in resident}
             raise KeyError(next(key for key in keys if key not in whole))
         self._use(resident)  # pinned, they cannot make room for the others
@@ -194,7 +194,7 @@ class Loader:
             load.lead = chosen.index(None)
             plan = _plan_with_gaps(chosen)
         self._begin(load, req_id, request)
-        ladder.truth.issue(load.slots)
+        ladder.slot_status.issue(load.slots)
         if load.lead < len(keys) and request is not None:
             self._promoter.give_up(request)
         return plan._replace(wait_s=ladder.limits.load_timeout_s)
@@ -242,7 +242,7 @@ class Loader:
                 self._ladder.drop(self._ram, copy)
         if late:
             shared = self._share_lateness(late)
-            self._ladder.truth.forgive([copy.slot for copy in late if copy not in shared])
+            self._ladder.slot_status.forgive([copy.slot for copy in late if copy not in shared])
 
     def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
         """Return which of ``late`` other loads carry as well.

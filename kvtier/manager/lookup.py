@@ -150,7 +150,7 @@ class HitLookup:
             here: The part that is whole in RAM.
         """
         ladder, grants = self._ladder, self._grants
-        if not ladder.limits.streams:
+        if not ladder.limits.direct_loads:
             return False
         reserved = self._reserved.values()
         wanted = _Reservation(len(found.tiers) - len(here), here)
@@ -161,7 +161,7 @@ class HitLookup:
         if wanted.room > self._ram.room - sum(other.room for other in reserved):
             return False
         now = ladder.ctx.now
-        if ladder.worth.choose(found.tiers, counted=found.counted, now=now) is not None:
+        if ladder.cost_model.choose(found.tiers, counted=found.counted, now=now) is not None:
             return False
         self._reserved[request] = wanted
         return True

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.cost_model import CostFigures
 from kvtier.manager.counters import TierSnapshot
-from kvtier.manager.worth import WorthFigures
 
 __all__ = [
     "NOTHING_TO_STORE",
@@ -18,7 +18,7 @@ __all__ = [
     "LoadPlan",
     "ManagerLimits",
     "ManagerSnapshot",
-    "SlotTruth",
+    "SlotStatus",
     "StorePlan",
 ]
 
@@ -96,12 +96,12 @@ class ManagerLimits:
     backlog: int = sys.maxsize
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
-    patience_lookups: int = 256
-    patience_s: float = 0.0
-    patience_arrivals: int = 20_000
-    patience_grants: int = 256
-    patience_stores: int = 16
-    streams: bool = False
+    max_queue_steps: int = 256
+    max_queue_s: float = 0.0
+    max_arrival_steps: int = 20_000
+    max_idle_grant_steps: int = 256
+    max_store_refusals: int = 16
+    direct_loads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ManagerSnapshot:
         granted: RAM slots kept for waiting requests.
         retained: RAM slots of chunks kept until a deadline.
         jobs: Storage jobs in flight.
-        worth: What loading and computing take, and what was therefore not loaded.
+        cost_model: What loading and computing take, and what was therefore not loaded.
     """
 
     tiers: Sequence[TierSnapshot]
@@ -124,10 +124,10 @@ class ManagerSnapshot:
     granted: int
     retained: int
     jobs: int
-    worth: WorthFigures
+    cost_model: CostFigures
 
 
-class SlotTruth(Protocol):
+class SlotStatus(Protocol):
     """What the workers say about RAM slots, read without asking them.
 
     vLLM's offloading contract has no way to report a failed job: the workers acknowledge every

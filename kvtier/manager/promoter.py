@@ -111,8 +111,8 @@ class Promoter:
             # Neither alone says how long a wait is: an engine that computes takes tens of
             # milliseconds for a step, an idle one takes a thousand steps a second.
             patient = (
-                request.lookups < limits.patience_lookups
-                or now - request.queued_s < limits.patience_s
+                request.lookups < limits.max_queue_steps
+                or now - request.queued_s < limits.max_queue_s
             )
             if patient and (blocked or self._is_as_dear(request)):
                 blocked = True
@@ -168,7 +168,7 @@ class Promoter:
             self._grants.give_back(request, list(request.granted))
             return False
         self._grants.give_back(request, found.stranded(brought))
-        self._ladder.worth.skip(choice)
+        self._ladder.cost_model.record_skip(choice)
         request.asked.clear()
         request.lookups = 0
         self._grants.await_arrival(request)
@@ -179,7 +179,7 @@ class Promoter:
         if not any(found.tiers):
             return found, None
         now = self._ladder.ctx.now
-        choice = self._ladder.worth.choose(found.tiers, counted=found.counted, now=now)
+        choice = self._ladder.cost_model.choose(found.tiers, counted=found.counted, now=now)
         return (found, None) if choice is None else (found.head(choice.kept), choice)
 
     def _fetch(self, request: RequestState, found: Found, *, whole: bool) -> int | None:

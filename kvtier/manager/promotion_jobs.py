@@ -55,7 +55,7 @@ class PromotionJobs:
             return None
         slots, _ = room
         ladder.ram.counters.misses += len(sources)
-        ladder.truth.withdraw(slots)
+        ladder.slot_status.withdraw(slots)
         jobs = []
         for index in dict.fromkeys(tiers):
             here = [tier == index for tier in tiers]
@@ -131,7 +131,7 @@ class PromotionJobs:
             timeout_s=ladder.limits.load_timeout_s,
             generations=[generation] * len(copies),
         )
-        ladder.worth.sent(job_id, index, len(copies))
+        ladder.cost_model.record_job(job_id, index, len(copies))
         return PromotionJob(job_id, copies)
 
     def _expire(self, record: JobRecord) -> None:

@@ -50,7 +50,7 @@ class Quarantine:
         if not self._held:
             return
         held, self._held = self._held, []
-        quiet = self._ladder.truth.quiet([copy.slot for copy in held])
+        quiet = self._ladder.slot_status.quiet([copy.slot for copy in held])
         for copy, ok in zip(held, quiet, strict=True):
             if ok:
                 self._ladder.ram.unpin(copy)

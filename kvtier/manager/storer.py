@@ -130,7 +130,7 @@ class Storer:
                 self._writes.pop(generation, None)
         else:
             generations = [first.generation] * len(run.copies)
-        whole = self._ladder.truth.stored(run.slots, generations)
+        whole = self._ladder.slot_status.stored(run.slots, generations)
         if not all(whole):
             copies = run.copies
             self._give_up([copy for copy, ok in zip(copies, whole, strict=True) if not ok])
@@ -183,13 +183,13 @@ class Storer:
         slots, evicted = room
         self._refuse(len(new) - fits)
         new = head
-        self._ladder.truth.withdraw(slots)
+        self._ladder.slot_status.withdraw(slots)
         generation = self._ladder.next_generation()
         parents, depths = _places(new, keys, {} if request is None else request.tails)
         terms = NO_TERMS if request is None else request.terms
         copies = ram.begin_writing(new, slots, parents, depths, generation, terms)
         self._writes[generation] = Run(copies, new, slots, ram.departed)
-        self._ladder.truth.issue(slots)
+        self._ladder.slot_status.issue(slots)
         return StorePlan(new, slots, generation, evicted)
 
     def _note_wanted(self, new: Sequence[ChunkKey]) -> None:
@@ -211,7 +211,7 @@ class Storer:
                 request.refusals = 0
             return chunks
         self._ram.want(chunks)
-        patience = self._ladder.limits.patience_stores
+        patience = self._ladder.limits.max_store_refusals
         hopeless = chunks > self._ram.slots.capacity
         if request is None or hopeless or request.refusals >= patience:
             self._ladder.retention.give_way(chunks - room)

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from kvtier.keys import ChunkKey
+from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demoter import Demoter
 from kvtier.manager.demotion_jobs import DemotionJobs
 from kvtier.manager.events import ResidencyEvent
@@ -32,7 +33,7 @@ from kvtier.manager.plans import (
     LoadPlan,
     ManagerLimits,
     ManagerSnapshot,
-    SlotTruth,
+    SlotStatus,
     StorePlan,
 )
 from kvtier.manager.promoter import Promoter
@@ -42,7 +43,6 @@ from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.reserves import Reserves
 from kvtier.manager.storer import Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.worth import LoadWorth
 from kvtier.policies import ChunkCopy, CopyState, Placement
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, TransferResult, Why
@@ -61,10 +61,10 @@ class TieredOffloadingManager:
         tiers: The tiers, fastest first; index 0 is RAM.
         placement: Decides what crosses tiers.
         limits: Bounds to keep to.
-        truth: What the workers say about RAM slots.
+        slot_status: What the workers say about RAM slots.
         record_events: Whether :meth:`take_events` has anything to return.
-        follow_reuse: Whether :meth:`take_reuse_gaps` has.
-        worth: Says which loads are worth their time; all of them when omitted.
+        track_reuse: Whether :meth:`take_reuse_gaps` has.
+        cost_model: Says which loads are worth their time; all of them when omitted.
         groups: What each KV cache group needs of a prefix.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
@@ -75,10 +75,10 @@ class TieredOffloadingManager:
         *,
         placement: Placement,
         limits: ManagerLimits,
-        truth: SlotTruth,
+        slot_status: SlotStatus,
         record_events: bool = False,
-        follow_reuse: bool = True,
-        worth: LoadWorth | None = None,
+        track_reuse: bool = True,
+        cost_model: CostModel | None = None,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
     ) -> None:
@@ -86,10 +86,11 @@ class TieredOffloadingManager:
             tiers,
             placement=placement,
             limits=limits,
-            truth=truth,
+            slot_status=slot_status,
             record_events=record_events,
-            follow_reuse=follow_reuse,
-            worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
+            track_reuse=track_reuse,
+            cost_model=cost_model
+            or CostModel(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
             counting_group=counting_group,
         )
         self._ram = ladder.ram
@@ -179,7 +180,7 @@ class TieredOffloadingManager:
         self._ladder.serve(req_id, request)
         return self._loader.prepare(keys, req_id, request)
 
-    def give_up(self, req_id: str) -> None:
+    def fail_request(self, req_id: str) -> None:
         """Answer MISS to ``req_id`` until it ends: its engine was told of a hit in vain."""
         request = self._requests.get(req_id)
         if request is not None:
@@ -268,18 +269,18 @@ class TieredOffloadingManager:
         self._promoter.end_step()
         self._lookup.end_step()
         self._demoter.flush()
-        if ladder.follows_reuse:
+        if ladder.tracks_reuse:
             self._note_reuse(now)
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether :meth:`end_step` would find nothing to do until something else is called."""
         ladder = self._ladder
         return not (
             self._demoter.queued
             or len(ladder.ledger)  # late jobs too: their slots are free when they end
             or self._quarantine
-            or self.has_orders
+            or self.has_output
             or self._promoter.is_busy
             or self._reserves.are_low
             or len(ladder.retention)
@@ -295,9 +296,9 @@ class TieredOffloadingManager:
         self._ladder.out_of_service = tiers
 
     @property
-    def has_orders(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there are jobs, cancellations or corrupt slots to take."""
-        return bool(self._ladder.corrupt) or self._ladder.ledger.has_orders
+        return bool(self._ladder.corrupt) or self._ladder.ledger.has_output
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
@@ -357,7 +358,7 @@ class TieredOffloadingManager:
             return
         if record.why is _PROMOTE:
             timeout_s = ladder.limits.load_timeout_s
-            ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
+            ladder.cost_model.record_result(result, timeout_s=timeout_s, now=ladder.ctx.now)
         if record.epoch != ladder.epoch:
             self._quarantine.apply(record, result)
         elif record.why is _PROMOTE:
@@ -369,16 +370,16 @@ class TieredOffloadingManager:
             ledger.close(result.job_id)
 
     @property
-    def worth(self) -> LoadWorth:
+    def cost_model(self) -> CostModel:
         """Says which loads are worth their time."""
-        return self._ladder.worth
+        return self._ladder.cost_model
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def record_prefill(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
 
         What a load is compared with, unless the configuration says what a token takes.
         """
-        self._ladder.worth.computed(tokens, seconds, self._ladder.ctx.now)
+        self._ladder.cost_model.record_prefill(tokens, seconds, self._ladder.ctx.now)
 
     def has_work(self) -> bool:
         """Return whether steps are needed although no request is running."""
@@ -450,7 +451,7 @@ class TieredOffloadingManager:
             granted=self._grants.granted,
             retained=len(self._ladder.retention),
             jobs=len(self._ladder.ledger),
-            worth=self._ladder.worth.figures(),
+            cost_model=self._ladder.cost_model.figures(),
         )
 
     # -- internals --------------------------------------------------------------------------

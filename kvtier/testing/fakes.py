@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from kvtier.errors import KvtierError
 
-__all__ = ["RecordingTruth", "TruthError"]
+__all__ = ["RecordingSlotStatus", "SlotStatusError"]
 
 
-class TruthError(KvtierError):
+class SlotStatusError(KvtierError):
     """A slot was written on behalf of two owners."""
 
 
-class RecordingTruth:
-    """A :class:`~kvtier.manager.SlotTruth` that remembers, and stands in for the workers.
+class RecordingSlotStatus:
+    """A :class:`~kvtier.manager.SlotStatus` that remembers, and stands in for the workers.
 
     Stamps are handed out in ascending order, so a stamp that is not newer than the one a slot
     bears is a write of a former owner over the present one's bytes; it raises.
@@ -53,7 +53,7 @@ class RecordingTruth:
         """Say that the bytes of ``slots`` are whole as of ``generation``.
 
         Raises:
-            TruthError: A slot bears that stamp or a newer one.
+            SlotStatusError: A slot bears that stamp or a newer one.
         """
         for slot in slots:
             self._stamp(slot, generation)
@@ -66,23 +66,23 @@ class RecordingTruth:
         """Say that one job issued on each of ``slots`` is over.
 
         Raises:
-            TruthError: No job was issued on one of them.
+            SlotStatusError: No job was issued on one of them.
         """
         for slot in slots:
             self._acknowledged[slot] += 1
             if self._acknowledged[slot] > self.issued[slot]:
-                raise TruthError(f"slot {slot} was acknowledged more often than issued")
+                raise SlotStatusError(f"slot {slot} was acknowledged more often than issued")
 
-    # -- SlotTruth --------------------------------------------------------------------------
+    # -- SlotStatus --------------------------------------------------------------------------
 
     def issue(self, slots: Sequence[int]) -> None:
         """Count one more job on each of ``slots``.
 
         Raises:
-            TruthError: A slot is named twice: a control block counts it once.
+            SlotStatusError: A slot is named twice: a control block counts it once.
         """
         if len(set(slots)) != len(slots):
-            raise TruthError(f"a slot is issued twice: {slots}")
+            raise SlotStatusError(f"a slot is issued twice: {slots}")
         self.issued.update(slots)
 
     def withdraw(self, slots: Sequence[int]) -> None:
@@ -122,7 +122,7 @@ class RecordingTruth:
         """Stamp slots filled from a slower tier.
 
         Raises:
-            TruthError: A slot bears that stamp or a newer one.
+            SlotStatusError: A slot bears that stamp or a newer one.
         """
         for slot, generation in zip(slots, generations, strict=True):
             self._stamp(slot, generation)
@@ -139,6 +139,6 @@ class RecordingTruth:
     def _stamp(self, slot: int, generation: int) -> None:
         if generation <= self.generations.get(slot, 0):
             bears = self.generations[slot]
-            raise TruthError(f"slot {slot} bears {bears} and is stamped {generation}")
+            raise SlotStatusError(f"slot {slot} bears {bears} and is stamped {generation}")
         self.generations[slot] = generation
         self._bare.discard(slot)

@@ -17,7 +17,7 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach
-from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.fakes import RecordingSlotStatus
 from kvtier.testing.workbench import Workbench
 from kvtier.transfer import ChannelStatistics
 from kvtier.types import Job, JobId, Outcome, TransferResult
@@ -156,7 +156,7 @@ class SteppedCache:
     Attributes:
         service: The cache.
         bench: The manager's workbench, for its books.
-        truth: What the workers say: to be stamped and acknowledged by the test.
+        slot_status: What the workers say: to be stamped and acknowledged by the test.
         engine: The storage jobs.
     """
 
@@ -172,11 +172,11 @@ class SteppedCache:
         counting_group: int = 0,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     ) -> None:
-        self.truth = RecordingTruth(driven=True)
+        self.slot_status = RecordingSlotStatus(driven=True)
         self.bench = Workbench(
             *capacities,
             write=write,
-            truth=self.truth,
+            slot_status=self.slot_status,
             limits=limits,
             counting_group=counting_group,
             groups=groups,
@@ -211,5 +211,5 @@ class SteppedCache:
             stored: Generation that a store leaves; None for a load, or a store that failed.
         """
         if stored is not None:
-            self.truth.stamp(slots, stored)
-        self.truth.acknowledge(slots)
+            self.slot_status.stamp(slots, stored)
+        self.slot_status.acknowledge(slots)

@@ -153,5 +153,5 @@ class NotesDevice:
                 continue
             is_whole = outcome is Outcome.DONE
             if why is Why.LOAD and not is_whole:
-                cache.truth.refuse([slot], [stamp])
+                cache.slot_status.refuse([slot], [stamp])
             cache.finish([slot], stored=stamp if why is Why.STORE and is_whole else None)

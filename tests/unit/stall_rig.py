@@ -14,7 +14,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload
-from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.fakes import RecordingSlotStatus
 from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
@@ -63,7 +63,7 @@ class Rig:
     Args:
         directory: Where the store is.
         stack: Closes the rig.
-        truth: Where chunks that come up are announced.
+        slot_status: Where chunks that come up are announced.
         **options: Of the tier.
     """
 
@@ -71,7 +71,7 @@ class Rig:
         self,
         directory: Path,
         stack: contextlib.ExitStack,
-        truth: RecordingTruth | None = None,
+        slot_status: RecordingSlotStatus | None = None,
         **options: Any,
     ) -> None:
         self.io = FaultyIo()
@@ -88,7 +88,9 @@ class Rig:
             "rig",
             {
                 ("ram", "nvme"): ToTier(self.ram, self.tier),
-                ("nvme", "ram"): FromTier(self.ram, self.tier, truth or RecordingTruth()),
+                ("nvme", "ram"): FromTier(
+                    self.ram, self.tier, slot_status or RecordingSlotStatus()
+                ),
             },
             chunk_nbytes=SLOT,
             limits=EngineLimits(

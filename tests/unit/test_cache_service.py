@@ -27,8 +27,10 @@ class Context:
 KEPT = {"kvtier": {"retain_s": 600}}
 
 
-def make_cache(*, streams: bool = False) -> SteppedCache:
-    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=1024, retained=4, streams=streams)
+def make_cache(*, direct_loads: bool = False) -> SteppedCache:
+    limits = ManagerLimits(
+        pin_budget=8, reserve=0.0, queue=1024, retained=4, direct_loads=direct_loads
+    )
     return SteppedCache(8, 16, limits=limits)
 
 
@@ -98,7 +100,7 @@ def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
 
 
 def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
-    cache = make_cache(streams=True)
+    cache = make_cache(direct_loads=True)
     service, context = cache.service, Context("b", KEPT)
     store(cache, Context("a"), 2, ends_first=False)
     for _ in range(4):
@@ -111,7 +113,7 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     service.end_request(context)
     for _ in range(4):
         step(cache)
-    cache.truth.acknowledge(plan.slots)
+    cache.slot_status.acknowledge(plan.slots)
     service.complete_load("b")
     assert retained(cache) == 2
     assert not service._loading
@@ -138,7 +140,7 @@ def test_a_load_is_waited_for_from_the_first_question_to_its_end() -> None:
     assert look(cache, 2, "b") == 2
     plan = service.prepare_load(prefix(2), "b")
     assert service.take_load_waits() == []
-    cache.truth.acknowledge(plan.slots)
+    cache.slot_status.acknowledge(plan.slots)
     service.complete_load("b")
     (waited_s,) = service.take_load_waits()
     assert 0 < waited_s < 60
@@ -226,7 +228,7 @@ def test_a_load_that_can_neither_be_planned_nor_given_up_is_a_load_that_fails(
         raise ZeroDivisionError("a bug of a policy")
 
     monkeypatch.setattr(cache.bench.manager, "prepare_load", fail)
-    monkeypatch.setattr(cache.bench.manager, "give_up", fail)
+    monkeypatch.setattr(cache.bench.manager, "fail_request", fail)
     plan = cache.service.prepare_load(prefix(2), "b")
     assert list(plan.slots) == [NO_SLOT] * 2
     assert cache.service.statistics().internal_errors == 2

@@ -114,7 +114,7 @@ def test_a_chunk_that_left_ram_while_it_waited_is_not_sent_down() -> None:
     bench.store(prefix(2))
     (job,) = bench.step()
     plan = bench.manager.prepare_load(prefix(2), "reader")
-    bench.truth.not_loaded = {plan.slots[1]}
+    bench.slot_status.not_loaded = {plan.slots[1]}
     bench.manager.complete_load("reader")
     bench.finish(job)
     assert bench.step() == []

@@ -76,7 +76,7 @@ def test_a_store_is_announced_when_it_is_whole_and_a_failed_one_never() -> None:
     plan = bench.manager.prepare_store(prefix(3), "w")
     assert plan is not None
     assert not bench.manager.has_events
-    bench.truth.not_stored = {plan.slots[2]}
+    bench.slot_status.not_stored = {plan.slots[2]}
     bench.manager.complete_store(set(plan.keys))
     listener.hear(bench)
     assert listener.tiers[0] == set(prefix(2))

@@ -13,15 +13,15 @@ from kvtier.types import Outcome
 
 
 def keeping(
-    *capacities: int, quota: int, promote_after: int = 1, patience_stores: int = 16
+    *capacities: int, quota: int, promote_after: int = 1, max_store_refusals: int = 16
 ) -> Workbench:
     limits = ManagerLimits(
         pin_budget=8,
         reserve=0.0,
         queue=64,
         retained=quota,
-        patience_lookups=1,
-        patience_stores=patience_stores,
+        max_queue_steps=1,
+        max_store_refusals=max_store_refusals,
     )
     placement = LadderPlacement(
         tiers=len(capacities), write="through", promote_after=promote_after
@@ -91,7 +91,7 @@ def test_what_is_not_whole_in_ram_is_not_retained() -> None:
 
 
 def test_a_store_waits_before_it_takes_what_is_retained_the_earliest_deadline_first() -> None:
-    bench = keeping(3, quota=3, patience_stores=1)
+    bench = keeping(3, quota=3, max_store_refusals=1)
     bench.store(prefix(3))
     for key, until in zip(prefix(3), (30.0, 10.0, 20.0), strict=True):
         bench.manager.retain([key], until)
@@ -146,7 +146,7 @@ def test_a_reset_forgets_what_was_retained() -> None:
 def test_no_pin_is_left_when_every_deadline_has_passed(
     quota: int, actions: list[tuple[int, int, int]]
 ) -> None:
-    bench = keeping(6, quota=quota, patience_stores=0)
+    bench = keeping(6, quota=quota, max_store_refusals=0)
     now = 0.0
     for prompt, chunks, seconds in actions:
         bench.store(prefix(chunks, of=prompt))
@@ -171,7 +171,7 @@ def test_keeping_the_same_chunks_for_ever_longer_takes_no_more_memory(quota: int
 
 
 def test_what_could_not_leave_anyway_is_not_released_in_vain() -> None:
-    bench = keeping(2, quota=2, patience_stores=0)
+    bench = keeping(2, quota=2, max_store_refusals=0)
     bench.store(prefix(2))
     bench.manager.retain(prefix(2), 10.0)
     assert bench.store(prefix(3)) is not None

@@ -12,7 +12,7 @@ import pytest
 from kvtier.config import parse_config, schema
 from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT, PolicyNames
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.manager.building import build_manager, build_tiers, check_policies
+from kvtier.manager.build import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     ConditionalPlacement,
     Eviction,
@@ -32,7 +32,7 @@ from kvtier.policies.registry import (
 from kvtier.policies.shadow import ShadowTier
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.traces import generate
-from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.fakes import RecordingSlotStatus
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
@@ -148,7 +148,7 @@ def placed_by(*lines: str) -> Placement:
         build_tiers(config, [4, 16]),
         slot_nbytes=1 << 20,
         chunk_tokens=16,
-        truth=RecordingTruth(),
+        slot_status=RecordingSlotStatus(),
         record_events=False,
     )
     return manager._ladder.placement

@@ -12,7 +12,7 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.testing.chunks import make_payload
-from kvtier.testing.fakes import RecordingTruth
+from kvtier.testing.fakes import RecordingSlotStatus
 from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import JobId, Outcome, Why
 from tests.unit.stall_rig import CAPACITY, DONE, EXPIRED, HANG_S, RUNNING, SLOT, SOON_S, Rig
@@ -26,14 +26,14 @@ OpenCache = Callable[[str], "Cache"]
 class Cache:
     """A manager whose jobs a real engine runs on a real store, full of FIRST and SECOND."""
 
-    def __init__(self, rig: Rig, truth: RecordingTruth) -> None:
+    def __init__(self, rig: Rig, slot_status: RecordingSlotStatus) -> None:
         self.rig = rig
         limits = ManagerLimits(
             pin_budget=RAM_SLOTS,
             reserve=0.0,
             queue=1024,
         )
-        self.bench = Workbench(RAM_SLOTS, CAPACITY, truth=truth, limits=limits)
+        self.bench = Workbench(RAM_SLOTS, CAPACITY, slot_status=slot_status, limits=limits)
         filled = [*zip(FIRST + SECOND, range(CAPACITY), strict=True)]
         for key, slot in filled:
             rig.ram.slot(slot)[:] = make_payload(key, SLOT)
@@ -84,8 +84,8 @@ def open_cache(tmp_path: Path) -> Iterator[OpenCache]:
     with contextlib.ExitStack() as stack:
 
         def open_for(call: str) -> Cache:
-            truth = RecordingTruth()
-            return Cache(Rig(tmp_path, stack, truth, **RUNNING[call]), truth)
+            slot_status = RecordingSlotStatus()
+            return Cache(Rig(tmp_path, stack, slot_status, **RUNNING[call]), slot_status)
 
         yield open_for
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.manager.cost_model import CostModel
 from kvtier.manager.hits import GroupReach
-from kvtier.manager.plans import ManagerLimits, SlotTruth
+from kvtier.manager.plans import ManagerLimits, SlotStatus
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.worth import LoadWorth
 from kvtier.policies import (
     Admission,
     ConditionalPlacement,
@@ -60,9 +60,9 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     *,
     slot_nbytes: int,
     chunk_tokens: int,
-    truth: SlotTruth,
+    slot_status: SlotStatus,
     record_events: bool,
-    follow_reuse: bool = True,
+    track_reuse: bool = True,
     groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     counting_group: int = 0,
 ) -> TieredOffloadingManager:
@@ -73,9 +73,9 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         tiers: Its tiers, of :func:`build_tiers`.
         slot_nbytes: Bytes a chunk takes in a tier.
         chunk_tokens: Tokens of a chunk of the counting group.
-        truth: What the workers say about RAM slots.
+        slot_status: What the workers say about RAM slots.
         record_events: Whether somebody listens to residency events.
-        follow_reuse: Whether somebody wants to know how soon chunks are asked for again.
+        track_reuse: Whether somebody wants to know how soon chunks are asked for again.
         groups: What each KV cache group needs of a prefix.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
 
@@ -93,15 +93,15 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             batch=min(max(_JOB_NBYTES // slot_nbytes, 1), _JOB_CHUNKS),
             retained=int(placement.retain_quota * tiers[0].slots.capacity),
             backlog=max(int(placement.backlog_limit * tiers[0].slots.capacity), 1),
-            patience_s=_PATIENCE_S,
+            max_queue_s=_PATIENCE_S,
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
-            streams=transfer.load_path == "direct",
+            direct_loads=transfer.load_path == "direct",
         ),
-        truth=truth,
+        slot_status=slot_status,
         record_events=record_events,
-        follow_reuse=follow_reuse,
-        worth=LoadWorth(
+        track_reuse=track_reuse,
+        cost_model=CostModel(
             tiers=len(tiers),
             chunk_nbytes=slot_nbytes,
             chunk_tokens=chunk_tokens,

@@ -32,7 +32,7 @@ from kvtier.manager.estimates import ComputeTimes, LoadPrice, LoadTimes
 from kvtier.manager.weighing import LoadChoice, SkipCause, Weighing
 from kvtier.types import JobId, Outcome, TransferResult
 
-__all__ = ["LoadWorth", "WorthFigures"]
+__all__ = ["CostFigures", "CostModel"]
 
 _TRY_NBYTES: Final = 16 << 20
 _IN_TIME: Final = 0.8
@@ -41,7 +41,7 @@ a little late has moved its bytes for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorthFigures:
+class CostFigures:
     """The estimates now, and what followed from them so far.
 
     Attributes:
@@ -59,7 +59,7 @@ class WorthFigures:
     last: LoadChoice | None
 
 
-class LoadWorth:
+class CostModel:
     """Decides how much of a prefix is loaded, from what loads and computing have taken.
 
     Pure: time arrives with the measurements. One object serves one manager.
@@ -68,7 +68,7 @@ class LoadWorth:
         tiers: Number of tiers, RAM included.
         chunk_nbytes: Bytes that move for a chunk.
         chunk_tokens: Tokens that a chunk saves; 0 makes every load worth it.
-        recompute_s_per_token: What computing takes; None to go by :meth:`computed`.
+        recompute_s_per_token: What computing takes; None to go by :meth:`record_prefill`.
         margin: How many times the computing time a load may take; infinite for any.
 
     Attributes:
@@ -100,13 +100,13 @@ class LoadWorth:
 
     # -- measuring --------------------------------------------------------------------------
 
-    def sent(self, job_id: JobId, tier: int, chunks: int) -> None:
+    def record_job(self, job_id: JobId, tier: int, chunks: int) -> None:
         """Note a job that reads ``chunks`` chunks of a tier for a request that waits."""
         nbytes = chunks * self._chunk_nbytes
         self._outstanding_nbytes[tier] += nbytes
         self._jobs[job_id] = (tier, nbytes, self._outstanding_nbytes[tier])
 
-    def returned(self, result: TransferResult, *, timeout_s: float, now: float) -> None:
+    def record_result(self, result: TransferResult, *, timeout_s: float, now: float) -> None:
         """Take the result of a job into account; jobs that are not known are ignored.
 
         Args:
@@ -132,7 +132,7 @@ class LoadWorth:
             times.note(awaited_nbytes, seconds, now)
         # Else it failed, which is not slow, or was refused or cancelled, which says nothing.
 
-    def computed(self, tokens: int, seconds: float, now: float) -> None:
+    def record_prefill(self, tokens: int, seconds: float, now: float) -> None:
         """Note that a step of the engine computed ``tokens`` prompt tokens.
 
         Steps of few are mostly about something else, and are ignored.
@@ -195,7 +195,7 @@ class LoadWorth:
         cause = weighing.cause(whole) if proven == whole else SkipCause.UNPROVEN
         return weighing.choice(kept, each_tokens, cause)
 
-    def skip(self, choice: LoadChoice | None) -> None:
+    def record_skip(self, choice: LoadChoice | None) -> None:
         """Count what is certain now not to be loaded; nothing for None."""
         if choice is None:
             return
@@ -209,9 +209,9 @@ class LoadWorth:
         """Chunks that were not loaded so far."""
         return sum(self._skipped_chunks)
 
-    def figures(self) -> WorthFigures:
+    def figures(self) -> CostFigures:
         """Return the estimates and the counts now."""
-        return WorthFigures(
+        return CostFigures(
             prices=[times.price() for times in self._times],
             recompute_s_per_token=self.recompute_s_per_token,
             skipped_chunks=tuple(self._skipped_chunks),
