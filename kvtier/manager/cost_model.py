@@ -1,58 +1,100 @@
-"""Whether a load is worth its time: what would take longer than computing is computed.
+"""Decides whether a load is worth its time: chunks that are faster to compute are not loaded.
 
-A slower tier usually gives a chunk back in a fraction of the time it takes to compute it. A
-disk that is busy, worn or far away does not, and then a cache makes requests slower than none.
-So before chunks are brought up for a request, the time of that is compared with the time of
-computing the tokens it saves, both as :mod:`kvtier.manager.estimates` has measured them.
+A slower tier usually returns a chunk in a fraction of the time that computing it takes. A disk
+that is busy, worn or remote may not, and then a cache makes requests slower. So before chunks
+are promoted for a request, the time of that is compared with the time of computing the tokens
+it saves, both as :mod:`kvtier.manager.estimates` has measured them.
 
-Which head of a prefix pays is said in :mod:`kvtier.manager.weighing`. Here is when it is asked,
-and how what is not known, or no longer, is found out.
+**Which head.** The head is loaded for which loading minus ``margin`` x computing is least. A
+loaded head saves its tokens whatever happens to the tail; a tail without its head saves none.
+Chunks in RAM cost nothing, but need all chunks before them. The times of several tiers are
+added although loads may overlap: a slower tier then never means that more is loaded, which a
+maximum would not guarantee. A head ends where a tier would come near the deadline of its jobs:
+chunks that miss it are waited for in vain.
 
-Where nothing is known yet, chunks are loaded: the load's deadline bounds what that can cost.
-An estimate that is not renewed is believed less and less: it halves every ten seconds, for the
-purpose of trying again only, and one try at a time loads 16 MiB at most, or one chunk, if
-nothing is loaded from the tier anyway. A tier that was slow for a while is so found out to have
-recovered, and one that is hopelessly slow is tried ever less often than it is slow.
+**Unknown costs.** While nothing is known, chunks are loaded: their deadline bounds the cost. An
+estimate without new samples is trusted less and less: for the purpose of a new sample it halves
+every ten seconds. A sample loads 16 MiB at most, or one chunk, if nothing else is loaded from
+the tier. So a tier that was slow for a while is found to have recovered, and a tier that is
+always slow is sampled ever less often.
 
-A tier whose estimate had to be raised to a bound is loaded from by such tries only, until one
-arrives and tells how slow it is: otherwise each of ever smaller loads would have to run into
-its deadline first. Of several KV cache groups a part is of no use to the request, but as good a
-measurement, and the whole may be gigabytes: the try is no larger there, and only its bytes are
-wasted.
+A tier whose estimate is only a lower bound is loaded from by such samples only, until one
+arrives. Otherwise a series of ever smaller loads would each have to miss its deadline first.
+With several KV cache groups a sample is useless to the request, but as good a measurement.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.manager.estimates import ComputeTimes, LoadPrice, LoadTimes
-from kvtier.manager.weighing import LoadChoice, SkipCause, Weighing
+from kvtier.manager.estimates import ComputeEstimate, LoadCost, LoadEstimate
 from kvtier.types import JobId, Outcome, TransferResult
 
-__all__ = ["CostFigures", "CostModel"]
+__all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
 
-_TRY_NBYTES: Final = 16 << 20
-_IN_TIME: Final = 0.8
-"""Share of a load's deadline that may be planned for: an estimate is a mean, and a job that is
-a little late has moved its bytes for nothing."""
+_SAMPLE_NBYTES: Final = 16 << 20
+_DEADLINE_SHARE: Final = 0.8
+"""Share of a load's deadline that may be planned: an estimate is a mean, and a job that is a
+little late moved its bytes in vain."""
+
+
+class SkipCause(enum.Enum):
+    """Why stored chunks are computed."""
+
+    SLOWER = enum.auto()
+    """Computing was expected to be faster."""
+    LATE = enum.auto()
+    """Loading is faster, but would miss its deadline."""
+    UNPROVEN = enum.auto()
+    """A load missed its deadline, and none has arrived since to measure the tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """A load that is skipped, or cut to a head.
+
+    Attributes:
+        cause: Why.
+        kept: Leading chunks of the request that are loaded.
+        tokens_per_chunk: Prompt tokens per chunk, on average.
+        skipped: Skipped chunks of each slower tier, by its index.
+        tokens: Prompt tokens that are computed although their chunks were found.
+        load_s: Estimated time to load all chunks.
+        recompute_s: Estimated time to compute all chunks.
+        nbytes: Bytes of all chunks in slower tiers.
+        queued_nbytes: Bytes queued before them.
+        max_load_s: Longest that a load from one tier may take.
+    """
+
+    cause: SkipCause
+    kept: int
+    tokens_per_chunk: float
+    skipped: Mapping[int, int]
+    tokens: int
+    load_s: float
+    recompute_s: float
+    nbytes: int
+    queued_nbytes: int
+    max_load_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class CostFigures:
-    """The estimates now, and what followed from them so far.
+    """The estimates now, and the loads skipped so far.
 
     Attributes:
-        prices: What loading takes, tier by tier; None where nothing was measured.
-        recompute_s_per_token: What computing takes; None where nothing was measured.
-        skipped_chunks: Chunks, tier by tier, that were not loaded because of it.
-        skipped_tokens: Prompt tokens they stand for.
-        last: The latest load that was not done, or not wholly.
+        load_costs: Cost of a load per tier; None where nothing was measured.
+        recompute_s_per_token: Time to compute a token; None where nothing was measured.
+        skipped_chunks: Chunks skipped, per tier.
+        skipped_tokens: Prompt tokens of these chunks, per tier.
+        last: The latest load that was skipped or cut.
     """
 
-    prices: Sequence[LoadPrice | None]
+    load_costs: Sequence[LoadCost | None]
     recompute_s_per_token: float | None
     skipped_chunks: Sequence[int]
     skipped_tokens: Sequence[int]
@@ -60,19 +102,19 @@ class CostFigures:
 
 
 class CostModel:
-    """Decides how much of a prefix is loaded, from what loads and computing have taken.
+    """Decides how much of a prefix is loaded, from the times of earlier loads and steps.
 
-    Pure: time arrives with the measurements. One object serves one manager.
+    It reads no clock: time arrives with the measurements. One object serves one manager.
 
     Args:
         tiers: Number of tiers, RAM included.
         chunk_nbytes: Bytes that move for a chunk.
-        chunk_tokens: Tokens that a chunk saves; 0 makes every load worth it.
-        recompute_s_per_token: What computing takes; None to go by :meth:`record_prefill`.
+        chunk_tokens: Tokens that a chunk saves; 0 makes every load worth its time.
+        recompute_s_per_token: Time to compute a token; None to measure it.
         margin: How many times the computing time a load may take; infinite for any.
 
     Attributes:
-        last: The latest load that was not done, or not wholly.
+        last: The latest load that was skipped or cut.
     """
 
     def __init__(
@@ -85,15 +127,15 @@ class CostModel:
         margin: float = 1.0,
     ) -> None:
         self._chunk_nbytes = chunk_nbytes
-        self._try_chunks = max(_TRY_NBYTES // chunk_nbytes, 1)
+        self._sample_chunks = max(_SAMPLE_NBYTES // chunk_nbytes, 1)
         self._chunk_tokens = chunk_tokens
         self._fixed_s_per_token = recompute_s_per_token
         self._margin = margin
-        self._times = [LoadTimes() for _ in range(tiers)]
-        self._outstanding_nbytes = [0] * tiers
+        self._loads = [LoadEstimate() for _ in range(tiers)]
+        self._queued_nbytes = [0] * tiers
         self._jobs: dict[JobId, tuple[int, int, int]] = {}
-        self._in_time_s = math.inf
-        self._computing = ComputeTimes()
+        self._max_load_s = math.inf
+        self._computing = ComputeEstimate()
         self._skipped_chunks = [0] * tiers
         self._skipped_tokens = [0] * tiers
         self.last: LoadChoice | None = None
@@ -101,52 +143,51 @@ class CostModel:
     # -- measuring --------------------------------------------------------------------------
 
     def record_job(self, job_id: JobId, tier: int, chunks: int) -> None:
-        """Note a job that reads ``chunks`` chunks of a tier for a request that waits."""
+        """Record a job that reads ``chunks`` chunks of a tier for a request that waits."""
         nbytes = chunks * self._chunk_nbytes
-        self._outstanding_nbytes[tier] += nbytes
-        self._jobs[job_id] = (tier, nbytes, self._outstanding_nbytes[tier])
+        self._queued_nbytes[tier] += nbytes
+        self._jobs[job_id] = (tier, nbytes, self._queued_nbytes[tier])
 
     def record_result(self, result: TransferResult, *, timeout_s: float, now: float) -> None:
-        """Take the result of a job into account; jobs that are not known are ignored.
+        """Record the result of a job; unknown jobs are ignored.
 
         Args:
             result: The result.
-            timeout_s: The job's deadline: what one that expired took at least, and what later
-                loads are to be done in.
+            timeout_s: The job's deadline, which later loads must keep too.
             now: Seconds on the clock of :meth:`choose`.
         """
         job = self._jobs.pop(result.job_id, None)
         if job is None:
             return
         tier, nbytes, awaited_nbytes = job
-        self._outstanding_nbytes[tier] -= nbytes
-        self._in_time_s = _IN_TIME * timeout_s
-        times = self._times[tier]
+        self._queued_nbytes[tier] -= nbytes
+        self._max_load_s = _DEADLINE_SHARE * timeout_s
+        estimate = self._loads[tier]
         seconds = result.queued_s + result.seconds
         if Outcome.EXPIRED in result.outcomes:
             if result.settled and not result.seconds:
-                times.measured_s = now  # it never ran, yet the tier was no faster than thought
+                estimate.measured_s = (
+                    now  # it never ran, so the tier is no faster than estimated
+                )
             else:
-                times.note_bound(awaited_nbytes, timeout_s, now)
+                estimate.record_bound(awaited_nbytes, timeout_s, now)
         elif Outcome.DONE in result.outcomes and seconds > 0.0:
-            times.note(awaited_nbytes, seconds, now)
-        # Else it failed, which is not slow, or was refused or cancelled, which says nothing.
+            estimate.record(awaited_nbytes, seconds, now)
+        # A job that failed, or was refused or cancelled, measures nothing.
 
     def record_prefill(self, tokens: int, seconds: float, now: float) -> None:
-        """Note that a step of the engine computed ``tokens`` prompt tokens.
-
-        Steps of few are mostly about something else, and are ignored.
+        """Record that a step of the engine computed ``tokens`` prompt tokens.
 
         Args:
-            tokens: Prompt tokens.
-            seconds: What the step took.
+            tokens: Prompt tokens; steps of few are ignored.
+            seconds: Time of the step.
             now: Seconds on the clock of :meth:`choose`.
         """
-        self._computing.note(tokens, seconds, now)
+        self._computing.record(tokens, seconds, now)
 
     @property
     def recompute_s_per_token(self) -> float | None:
-        """What computing a prompt token takes; None where nothing was measured."""
+        """Seconds to compute a prompt token; None where nothing was measured."""
         if self._fixed_s_per_token is not None:
             return self._fixed_s_per_token
         return self._computing.s_per_token
@@ -154,49 +195,49 @@ class CostModel:
     # -- deciding ---------------------------------------------------------------------------
 
     def choose(self, sources: Sequence[int], *, counted: int, now: float) -> LoadChoice | None:
-        """Say how much of what a request found is worth loading.
+        """Decide how many of the chunks that a request found are worth loading.
 
         Args:
-            sources: Index of the tier each chunk would come from, in the order asked; 0 for
-                those that are in RAM or on their way there.
-            counted: How many of the chunks stand for tokens of their own. If not all of them do
-                they are of several KV cache groups, and all is loaded or nothing but a try: a
-                group that is cut makes the chunks of the others useless.
+            sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
+                RAM or on their way there.
+            counted: How many of the chunks stand for tokens. If not all do, they belong to
+                several KV cache groups. Then all are loaded, or only a sample: a head of one
+                group is useless.
             now: Seconds on a monotonic clock.
 
         Returns:
-            None if all of it.
+            None to load all chunks.
         """
         s_per_token = self.recompute_s_per_token
         if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
             return None
-        slow = {tier for tier in sources if tier}
-        prices = {tier: p for tier in slow if (p := self._times[tier].price()) is not None}
-        if not prices:
+        tiers = {tier for tier in sources if tier}
+        costs = {tier: cost for tier in tiers if (cost := self._loads[tier].cost()) is not None}
+        if not costs:
             return None
-        each_tokens = self._chunk_tokens * counted / len(sources)
-        chunk_s = each_tokens * s_per_token * self._computing.waiting(now)
-        weighing = Weighing(
+        tokens_per_chunk = self._chunk_tokens * counted / len(sources)
+        candidate = _Candidate(
             sources=sources,
-            divisible=counted == len(sources),
+            is_divisible=counted == len(sources),
             chunk_nbytes=self._chunk_nbytes,
-            chunk_s=chunk_s,
-            gain_s=self._margin * chunk_s,
-            prices=prices,
-            outstanding_nbytes=self._outstanding_nbytes,
-            in_time_s=self._in_time_s,
-            try_chunks=self._try_chunks,
+            recompute_s=tokens_per_chunk * s_per_token * self._computing.sharing_factor(now),
+            margin=self._margin,
+            costs=costs,
+            queued_nbytes=self._queued_nbytes,
+            max_load_s=self._max_load_s,
         )
-        whole = weighing.best()
-        proven = weighing.probed(whole, {tier for tier in prices if self._times[tier].bounded})
-        kept = proven if proven == len(sources) else self._tried(weighing, proven, now)
+        best = candidate.best_head(costs)
+        proven = self._proven_head(candidate, best)
+        kept = proven
+        if proven < len(sources) and not any(self._queued_nbytes[tier] for tier in costs):
+            kept = self._sampled_head(candidate, proven, now)
         if kept == len(sources):
             return None
-        cause = weighing.cause(whole) if proven == whole else SkipCause.UNPROVEN
-        return weighing.choice(kept, each_tokens, cause)
+        cause = candidate.cause(best) if proven == best else SkipCause.UNPROVEN
+        return candidate.choice(kept, tokens_per_chunk, cause)
 
     def record_skip(self, choice: LoadChoice | None) -> None:
-        """Count what is certain now not to be loaded; nothing for None."""
+        """Count the chunks of a choice that is final; None for a load of all chunks."""
         if choice is None:
             return
         self.last = choice
@@ -206,25 +247,128 @@ class CostModel:
 
     @property
     def skipped_chunks(self) -> int:
-        """Chunks that were not loaded so far."""
+        """Chunks skipped so far."""
         return sum(self._skipped_chunks)
 
     def figures(self) -> CostFigures:
         """Return the estimates and the counts now."""
         return CostFigures(
-            prices=[times.price() for times in self._times],
+            load_costs=[estimate.cost() for estimate in self._loads],
             recompute_s_per_token=self.recompute_s_per_token,
             skipped_chunks=tuple(self._skipped_chunks),
             skipped_tokens=tuple(self._skipped_tokens),
             last=self.last,
         )
 
-    # -- internals --------------------------------------------------------------------------
+    def _proven_head(self, candidate: _Candidate, best: int) -> int:
+        """Return the part of a head of ``best`` chunks that is loaded from measured tiers.
 
-    def _tried(self, weighing: Weighing, kept: int, now: float) -> int:
-        """Return ``kept``, or more if nothing is on its way that would be a measurement."""
-        tiers = weighing.prices
-        if any(self._outstanding_nbytes[tier] for tier in tiers):
-            return kept
-        hoped = {tier: p for tier in tiers if (p := self._times[tier].hoped(now)) is not None}
-        return weighing.tried(kept, hoped)
+        From a tier whose cost is only a bound, a sample is loaded if nothing else is.
+        """
+        left = {
+            tier: 0 if self._queued_nbytes[tier] else self._sample_chunks
+            for tier in candidate.costs
+            if self._loads[tier].is_bound
+        }
+        for at, tier in enumerate(candidate.sources[:best]):
+            if tier in left:
+                if not left[tier]:
+                    return at
+                left[tier] -= 1
+        return best
+
+    def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
+        """Return ``kept``, or more chunks for the sake of a new sample."""
+        costs = {
+            tier: cost
+            for tier in candidate.costs
+            if (cost := self._loads[tier].optimistic_cost(now)) is not None
+        }
+        length = candidate.best_head(costs)
+        sampled = set(candidate.sources[:kept]) - {0}
+        left = self._sample_chunks
+        for at in range(kept, length):
+            tier = candidate.sources[at]
+            left -= tier != 0
+            if left < 0 or tier in sampled:
+                return at
+        return max(length, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A prefix that could be loaded.
+
+    Attributes:
+        sources: Index of the tier of each chunk; 0 for RAM.
+        is_divisible: Whether a head of it is useful.
+        chunk_nbytes: Bytes that move for a chunk.
+        recompute_s: Time to compute a chunk.
+        margin: How many times that a load may take.
+        costs: Cost of a load from each slower tier that was measured.
+        queued_nbytes: Bytes queued before it, by tier.
+        max_load_s: Longest that a load from one tier may take.
+    """
+
+    sources: Sequence[int]
+    is_divisible: bool
+    chunk_nbytes: int
+    recompute_s: float
+    margin: float
+    costs: Mapping[int, LoadCost]
+    queued_nbytes: Sequence[int]
+    max_load_s: float
+
+    def best_head(
+        self, costs: Mapping[int, LoadCost], *, max_load_s: float | None = None
+    ) -> int:
+        """Return the length of the head whose loading saves most and is done in time."""
+        if max_load_s is None:
+            max_load_s = self.max_load_s
+        saved_s = self.margin * self.recompute_s
+        load_s = 0.0
+        best, best_s = 0, 0.0
+        chunk_s = {tier: cost.s_per_byte * self.chunk_nbytes for tier, cost in costs.items()}
+        tier_s: dict[int, float] = {}
+        for length, tier in enumerate(self.sources, start=1):
+            more_s = chunk_s.get(tier)
+            if more_s is not None:
+                total_s = tier_s.get(tier)
+                if total_s is None:
+                    more_s += costs[tier].seconds(self.queued_nbytes[tier])
+                    total_s = 0.0
+                tier_s[tier] = total_s = total_s + more_s
+                if total_s > max_load_s:
+                    break
+                load_s += more_s
+            net_s = load_s - length * saved_s
+            if net_s < best_s and (self.is_divisible or length == len(self.sources)):
+                best, best_s = length, net_s
+        return best
+
+    def cause(self, best: int) -> SkipCause:
+        """Return why the best head is not longer."""
+        unlimited = self.best_head(self.costs, max_load_s=math.inf)
+        return SkipCause.LATE if unlimited > best else SkipCause.SLOWER
+
+    def choice(self, kept: int, tokens_per_chunk: float, cause: SkipCause) -> LoadChoice:
+        """Return the choice to load no more than ``kept`` chunks."""
+        sources, chunk_nbytes = self.sources, self.chunk_nbytes
+        wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
+        tail = sources[kept:]
+        queued = {tier: self.queued_nbytes[tier] for tier in wanted}
+        return LoadChoice(
+            cause=cause,
+            kept=kept,
+            tokens_per_chunk=tokens_per_chunk,
+            skipped={tier: chunks for tier in wanted if (chunks := tail.count(tier))},
+            tokens=round(len(tail) * tokens_per_chunk),
+            load_s=sum(
+                cost.seconds(queued[tier] + wanted[tier] * chunk_nbytes)
+                for tier, cost in self.costs.items()
+            ),
+            recompute_s=len(sources) * self.recompute_s,
+            nbytes=sum(wanted.values()) * chunk_nbytes,
+            queued_nbytes=sum(queued.values()),
+            max_load_s=self.max_load_s,
+        )

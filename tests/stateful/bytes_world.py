@@ -599,7 +599,7 @@ class BytesWorld:
 
     def _check_tiers(self) -> None:
         """Check every slot that is a hit, byte by byte."""
-        for tier in self._manager._ladder.tiers:
+        for tier in self._manager._stack.tiers:
             for key, copy in tier.copies.items():
                 if copy.state != CopyState.RESIDENT:
                     continue
@@ -617,7 +617,7 @@ class BytesWorld:
         """Check that nobody holds anything any more."""
         snapshot = self._manager.snapshot()
         assert (snapshot.requests, snapshot.granted, snapshot.retained) == (0, 0, 0)
-        for tier in self._manager._ladder.tiers:
+        for tier in self._manager._stack.tiers:
             assert not tier.writing
             assert tier.slots.free + len(tier.copies) == tier.slots.capacity
         assert not self._service.statistics().internal_errors

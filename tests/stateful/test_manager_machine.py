@@ -547,7 +547,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         check_manager(self.manager)
         snapshot = self.manager.snapshot()
-        assert snapshot.granted <= self.manager._ladder.limits.pin_budget
+        assert snapshot.granted <= self.manager._stack.limits.pin_budget
         for event in self.manager.take_events():
             for key in event.keys:
                 listed = self.listed[event.tier]

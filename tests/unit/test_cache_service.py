@@ -106,7 +106,7 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     for _ in range(4):
         step(cache)
     for copy in list(cache.bench.ram.copies.values()):
-        cache.bench.manager._ladder.drop(cache.bench.ram, copy)
+        cache.bench.manager._stack.drop(cache.bench.ram, copy)
     service.begin_request(context)
     assert look(cache, 2, "b") == 2
     plan = service.prepare_load(prefix(2), "b")
@@ -126,7 +126,7 @@ def waiting_for_nvme(cache: SteppedCache, context: Context) -> None:
     for _ in range(4):
         step(cache)
     for copy in list(cache.bench.ram.copies.values()):
-        cache.bench.manager._ladder.drop(cache.bench.ram, copy)
+        cache.bench.manager._stack.drop(cache.bench.ram, copy)
     cache.service.begin_request(context)
     assert look(cache, 2, context.req_id) is None
 
@@ -264,7 +264,7 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
         raise ClosedError("its thread died")
 
     def abandon(job: Job) -> None:
-        assert manager._ladder.ledger.find(job.job_id), "its slots are its own until then"
+        assert manager._stack.jobs.find(job.job_id), "its slots are its own until then"
         abandoned.append(job)
 
     abandoned: list[Job] = []
@@ -322,7 +322,7 @@ def test_what_was_dropped_last_is_told_before_the_cache_closes(
     cache = make_cache()
     step(cache)
     cache.service._logs_due_s = float("inf")  # no quarter of a second passes
-    cache.bench.manager._ladder.tiers[1].counters.dropped = 3
+    cache.bench.manager._stack.tiers[1].counters.dropped = 3
     step(cache)
     assert "keep up" not in caplog.text
     cache.service.shutdown()

@@ -13,18 +13,18 @@ def test_a_start_up_time_is_told_from_a_rate() -> None:
     gate = cost_model()
     for job, chunks in enumerate((1, 4, 16, 64, 2, 32)):
         measure(gate, 1, chunks, 0.05 + chunks * 0.002, job=job)
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.start_s == pytest.approx(0.05)
     assert price.s_per_byte * CHUNK == pytest.approx(0.002)
-    assert gate.figures().prices[2] is None
+    assert gate.figures().load_costs[2] is None
 
 
 def test_loads_of_one_size_have_a_rate_and_no_start_up_time() -> None:
     gate = cost_model()
     for job in range(4):
         measure(gate, 1, 8, 0.08, job=job)
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.start_s == 0.0
     assert price.s_per_byte * CHUNK == pytest.approx(0.01)
@@ -34,7 +34,7 @@ def test_loads_that_all_take_the_same_time_have_no_rate() -> None:
     gate = cost_model()
     for job, chunks in enumerate((1, 4, 16, 64)):
         measure(gate, 1, chunks, 0.05 / (1 + chunks / 1000), job=job)
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.s_per_byte == 0.0
     assert price.start_s == pytest.approx(0.05, rel=0.1)
@@ -50,7 +50,7 @@ def test_what_waited_in_the_queue_counts_as_bytes_too() -> None:
     gate.record_result(
         TransferResult(2, done, queued_s=4.0, seconds=4.0), timeout_s=10.0, now=0.0
     )
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.seconds(CHUNK) == pytest.approx(1.0)
 
@@ -61,7 +61,7 @@ def test_a_tier_is_as_fast_as_it_was_lately() -> None:
         measure(gate, 1, 8, 0.8, job=job, now=float(job))
     for job in range(20, 30):
         measure(gate, 1, 8, 0.008, job=job, now=float(job))
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.seconds(8 * CHUNK) < 0.1
 
@@ -73,7 +73,7 @@ def test_a_load_that_failed_says_nothing_about_speed(outcome: Outcome) -> None:
     gate = cost_model()
     gate.record_job(1, 1, 2)
     gate.record_result(TransferResult(1, [outcome] * 2, seconds=9.0), timeout_s=10.0, now=0.0)
-    assert gate.figures().prices[1] is None
+    assert gate.figures().load_costs[1] is None
 
 
 def test_a_load_that_expired_took_its_deadline_at_least() -> None:
@@ -84,7 +84,7 @@ def test_a_load_that_expired_took_its_deadline_at_least() -> None:
     gate.record_result(
         TransferResult(1, [Outcome.DONE] * 2, seconds=30.0), timeout_s=10.0, now=1.0
     )
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.seconds(2 * CHUNK) == pytest.approx(10.0)
 
@@ -94,7 +94,7 @@ def test_a_load_that_expired_while_more_was_expected_of_it_changes_nothing() -> 
     measure(gate, 1, 4, 8.0, job=1)
     gate.record_job(2, 1, 6)
     expire(gate, 2, 6)
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.seconds(6 * CHUNK) == pytest.approx(12.0)
 
@@ -105,7 +105,7 @@ def test_a_load_that_expired_too_soon_for_the_estimate_raises_all_of_it() -> Non
         measure(gate, 1, chunks, 0.5 + chunks * 0.125, job=job)
     gate.record_job(9, 1, 16)
     expire(gate, 9, 16)
-    price = gate.figures().prices[1]
+    price = gate.figures().load_costs[1]
     assert price is not None
     assert price.seconds(16 * CHUNK) == pytest.approx(10.0)
     assert price.start_s == pytest.approx(2.0)
@@ -117,8 +117,8 @@ def test_a_load_that_expired_in_the_queue_says_nothing_about_its_bytes() -> None
     for gate in (fresh, known):
         gate.record_job(2, 1, 64)
         expire(gate, 2, 64, ran=False)
-    assert fresh.figures().prices[1] is None
-    price = known.figures().prices[1]
+    assert fresh.figures().load_costs[1] is None
+    price = known.figures().load_costs[1]
     assert price is not None
     assert price.seconds(4 * CHUNK) == pytest.approx(0.1)
 
@@ -197,7 +197,7 @@ class SlowTier:
         return wanted, arrived, waited_s
 
     def ns_per_byte(self) -> float:
-        price = self.gate.figures().prices[1]
+        price = self.gate.figures().load_costs[1]
         assert price is not None
         return price.seconds(10**9)
 

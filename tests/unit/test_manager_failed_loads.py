@@ -24,7 +24,7 @@ def test_what_a_worker_could_not_load_leaves_ram_and_the_rest_stays() -> None:
     first, second, third = prefix(3)
     assert bench.resident() == {first, third}
     assert bench.ram.counters.load_failed == 1
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     events = [(event.removed, *event.keys) for event in bench.manager.take_events()]
     assert events[-1] == (True, second)
 
@@ -58,11 +58,11 @@ def test_a_request_that_ended_meanwhile_is_forgotten_and_its_chunk_dropped_all_t
     bench = Workbench(4, 0)
     loading(bench)
     bench.manager.end_request("reader")
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
     bench.manager.complete_load("reader")
     bench.check()
     assert len(bench.resident()) == 2
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert bench.look(prefix(1), "reader") == 1
 
 

@@ -19,7 +19,7 @@ def warmed(
     *capacities: int, below: int = 8, prompts: int = 1, budget: int = 8, **options: Any
 ) -> Workbench:
     """Return a bench with direct loads, whose second tier holds ``below`` chunks of prompts."""
-    direct_loads = options.pop("streams", True)
+    direct_loads = options.pop("direct_loads", True)
     limits = ManagerLimits(pin_budget=budget, reserve=0.0, queue=64, direct_loads=direct_loads)
     bench = Workbench(*capacities, limits=limits, **options)
     keys = [key for prompt in range(prompts) for key in prefix(below, of=prompt)]
@@ -160,7 +160,7 @@ def test_what_is_pinned_anyway_takes_no_room() -> None:
     bench.store(prefix(2))
     bench.settle()
     bench.manager.prepare_load(prefix(2), "other")
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
     assert bench.look(prefix(4)) == 4
     plan = bench.manager.prepare_load(prefix(4), "reader")
     assert list(plan.origins) == [0, 0, 1, 1]
@@ -236,7 +236,7 @@ def test_a_chunk_found_twice_while_it_is_stored_is_kept_once() -> None:
     bench.check()
     bench.load(prefix(1), "r")
     bench.settle()
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
 
 
 def test_a_request_whose_load_failed_finds_nothing() -> None:

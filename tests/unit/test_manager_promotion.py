@@ -81,7 +81,7 @@ def test_resident_chunks_of_the_prefix_are_kept_while_the_rest_comes_up() -> Non
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     assert bench.manager.snapshot().granted == 2
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_deadline_answers_at_once_while_the_slot_stays_out_of_use() -> None:
     bench.step(started=["reader"])
     assert bench.look(prefix(2), "other") == 0, "a late chunk is nothing to wait for"
     assert not bench.manager.has_work()
-    assert bench.ram.room == 0
+    assert bench.ram.available == 0
     bench.finish(job, Outcome.EXPIRED)
     assert bench.ram.slots.free == 2
     assert bench.manager.snapshot().jobs == 0
@@ -304,7 +304,7 @@ def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
     bench = warmed(4, 8)
     other = asked(bench, 1, "a")
     assert bench.look(prefix(3)) is None
-    bench.manager._ladder.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
+    bench.manager._stack.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     bench.finish(other)

@@ -103,9 +103,9 @@ def test_two_loads_of_one_chunk_are_two_pins() -> None:
     for _ in range(2):
         bench.manager.prepare_load(prefix(1), "a")
     bench.manager.complete_load("a")
-    assert bench.ram.room == 0
+    assert bench.ram.available == 0
     bench.manager.complete_load("a")
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
 
 
 def test_loading_what_is_not_there_is_an_error_and_pins_nothing() -> None:

@@ -48,11 +48,11 @@ def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> Non
     assert bench.slot_status.published == []
     bench.finish(job)
     assert bench.slot_status.published == list(zip(plan.slots, plan.generations, strict=True))
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
     bench.manager.complete_load("reader")
     bench.check()
     assert bench.resident() == {*prefix(3)}
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert bench.look(prefix(3), "other") == 3
 
 
@@ -83,7 +83,7 @@ def test_what_was_only_asked_for_changes_nothing() -> None:
         assert bench.look(prefix(4)) == 4
         assert bench.step() == []
     assert (bench.ram.slots.free, len(bench.ram.copies)) == (4, 0)
-    assert bench.tiers[1].room == 64
+    assert bench.tiers[1].available == 64
 
 
 def test_what_is_in_ram_is_loaded_from_there_beside_what_streams() -> None:
@@ -102,10 +102,10 @@ def test_the_worker_may_be_done_before_the_manager_heard_of_the_bytes() -> None:
     _, (job,) = begin(bench, 2)
     bench.manager.complete_load("reader")
     bench.check()
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
     bench.finish(job)
     assert bench.resident() == {*prefix(2)}
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
 
 
 @pytest.mark.parametrize("worker_first", [True, False])
@@ -121,7 +121,7 @@ def test_a_chunk_that_is_not_to_stay_leaves_when_both_are_done(*, worker_first: 
         bench.manager.complete_load("reader")
     bench.check()
     assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
-    assert bench.tiers[1].room == 64
+    assert bench.tiers[1].available == 64
 
 
 def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
@@ -144,7 +144,7 @@ def test_what_it_finds_in_ram_makes_no_room_for_what_it_reserved() -> None:
     bench = streaming(3, below=1)
     bench.store(prefix(4)[1:])
     bench.settle()
-    assert bench.ram.room == 3
+    assert bench.ram.available == 3
     assert bench.look(prefix(4)) is None
     (job,) = bench.step()
     bench.finish(job)
@@ -209,7 +209,7 @@ def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request
     bench.check()
     assert [tier.counters.hits for tier in bench.tiers] == [0, 1]
     assert bench.ram.counters.load_failed == 0, "it failed on its way up, and counts there"
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert bench.look(prefix(3)) == 0
     found = bench.look(prefix(3), "other")
     assert found == (1 if outcome is Outcome.CORRUPT else 3)
@@ -224,7 +224,7 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     bench.manager.complete_load("reader")
     bench.check()
     assert bench.ram.counters.load_failed == 0
-    assert bench.ram.room == 2, "a thread may still write the slots"
+    assert bench.ram.available == 2, "a thread may still write the slots"
     assert bench.look(prefix(2), "other") == 0
     bench.finish(job)
     assert bench.look(prefix(2), "third") == 2
@@ -362,7 +362,7 @@ def test_a_request_that_ends_while_it_streams_leaves_nothing_behind() -> None:
     bench.finish(job)
     bench.manager.complete_load("reader")
     bench.check()
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert all(copy.state == CopyState.RESIDENT for copy in bench.ram.copies.values())
 
 

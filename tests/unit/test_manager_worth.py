@@ -92,7 +92,7 @@ def test_a_reset_forgets_what_is_on_its_way_and_keeps_the_estimates() -> None:
     bench.manager.end_step()
     bench.manager.reset()
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(8, of=3))])
-    before = bench.manager.snapshot().cost_model.prices[1]
+    before = bench.manager.snapshot().cost_model.load_costs[1]
     assert before is not None
     bench.look(prefix(8, of=3), "other")
     (job,) = bench.step()

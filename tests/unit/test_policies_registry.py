@@ -151,7 +151,7 @@ def placed_by(*lines: str) -> Placement:
         slot_status=RecordingSlotStatus(),
         record_events=False,
     )
-    return manager._ladder.placement
+    return manager._stack.placement
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Cache:
 
     def rooms(self) -> list[int]:
         """Return, tier by tier, the slots that are free or could be."""
-        return [tier.room for tier in self.bench.tiers]
+        return [tier.available for tier in self.bench.tiers]
 
     def free(self) -> list[int]:
         return [tier.slots.free for tier in self.bench.tiers]

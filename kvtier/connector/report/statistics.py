@@ -193,7 +193,7 @@ def engine_statistics(  # noqa: PLR0913 - one keyword for each source
         stores: Where the tiers keep chunks.
     """
     cost_model = manager.cost_model
-    per_gb = [0.0 if price is None else price.seconds(10**9) for price in cost_model.prices]
+    per_gb = [0.0 if price is None else price.seconds(10**9) for price in cost_model.load_costs]
     loads = zip(cost_model.skipped_chunks, cost_model.skipped_tokens, per_gb, strict=True)
     return EngineStatistics(
         tiers=[

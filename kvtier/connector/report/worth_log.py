@@ -54,6 +54,6 @@ class WorthLog:
         return (
             f"loading {choice.nbytes / 1e6:.1f} MB from {tiers} behind "
             f"{choice.queued_nbytes / 1e6:.1f} MB would have taken {choice.load_s:.3g} s and "
-            f"may take {choice.in_time_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
+            f"may take {choice.max_load_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
             f"{choice.tokens} tokens are computed"
         )
