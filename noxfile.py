@@ -149,7 +149,7 @@ def bench(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Three engines: without kvtier, with it, and a new one on the same store."""
     install_vllm(session)
-    session.run("python", "-m", "kvtier.vllm.demo", *session.posargs)
+    session.run("python", "-m", "tests.demo", *session.posargs)
 
 
 @nox.session(python=False)

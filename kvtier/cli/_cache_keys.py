@@ -8,12 +8,12 @@ from typing import Final, Self
 
 from kvtier.errors import ConfigError
 from kvtier.keys import (
-    ADAPTER_AT,
+    ADAPTER_OFFSET,
     GROUP_NBYTES,
     ChunkKey,
     group_of,
     make_key,
-    without_adapter,
+    strip_adapter,
 )
 from kvtier.tiers.slab.trail import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
@@ -54,14 +54,14 @@ class KeyPattern:
     @property
     def common_digits(self) -> str:
         """What every key that is meant begins with, with an adapter in it or without."""
-        return self.digits[: 2 * ADAPTER_AT]
+        return self.digits[: 2 * ADAPTER_OFFSET]
 
     def matches(self, key: ChunkKey) -> bool:
         """Return whether ``key`` is meant, as it is or as the engine knows it.
 
         The engine's keys and events have no digest of an adapter, as :mod:`kvtier.keys` says.
         """
-        forms = (key.hex(), without_adapter(key).hex())
+        forms = (key.hex(), strip_adapter(key).hex())
         begins = any(form.startswith(self.digits) for form in forms)
         return begins and self.group in {None, group_of(key)}
 

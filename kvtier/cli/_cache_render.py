@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli._render import make_table, show_prose, show_table
-from kvtier.keys import group_of, short
+from kvtier.keys import group_of, short_key
 from kvtier.printable import printable
 from kvtier.tiers.slab.inspect import Entry, StoredNamespace, Totals
 from kvtier.tiers.slab.maintain import CompactedIndex
@@ -176,7 +176,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
         table = make_table("key", numbers=numbers, narrow=True)
         for entry in listing.entries:
             table.add_row(
-                short(entry.key),
+                short_key(entry.key),
                 f"{entry.slot:,}",
                 f"{entry.hits:,}",
                 _time(entry.stored_at),
@@ -199,7 +199,7 @@ def show_verifications(console: Console, checks: Sequence[Check], limit: int) ->
             table = make_table("bad chunk", "problem", numbers=("slot",), narrow=True)
             for bad in found.bad[: limit or None]:
                 problem = "unreadable" if bad.unreadable else "not the bytes stored"
-                table.add_row(short(bad.entry.key), problem, f"{bad.entry.slot:,}")
+                table.add_row(short_key(bad.entry.key), problem, f"{bad.entry.slot:,}")
             show_table(console, table)
             hidden = len(found.bad) - len(found.bad[: limit or None])
             if hidden:

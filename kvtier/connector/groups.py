@@ -110,9 +110,9 @@ def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
 def _layout(group: CacheGroup, options: SchedulerOptions) -> GroupLayout:
     if group.tokens_per_block % options.tokens_per_hash:
         raise UnsupportedError(
-            f"KV cache group {group.index} has blocks of {group.tokens_per_block} tokens and the "
-            f"engine hashes {options.tokens_per_hash} tokens at a time: a block must be a whole "
-            "number of hashes"
+            f"KV cache group {group.index} has blocks of {group.tokens_per_block} tokens and "
+            f"the engine hashes {options.tokens_per_hash} tokens at a time: a block must be a "
+            "whole number of hashes"
         )
     if group.reach is Reach.STATE and options.blocks_per_chunk > 1:
         raise UnsupportedError(

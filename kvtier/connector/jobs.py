@@ -57,13 +57,15 @@ class JobTable:
 
     def add_load(self, tracked: TrackedRequest, keys: Sequence[ChunkKey]) -> JobId:
         """Begin a load."""
-        return self._add(JobState(tracked, keys, frozenset(), False, self._ranks))
+        return self._add(
+            JobState(tracked, keys, frozenset(), is_store=False, awaited=self._ranks)
+        )
 
     def add_store(
         self, tracked: TrackedRequest, keys: Sequence[ChunkKey], blocks: Iterable[int]
     ) -> JobId:
         """Begin a store that reads ``blocks``."""
-        job = JobState(tracked, keys, frozenset(blocks), True, self._ranks)
+        job = JobState(tracked, keys, frozenset(blocks), is_store=True, awaited=self._ranks)
         job_id = self._add(job)
         self._stores[job_id] = job
         return job_id

@@ -125,7 +125,7 @@ class TrackedRequest:
         return Prompt(self.keys, self.local_tokens, limit)
 
     def _forget_replaced(self, hashes: Sequence[bytes]) -> None:
-        """Forget keys of tokens that the engine replaced when it continued a streamed prompt."""
+        """Drop keys of tokens that were replaced when a streamed prompt was continued."""
         for group, (layout, keys) in enumerate(zip(self.layouts, self.keys, strict=True)):
             step = layout.hashes_per_chunk
             del keys[len(hashes) // step :]

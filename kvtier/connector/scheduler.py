@@ -1,9 +1,9 @@
 """The connector's scheduler side: decides what is loaded and stored, and for whom.
 
-An engine's scheduler asks it how much of a waiting request can be loaded, reports which blocks
-the request got, and sends what the workers are to do in the step. The workers' answers come back
-through :meth:`ConnectorScheduler.update_connector_output`. Which tier has the bytes is the
-business of the :class:`~kvtier.connector.protocols.Cache` that it drives.
+An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
+the request got, and sends the step's jobs to the workers. The workers' results come back
+through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives
+(:class:`~kvtier.connector.protocols.Cache`) knows which tier has the bytes.
 
 Calls of one step:
 
@@ -11,8 +11,8 @@ Calls of one step:
    :meth:`~ConnectorScheduler.update_state_after_alloc` for requests that are about to start.
 2. :meth:`~ConnectorScheduler.build_connector_meta`.
 3. The forward pass.
-4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling its output belongs
-   to an earlier step.
+4. :meth:`~ConnectorScheduler.update_connector_output`; under async scheduling its output
+   belongs to an earlier step.
 5. :meth:`~ConnectorScheduler.request_finished` for requests that ended.
 """
 
@@ -162,7 +162,7 @@ class ConnectorScheduler:
         tracked = self._track(request)
         load = plan_load(tracked, blocks, num_external_tokens)
         plan = self._cache.prepare_load(load.keys, tracked.req_id)
-        tracked.load_sources = self._sources(tracked, load.keys, plan, num_external_tokens)
+        tracked.load_sources = self._sources(load.keys, plan, num_external_tokens)
         job_id = self._jobs.add_load(tracked, load.keys)
         slots = SlotSpec(tuple(plan.slots), tuple(plan.generations), wait_s=plan.wait_s)
         self._load_jobs[job_id] = TransferJob(tracked.req_id, load.blocks, slots)
@@ -192,16 +192,7 @@ class ConnectorScheduler:
         if step.allocated:
             # Before this step's stores are planned: they read what the step computes.
             self._jobs.flush_readers_of(step.allocated)
-        requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
-        for req_id, states in step.states.items():
-            if req_id in requests:
-                self._store(requests[req_id], scheduled_tokens.get(req_id, 0), states)
-        for req_id, scheduled in scheduled_tokens.items():
-            tracked = requests.get(req_id)
-            if tracked is None:
-                continue
-            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
-                self._store(tracked, scheduled)
+        self._offer_chunks(step)
         flush = self._jobs.take_flush()
         if not (self._load_jobs or self._store_jobs or flush):
             return NOTHING_TO_DO
@@ -310,6 +301,19 @@ class ConnectorScheduler:
 
     # -- internals -----------------------------------------------------------------------------
 
+    def _offer_chunks(self, step: Step) -> None:
+        """Offer the chunks that the step completes."""
+        requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
+        for req_id, states in step.states.items():
+            if req_id in requests:
+                self._store(requests[req_id], scheduled_tokens.get(req_id, 0), states)
+        for req_id, scheduled in scheduled_tokens.items():
+            tracked = requests.get(req_id)
+            if tracked is None:
+                continue
+            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
+                self._store(tracked, scheduled)
+
     def _note_transfers(self, transfers: ConnectorStats) -> None:
         self._unreported.aggregate(transfers)
         self._unexported.aggregate(transfers)
@@ -333,7 +337,6 @@ class ConnectorScheduler:
 
     def _sources(
         self,
-        tracked: TrackedRequest,
         keys: Sequence[ChunkKey],
         plan: LoadPlan,
         external_tokens: int,

@@ -209,7 +209,7 @@ class CacheService:
 
     @answered_with(_nothing)
     def fetch(self, keys: Sequence[ChunkKey], req_id: str) -> None:
-        """Queue a request for ``keys``, all that it found; it is deferred until they are here."""
+        """Queue a request for ``keys``, all it found; it is deferred until they are in RAM."""
         self.rests = False
         self._manager.fetch(keys, req_id)
 

@@ -230,7 +230,9 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
         remedy = "name a directory whose parent exists and that the engine may write to"
-        text = config.origin.complain("trace.record", problem, remedy, value=options.record)
+        text = config.origin.format_problem(
+            "trace.record", problem, remedy, value=options.record
+        )
         raise ConfigError(text) from error
 
 

@@ -119,7 +119,7 @@ class StoreRules:
         return limit if tracked.store_limit is None else min(limit, tracked.store_limit)
 
     def next_offer_tokens(self, tracked: TrackedRequest) -> float:
-        """Return with how many computed tokens a request has a new chunk; infinite for never."""
+        """Return the computed tokens at which a request has a new chunk; infinite for never."""
         prompt = tracked.request.num_prompt_tokens
         limit = self.limit_tokens(tracked)
         tokens = math.inf

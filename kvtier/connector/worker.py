@@ -2,10 +2,9 @@
 
 Calls of one step, all on the engine's thread:
 
-1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. Stores deferred in the
-   step before are submitted. Those in ``jobs_to_flush`` are waited for: their blocks are about to
-   be overwritten. Nothing else is ever waited for, a disk least of all: a store has ended when
-   its bytes are in RAM.
+1. :meth:`~ConnectorWorker.handle_preemptions`, before the forward pass. It submits the stores
+   deferred in the step before. It waits for those in ``jobs_to_flush``, whose blocks are about
+   to be overwritten, and for nothing else: a store ends when its bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
 4. :meth:`~ConnectorWorker.defer_stores`. What this forward pass computed is stored from the
@@ -37,7 +36,7 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.slot_layout import RankShare
-from kvtier.types import JobId, Why
+from kvtier.types import JobId, Purpose
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
@@ -121,7 +120,7 @@ class ConnectorWorker:
         self._submit_deferred()
         for job_id, job in metadata.load_jobs.items():
             self._loads[job_id] = (job, None)
-            self._submit(job_id, job, Why.LOAD, self._start_load)
+            self._submit(job_id, job, Purpose.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
         """Note what is to be stored from the next step on."""
@@ -168,32 +167,33 @@ class ConnectorWorker:
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
             start = self._start_lost if job_id in lost else self._start_store
-            self._submit(job_id, job, Why.STORE, start)
+            self._submit(job_id, job, Purpose.STORE, start)
 
     def _submit(
         self,
         job_id: JobId,
         job: TransferJob,
-        why: Why,
+        purpose: Purpose,
         start: Callable[[JobId, TransferJob], None],
     ) -> None:
         """Start a job; one that cannot be started ends as one that failed."""
         self._submitted += 1
         try:
             start(job_id, job)
+        except KvtierError as error:
+            logger.warning("%s %d was not started: %s", purpose.name.lower(), job_id, error)
+            self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
         except Exception as error:
-            if isinstance(error, KvtierError):
-                logger.warning("%s %d was not started: %s", why.name.lower(), job_id, error)
-            else:
-                logger.error("%s %d was not started", why.name.lower(), job_id, exc_info=error)
-            self._device.fail(job_id, why, job.slots.slots, job.slots.generations, error)
+            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
+            self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
 
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
 
-    def _start_lost(self, job_id: JobId, job: TransferJob) -> None:
+    def _start_lost(self, _job_id: JobId, job: TransferJob) -> None:
         raise UnsupportedError(
-            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store began"
+            f"the blocks of {len(job.slots.slots)} chunks were overwritten before the store "
+            "began"
         )
 
     def _start_load(self, job_id: JobId, job: TransferJob) -> None:
@@ -211,7 +211,7 @@ class ConnectorWorker:
         """Note how a job ended; return the request if it was a load."""
         self._submitted -= 1
         self._completed.add(result.job_id)
-        if result.why is Why.STORE:
+        if result.purpose is Purpose.STORE:
             self._stats.record_transfer(result.nbytes, result.seconds, ("gpu", "ram"))
             return ()
         self._stats.record_transfer(result.nbytes, result.seconds, ("ram", "gpu"))

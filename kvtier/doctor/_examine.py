@@ -13,8 +13,8 @@ from kvtier.config import (
     KvtierConfig,
     LocalStore,
     TierConfig,
-    has_paths_of_ranks,
-    own_paths,
+    has_rank_paths,
+    resolve_rank_paths,
 )
 from kvtier.doctor import _devices, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
@@ -102,8 +102,8 @@ def examine(
     """
     machine = machine or Machine()
     examination = Examination()
-    of_ranks = has_paths_of_ranks(config)
-    config = own_paths(config, rank=None)
+    of_ranks = has_rank_paths(config)
+    config = resolve_rank_paths(config, rank=None)
     report = examine_start(config, identity or {})
     for number, tier in enumerate(config.tiers[1:], start=1):
         if store := tier.local_store():

@@ -39,13 +39,13 @@ class Room:
 
     Attributes:
         free_bytes: What this process may still allocate; None where nobody counts.
-        held_bytes: What the cache has already, and what a start would remove.
+        allocated_bytes: What the cache has already, and what a start would remove.
         wanted_bytes: Free bytes that the cache and its index would take.
         free_inodes: Files that may still be made; None where nobody counts.
     """
 
     free_bytes: int | None
-    held_bytes: int
+    allocated_bytes: int
     wanted_bytes: int
     free_inodes: int | None
 
@@ -69,7 +69,7 @@ def check_room(tier: str, room: Room, capacity_bytes: int, key: str) -> Iterator
     left_bytes = free_bytes - room.wanted_bytes
     free = "unknown room" if room.free_bytes is None else approximate_size(room.free_bytes)
     found = (
-        f"{free} free and {approximate_size(room.held_bytes)} in the store, "
+        f"{free} free and {approximate_size(room.allocated_bytes)} in the store, "
         f"for a capacity of {approximate_size(capacity_bytes)} and its index"
     )
     if left_bytes < 0:

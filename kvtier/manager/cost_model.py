@@ -43,7 +43,7 @@ little late moved its bytes in vain."""
 
 
 class SkipCause(enum.Enum):
-    """Why stored chunks are computed."""
+    """Purpose stored chunks are computed."""
 
     SLOWER = enum.auto()
     """Computing was expected to be faster."""
@@ -58,7 +58,7 @@ class LoadChoice:
     """A load that is skipped, or cut to a head.
 
     Attributes:
-        cause: Why.
+        cause: Purpose.
         kept: Leading chunks of the request that are loaded.
         tokens_per_chunk: Prompt tokens per chunk, on average.
         skipped: Skipped chunks of each slower tier, by its index.

@@ -21,12 +21,12 @@ from kvtier.manager.runs import Run, without
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import Outcome, TransferResult, Why
+from kvtier.types import Outcome, Purpose, TransferResult
 
 __all__ = ["Demoter"]
 
 _RESIDENT = CopyState.RESIDENT
-_DEMOTE = Why.DEMOTE
+_DEMOTE = Purpose.DEMOTE
 
 
 class Demoter:
@@ -209,7 +209,7 @@ class Demoter:
         """
         target = self._stack.tiers[index]
         policy = target.eviction
-        is_order_free = not policy.hears_misses and not policy.leaf_only
+        is_order_free = not policy.tracks_misses and not policy.leaf_only
         return is_order_free and self._queued[index] <= target.available
 
     def _dequeue(self, index: int, chunks: int) -> Run | None:
@@ -414,7 +414,7 @@ class _DemotionJobs:
     def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
         """Yield the copies of ``tier`` that demotion jobs in flight read."""
         for record in self._stack.jobs.records():
-            if record.why is _DEMOTE and record.source == tier.index:
+            if record.purpose is _DEMOTE and record.source == tier.index:
                 yield from record.sources
 
     def clear(self) -> None:

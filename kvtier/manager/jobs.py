@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy
-from kvtier.types import Job, JobId, Outcome, Why
+from kvtier.types import Job, JobId, Outcome, Purpose
 
 __all__ = ["Failure", "JobRecord", "JobTable"]
 
@@ -26,7 +26,7 @@ class JobRecord:
     """One storage job.
 
     Attributes:
-        why: PROMOTE or DEMOTE.
+        purpose: PROMOTE or DEMOTE.
         source: Index of the tier read.
         destination: Index of the tier written.
         sources: The copies read, each pinned by this job.
@@ -39,7 +39,7 @@ class JobRecord:
         is_eviction: Whether the sources leave their tier, in this order, to free slots.
     """
 
-    why: Why
+    purpose: Purpose
     source: int
     destination: int
     sources: Sequence[ChunkCopy]
@@ -121,7 +121,7 @@ class JobTable:
         self._planned.append(
             Job(
                 job_id,
-                record.why,
+                record.purpose,
                 self._names[record.source],
                 self._names[record.destination],
                 record.keys,

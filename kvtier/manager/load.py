@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from kvtier.keys import ChunkKey, of_one_group
+from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants
 from kvtier.manager.lookup import HitLookup
@@ -158,12 +158,12 @@ class Loader:
         """Count the chunks of a load that its engine need not compute."""
         keys = load.keys
         hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
-        if not hits or (hits < len(keys) and not of_one_group(keys)):
+        if not hits or (hits < len(keys) and not is_single_group(keys)):
             return
         origins = load.origins[:hits]
         is_counted = self._stack.is_counted
         counted: Sequence[int] = origins
-        if not (of_one_group(keys) and is_counted(keys[0])):
+        if not (is_single_group(keys) and is_counted(keys[0])):
             counted = list(compress(origins, map(is_counted, keys)))
         for tier in self._stack.tiers:
             tier.counters.hits += origins.count(tier.index)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.grants import Grants
 from kvtier.manager.hits import HitRules, Presence, Prompt
 from kvtier.manager.requests import DEFERRED, Phase, RequestState
@@ -64,7 +64,7 @@ class LookupResult(NamedTuple):
 
     def _chunks_per_group(self) -> Counter[bytes]:
         copies = self.copies
-        if copies and of_one_group((copies[0].key, copies[-1].key)):
+        if copies and is_single_group((copies[0].key, copies[-1].key)):
             return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
         return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
 

@@ -29,7 +29,7 @@ from kvtier.manager.lookup import LookupResult, find_leading
 from kvtier.manager.requests import RequestState
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.types import JobId, Outcome, TransferResult, Why
+from kvtier.types import JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["PlannedJob", "Promoter"]
 
@@ -239,7 +239,15 @@ class Promoter:
         places = [source.slot for source in sources]
         job_id = stack.jobs.add(
             JobRecord(
-                Why.PROMOTE, index, 0, sources, keys, places, copies, stack.epoch, moved=moved
+                Purpose.PROMOTE,
+                index,
+                0,
+                sources,
+                keys,
+                places,
+                copies,
+                stack.epoch,
+                moved=moved,
             ),
             slots,
             timeout_s=stack.limits.load_timeout_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Final, TypeAlias
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.runs import by_group
 from kvtier.policies import ChunkCopy
 from kvtier.policies.terms import RequestTerms
@@ -118,7 +118,7 @@ class RequestState:
         """Record that ``copies``, sorted by group, follow what was stored or loaded before."""
         if not copies:
             return
-        if of_one_group((copies[0].key, copies[-1].key)):
+        if is_single_group((copies[0].key, copies[-1].key)):
             self._extend_group(copies)
             return
         for part in by_group(copies):

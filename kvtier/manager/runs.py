@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.policies import ChunkCopy
 
 __all__ = ["Run", "by_group", "nearest_to_root", "prompt_order", "split_prompts", "without"]
@@ -117,7 +117,7 @@ def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
         keys: Group by group, each root to leaf.
         count: At most the number of keys.
     """
-    if of_one_group(keys):
+    if is_single_group(keys):
         return range(count)
     groups = Counter(key[-GROUP_NBYTES:] for key in keys)
     ends = [at / chunks for chunks in groups.values() for at in range(1, chunks + 1)]

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, compress, count
 
-from kvtier.keys import GROUP_NBYTES, ChunkKey, of_one_group
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
 from kvtier.manager.grants import Grants
 from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
@@ -233,7 +233,7 @@ def _places(
         tails: The last chunk of each group so far, and its depth; updated.
     """
     group = offered[0][-GROUP_NBYTES:]
-    if len(new) == len(offered) and of_one_group(new):
+    if len(new) == len(offered) and is_single_group(new):
         parent, depth = tails.get(group, _NO_TAIL)
         tails[group] = (new[-1], depth + len(new))
         return chain((parent,), new), count(depth + 1)

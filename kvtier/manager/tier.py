@@ -509,7 +509,7 @@ def _is_idle_leaf(copy: ChunkCopy) -> bool:
 
 
 class _ChildCounts:
-    """Keeps ``copy.kids`` for a policy that evicts leaves only.
+    """Keeps ``copy.child_count`` for a policy that evicts leaves only.
 
     A child may arrive before its parent, and stay after its parent was dropped. So the children
     of absent chunks are counted too.
@@ -527,7 +527,7 @@ class _ChildCounts:
     def arrive(self, copies: Sequence[ChunkCopy]) -> None:
         """Count ``copies``, which enter the eviction order, and find their children."""
         for copy in copies:
-            copy.kids += self._of_absent.pop(copy.key, 0)
+            copy.child_count += self._of_absent.pop(copy.key, 0)
             self.add(copy)
 
     def add(self, copy: ChunkCopy) -> None:
@@ -540,16 +540,16 @@ class _ChildCounts:
 
     def orphan(self, copy: ChunkCopy) -> None:
         """Remember the children of ``copy``, which became a miss."""
-        if copy.kids:
-            self._count_of_absent(copy.key, copy.kids)
-            copy.kids = 0
+        if copy.child_count:
+            self._count_of_absent(copy.key, copy.child_count)
+            copy.child_count = 0
 
     def _count(self, parent: ChunkKey | None, change: int) -> None:
         if parent is None:
             return
         copy = self._copies.get(parent)
         if copy is not None:
-            copy.kids += change
+            copy.child_count += change
         else:
             self._count_of_absent(parent, change)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from kvtier.keys import ChunkKey, of_group
+from kvtier.keys import ChunkKey, group_filter
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.events import EventLog
 from kvtier.manager.jobs import JobTable
@@ -76,7 +76,7 @@ class TierStack:
         self.limits = limits
         self.slot_status = slot_status
         self.cost_model = cost_model
-        self.is_counted = of_group(counting_group)
+        self.is_counted = group_filter(counting_group)
         self.jobs = JobTable([tier.name for tier in tiers])
         self.retention = Retention(self.ram, limits.retained)
         self.ctx = PolicyContext()
@@ -190,7 +190,7 @@ class TierStack:
         count = len(keys)
         if count > tier.available:
             return None
-        if tier.eviction.hears_misses:
+        if tier.eviction.tracks_misses:
             for key in keys:
                 tier.eviction.on_miss(key, self.ctx)
         taken = tier.take_slots(count, self.ctx)

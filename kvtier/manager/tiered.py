@@ -41,12 +41,12 @@ from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.terms import NO_TERMS, RequestTerms
-from kvtier.types import Job, JobId, Outcome, TransferResult, Why
+from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["TieredOffloadingManager"]
 
 _depth_of = operator.attrgetter("depth")
-_PROMOTE = Why.PROMOTE
+_PROMOTE = Purpose.PROMOTE
 
 
 class TieredOffloadingManager:
@@ -317,12 +317,12 @@ class TieredOffloadingManager:
         record = stack.jobs.find(result.job_id)
         if record is None:
             return
-        if record.why is _PROMOTE:
+        if record.purpose is _PROMOTE:
             timeout_s = stack.limits.load_timeout_s
             stack.cost_model.record_result(result, timeout_s=timeout_s, now=stack.ctx.now)
         if record.epoch != stack.epoch:
             self._quarantine.apply(record, result)
-        elif record.why is _PROMOTE:
+        elif record.purpose is _PROMOTE:
             moved = self._promoter.apply(record, result)
             self._demoter.add_sole_copies(stack.ram, moved)
         else:

@@ -23,16 +23,16 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import terms_of_session
+from kvtier.policies.terms import session_terms
 from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.timing import TimeModel, TransferModel
-from kvtier.types import Job, TransferResult, Why
+from kvtier.types import Job, Purpose, TransferResult
 
 __all__ = ["Engine", "ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
-_PROMOTE: Final = Why.PROMOTE
+_PROMOTE: Final = Purpose.PROMOTE
 
 _Model = TypeVar("_Model", bound=TimeModel)
 
@@ -219,7 +219,7 @@ class ModelEngine(Engine[TimeModel]):
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
-            terms = terms_of_session(request.session)
+            terms = session_terms(request.session)
             self._manager.begin_request(request.req_id, terms)
             if not self._look(request):
                 self._deferred[request] = None
@@ -284,7 +284,7 @@ class ModelEngine(Engine[TimeModel]):
     def _send(self, job: Job) -> float:
         """Let ``job`` run; return when its outcome is known."""
         results = self._transfers.run(job, self._now_s)
-        promoting = job.why is _PROMOTE
+        promoting = job.purpose is _PROMOTE
         for time_s, result in results:
             if promoting:
                 self._at(time_s, self._promoted, (job, result))

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan, prompt_tokens
+from kvtier.manager import LoadPlan
+from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import terms_of_session
+from kvtier.policies.terms import session_terms
 from kvtier.sim._engine import Engine, ModelRequest
 from kvtier.sim.timing import TimeModel
-from kvtier.types import Job, TransferResult, Why
+from kvtier.types import Job, Purpose, TransferResult
 
 __all__ = ["StepEngine", "StepModel"]
 
@@ -108,7 +109,7 @@ class StepEngine(Engine[StepModel]):
                 self._rest(coming)
             while coming and coming[0].arrival_s <= self._now_s:
                 request = coming.popleft()
-                self._manager.begin_request(request.req_id, terms_of_session(request.session))
+                self._manager.begin_request(request.req_id, session_terms(request.session))
                 self._waiting.append(_Served(request))
             self._step()
             yield from (served.request for served in self._ended)
@@ -290,5 +291,5 @@ class StepEngine(Engine[StepModel]):
         while self._results and self._results[0][0] <= self._now_s:
             _, _, job, result = heapq.heappop(self._results)
             self._manager.apply(result)
-            if job.why is Why.PROMOTE:
+            if job.purpose is Purpose.PROMOTE:
                 self._slot_status.note(job, result)

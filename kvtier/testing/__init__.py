@@ -16,7 +16,6 @@ if "pytest" in sys.modules:
         "kvtier.testing.admission_contract",
         "kvtier.testing.decision_contract",
         "kvtier.testing.eviction_contract",
-        "kvtier.testing.invariants",
         "kvtier.testing.placement_contract",
         "kvtier.testing.tier_contract",
     )

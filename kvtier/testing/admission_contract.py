@@ -1,4 +1,4 @@
-"""What every admission policy promises, as suites to inherit.
+"""What every admission policy promises, as a suite to inherit.
 
 ::
 
@@ -10,38 +10,27 @@
 # ruff: noqa: D102 - the name of a test says what it shows
 from __future__ import annotations
 
-import random
 from abc import abstractmethod
-from bisect import bisect_left
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 from typing_extensions import override
 
-from kvtier.policies import (
-    Admission,
-    ConditionalPlacement,
-    LadderPlacement,
-    PolicyContext,
-)
+from kvtier.policies import Admission, PolicyContext
 from kvtier.testing.counting import (
     count_entries,
     count_steps,
     packages_of,
 )
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
-from kvtier.testing.naming import naming
 from kvtier.testing.purity import held_by
-from kvtier.testing.questions import Question, make_copies, make_questions, serve_traffic
-from kvtier.testing.workbench import Workbench
+from kvtier.testing.questions import Question, make_questions
 
-__all__ = ["AdmissionContract", "BudgetContract"]
+__all__ = ["AdmissionContract"]
 
 _CAPACITY: Final = 48
 _ENTRIES_PER_SLOT, _ENTRIES_OF_EMPTY = 8, 256
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
 """Chunks of two caches, and how much more work per chunk there may be in the larger one."""
-_WRITES: Final[tuple[Literal["through", "evict"], ...]] = ("through", "evict")
-_DAY_S, _ASK_EVERY_S, _ASKED_AT_ONCE = 86_400.0, 1000.0, 40
 
 
 class AdmissionContract(DecisionContract[Admission, bool]):
@@ -106,14 +95,6 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         small, large = self._work_per_chunk(_SMALL), self._work_per_chunk(_LARGE)
         assert large <= _GROWTH * small, f"{small} grew to {large}"
 
-    def test_a_manager_keeps_its_books_with_it(self) -> None:
-        for write in _WRITES:
-            with naming(write=write):
-                conditions = [self.make_admission(capacity=30)]
-                ladder = LadderPlacement(3, write=write)
-                placement = ConditionalPlacement(ladder, conditions)
-                serve_traffic(Workbench(6, 8, 24, placement=placement), requests=60, seed=7)
-
     def _work_per_chunk(self, capacity: int) -> float:
         """Count the policy's steps per chunk once it has seen many more than fit."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
@@ -126,46 +107,3 @@ class AdmissionContract(DecisionContract[Admission, bool]):
             packages=packages_of(admission),
         )
         return steps / sum(len(question.copies) for question in asked)
-
-
-class BudgetContract(AdmissionContract):
-    """For a policy that bounds what is written in a day.
-
-    Attributes:
-        chunks_per_day: Most chunks that the policy of :meth:`make_admission` admits to one
-            tier within 24 hours; at least 1.
-    """
-
-    chunks_per_day: ClassVar[int]
-
-    def test_no_day_sees_more_than_the_budget_whenever_it_begins(self) -> None:
-        for quiet_s in (0.0, 0.8 * _DAY_S, 10 * _DAY_S):
-            for tier, admitted in self._admitted(quiet_s).items():
-                days = [
-                    bisect_left(admitted, begin + _DAY_S) - at
-                    for at, begin in enumerate(admitted)
-                ]
-                with naming(quiet_s=quiet_s, tier=tier):
-                    assert admitted, "nothing ever enters"
-                    assert max(days) <= self.chunks_per_day
-
-    def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
-        """Return when chunks entered each tier, by a policy that is asked for more and more.
-
-        Args:
-            quiet_s: How long nothing is asked for after half of the time.
-        """
-        admission, ctx, rng = (
-            self.make_admission(capacity=64),
-            PolicyContext(),
-            random.Random(9),
-        )
-        admitted: dict[int, list[float]] = {tier: [] for tier in range(1, TIERS)}
-        copies = make_copies(range(_ASKED_AT_ONCE), rng, generation=1)
-        rounds = round(3 * _DAY_S / _ASK_EVERY_S)
-        for number in range(rounds):
-            ctx.now = number * _ASK_EVERY_S + (quiet_s if number > rounds // 2 else 0.0)
-            for tier, times in admitted.items():
-                answers = admission.admits_many(copies, tier, ctx)
-                times.extend(ctx.now for answer in answers if answer)
-        return admitted

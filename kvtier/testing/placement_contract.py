@@ -24,9 +24,8 @@ from kvtier.testing.counting import (
 from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
 from kvtier.testing.naming import naming
 from kvtier.testing.purity import held_by
-from kvtier.testing.questions import Question, make_questions, serve_traffic
-from kvtier.testing.workbench import Workbench
-from kvtier.types import Why
+from kvtier.testing.questions import Question, make_questions
+from kvtier.types import Purpose
 
 __all__ = ["PlacementContract"]
 
@@ -60,7 +59,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = question.copies, question.tier
         return [
             [tuple(places) for places in policy.place_many(copies, ctx)],
-            list(policy.admit_many(copies, tier, Why.DEMOTE, ctx)),
+            list(policy.admit_many(copies, tier, Purpose.DEMOTE, ctx)),
             list(policy.promote_many(copies, tier, ctx)),
             list(policy.demote_many(copies, tier - 1, ctx)),
         ]
@@ -73,7 +72,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = question.copies, question.tier
         return [
             [tuple(policy.place(copy, ctx)) for copy in copies],
-            [policy.admit(copy, tier, Why.DEMOTE, ctx) for copy in copies],
+            [policy.admit(copy, tier, Purpose.DEMOTE, ctx) for copy in copies],
             [policy.promote(copy, tier, ctx) for copy in copies],
             [policy.demote(copy, tier - 1, ctx) for copy in copies],
         ]
@@ -108,7 +107,7 @@ class PlacementContract(DecisionContract[Placement, object]):
             ways = placement.promote_many(copies, tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
             assert all(type(way.stay) is type(way.keep_source) is bool for way in ways)
-            answers = placement.admit_many(copies, tier, Why.DEMOTE, ctx)
+            answers = placement.admit_many(copies, tier, Purpose.DEMOTE, ctx)
             assert all(isinstance(answer, bool) for answer in answers)
 
     def test_what_holds_for_all_chunks_never_changes(self) -> None:
@@ -149,13 +148,6 @@ class PlacementContract(DecisionContract[Placement, object]):
         for question in make_questions(many, tiers=TIERS, chunks=chunks, seed=5):
             self.answers(placement, question, ctx)
         assert work(seed=6, count=100) <= _GROWTH * first
-
-    def test_a_manager_keeps_its_books_with_it(self) -> None:
-        for capacities in ((6, 12), (6, 8, 24), (8, 4, 2)):
-            with naming(tiers=len(capacities), capacities=capacities):
-                placement = self.make_placement(tiers=len(capacities))
-                bench = Workbench(*capacities, placement=placement)
-                serve_traffic(bench, requests=60, seed=7)
 
     def _check_targets(self, tiers: int, source: int) -> None:
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()

@@ -6,14 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.keys import ChunkKey, make_key
+from kvtier.keys import make_key
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
-from kvtier.policies.terms import terms_of_session
-from kvtier.testing.workbench import Workbench, prefix
+from kvtier.policies.terms import session_terms
 
-__all__ = ["Question", "make_copies", "make_questions", "serve_traffic"]
-
-_PATIENCE = 8
+__all__ = ["Question", "make_copies", "make_questions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def make_copies(
         )
         copy.state = CopyState.RESIDENT
         copy.hits = max(rng.randrange(-3, 4), 0)
-        copy.terms = terms_of_session(f"session {number // 64}")
+        copy.terms = session_terms(f"session {number // 64}")
         copies.append(copy)
     return copies
 
@@ -82,43 +79,3 @@ def _questions(count: int, tiers: int, chunks: int, rng: random.Random) -> Itera
         # What leaves RAM bears the stamp of its write; what leaves a slower tier bears none.
         generation = number + 1 if tier == 1 or rng.random() < 0.5 else 0
         yield Question(now, tier, make_copies(numbers, rng, generation=generation))
-
-
-def serve_traffic(bench: Workbench, *, requests: int, seed: int) -> None:
-    """Serve prompts of a few chunks, some of them again and again, and shut down in order.
-
-    The books are checked after every call.
-
-    Args:
-        bench: The manager; its RAM has room for four chunks at least.
-        requests: Number of requests.
-        seed: Of the choice of prompts.
-
-    Raises:
-        AssertionError: Something is owed to a slower tier after everything was sent down.
-        TimeoutError: A request or a job never comes to an end.
-    """
-    rng = random.Random(seed)
-    for number in range(requests):
-        req_id = str(number)
-        keys = prefix(rng.randrange(1, 5), of=int(12 * rng.random() ** 2))
-        hits = _hits(bench, keys, req_id)
-        if hits:
-            bench.load(keys[:hits], req_id)
-        bench.store(keys[hits:], req_id)
-        bench.manager.end_request(req_id)
-        bench.settle(started=[req_id])
-    bench.manager.flush()
-    bench.settle()
-    if bench.ram.dirty:
-        raise AssertionError(f"{bench.ram.dirty} chunks are owed for ever")
-
-
-def _hits(bench: Workbench, keys: Sequence[ChunkKey], req_id: str) -> int:
-    """Ask for ``keys`` until that is answered, and return how many are there."""
-    for _ in range(_PATIENCE):
-        hits = bench.look(keys, req_id)
-        if hits is not None:
-            return hits
-        bench.settle()
-    raise TimeoutError(f"request {req_id} is still not answered")

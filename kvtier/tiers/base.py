@@ -18,7 +18,7 @@ from kvtier.config import TierConfig
 from kvtier.errors import CapacityError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.types import LayoutFingerprint, Outcome, SharedMemory, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose, SharedMemory
 
 __all__ = [
     "SlotOutcomes",
@@ -111,8 +111,8 @@ class StorageTier(ABC):
     """A medium with ``capacity_slots`` slots of ``slot_nbytes`` bytes.
 
     All coroutines run on the transfer engine's loop and must not block it: blocking calls go
-    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently; the manager guarantees
-    that no two of them touch one slot unless both only read it.
+    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently; the manager
+    guarantees that no two of them touch one slot unless both only read it.
 
     Attributes:
         name: The tier's name in the configuration.
@@ -168,7 +168,7 @@ class StorageTier(ABC):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """Write ``sources[i]`` (``slot_nbytes`` bytes) to slot ``slots[i]`` under ``keys[i]``.
 
@@ -191,7 +191,7 @@ class StorageTier(ABC):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """Read slot ``slots[i]`` into ``into[i]`` and prove that it is what was written.
 
@@ -213,7 +213,7 @@ class StorageTier(ABC):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Do :meth:`write`, and before this returns what of it needs no waiting.
 
@@ -221,7 +221,7 @@ class StorageTier(ABC):
         before its first step, nobody waits until the memory is free again. A tier whose work is
         done elsewhere, as in another process, gives it away here, a turn of the loop earlier.
         """
-        return self.write(keys, slots, sources, why=why)
+        return self.write(keys, slots, sources, purpose=purpose)
 
     def begin_read(
         self,
@@ -229,13 +229,13 @@ class StorageTier(ABC):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Do :meth:`read`, and before this returns what of it needs no waiting.
 
         See :meth:`begin_write`.
         """
-        return self.read(keys, slots, into, why=why)
+        return self.read(keys, slots, into, purpose=purpose)
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:

@@ -17,9 +17,9 @@ from kvtier.config import (
     NvmeTierConfig,
     Remark,
     TierConfig,
+    allocated_bytes,
     check_environment,
-    held_bytes,
-    own_paths,
+    resolve_rank_paths,
 )
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -81,7 +81,7 @@ def examine_stores(
         ConfigError: The ranks would share a path.
     """
     numbers = range(ranks) if ranks > 1 else (None,)
-    engines = [own_paths(config, rank=rank) for rank in numbers]
+    engines = [resolve_rank_paths(config, rank=rank) for rank in numbers]
     examiner = _Examiner(config, identity, only_existing=only_existing)
     for number in range(len(config.tiers)):
         examiner.look(number, [engine.tiers[number] for engine in engines])
@@ -139,7 +139,7 @@ class _Examiner:
         if isinstance(tier, NvmeTierConfig):
             return examine_store(tier, self.identity)
         # Nobody knows what a tier of another kind has reserved, or how its index grows.
-        held_nbytes = held_bytes(store.path)
+        held_nbytes = allocated_bytes(store.path)
         place = store.path if store.path.exists() else store.path.parent
         return StoreExamination(
             free_nbytes=BlockIo().free_nbytes(place),
@@ -152,7 +152,7 @@ class _Examiner:
             for key, problem, remedy in remarks:
                 value = store.path if key == store.key else None
                 place = f"tiers[{number}].{key}"
-                yield self.config.origin.complain(place, problem, remedy, value=value)
+                yield self.config.origin.format_problem(place, problem, remedy, value=value)
 
         self.report.stores.setdefault(number, []).append(found)
         self.report.problems.extend(lines(found.refusals))
@@ -190,6 +190,8 @@ def _room_problem(
             problem = f"{len(stores)} ranks take {taken}, and {problem}"
         remedy = "lower it or free space: all of it is reserved at start"
         value = format_size(tier.capacity_bytes)
-        yield config.origin.complain(f"tiers[{number}].capacity", problem, remedy, value=value)
+        yield config.origin.format_problem(
+            f"tiers[{number}].capacity", problem, remedy, value=value
+        )
     disk.nbytes += wanted_nbytes - reclaimed_nbytes
     disk.tiers.append(tier.name)

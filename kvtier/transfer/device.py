@@ -113,7 +113,7 @@ class DeviceStore(_DeviceRoute):
             self._copier.store(first.joined_with(others), after=stores[-1].after)
 
         try:
-            await self._pool.run(copy, priority=int(job.why))
+            await self._pool.run(copy, priority=int(job.purpose))
             ended = [self._finish(store) for store in stores]
         finally:
             self._control.acknowledge(self._rank, job.source_slots)
@@ -164,7 +164,7 @@ class DeviceLoad(_DeviceRoute):
         slots = payload.plan.slots
         outcomes = [Outcome.CANCELLED] * len(slots)
         try:
-            error = await self._load(payload, outcomes, priority=int(job.why))
+            error = await self._load(payload, outcomes, priority=int(job.purpose))
         finally:
             self._record(payload, outcomes)
         return SlotOutcomes(outcomes, error)

@@ -9,8 +9,8 @@ follows from five rules:
 * **Deadlines free the waiter, not the buffer.** When a job's deadline passes while a thread is
   inside a system call, an unsettled result is posted at once, so that no request waits any
   longer; the slots stay the job's until the call returned and the settled result says so.
-* **Urgent first.** A queue ordered by :class:`~kvtier.types.Why`; running bytes per channel are
-  bounded, so that little that is not urgent is ever ahead of a load.
+* **Urgent first.** A queue ordered by :class:`~kvtier.types.Purpose`; running bytes per channel
+  are bounded, so that little that is not urgent is ever ahead of a load.
 * **A tier's fault is a job's failure.** Whatever a tier raises, or returns in place of one
   outcome per chunk, ends the one job. A thread that dies all the same answers every job first.
 * **A sick tier is left alone.** After some consecutive failures a channel's breaker opens: jobs
@@ -156,7 +156,7 @@ class TransferEngine:
             self._fail_unrouted(job)
             return False
         nbytes = len(job.source_slots) * self._chunk_nbytes
-        order = (int(job.why), next(self._sequence))
+        order = (int(job.purpose), next(self._sequence))
         pending = Pending(job, channel, nbytes, now, order=order)
         self._answers.expect(pending)
         fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.logs import get_logger
 from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.jobs import Pending
@@ -55,6 +55,6 @@ def tell_of_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
             job.job_id,
             job.source,
             job.destination,
-            f"chunk {short(lost[0])}, of {len(lost)} lost: " if lost else "",
+            f"chunk {short_key(lost[0])}, of {len(lost)} lost: " if lost else "",
             error,
         )

@@ -135,7 +135,7 @@ class BetweenTiers(Route):
         """Read one part into ``views`` and write what is whole from there."""
         if job.job_id not in self._running:
             return _given_up(part)
-        reading = self._source.read(part.keys, part.source_slots, views, why=job.why)
+        reading = self._source.read(part.keys, part.source_slots, views, purpose=job.purpose)
         read = check_outcomes(await reading, len(part.keys))
         if job.job_id not in self._running:
             return _given_up(part)
@@ -146,7 +146,7 @@ class BetweenTiers(Route):
             [part.keys[at] for at in whole],
             [part.destination_slots[at] for at in whole],
             [views[at] for at in whole],
-            why=job.why,
+            purpose=job.purpose,
         )
         written = check_outcomes(await writing, len(whole))
         outcomes = list(read.outcomes)

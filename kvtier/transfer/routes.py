@@ -77,7 +77,7 @@ class ToTier(Route):
             job.keys,
             job.destination_slots,
             [self._memory.slot(number) for number in job.source_slots],
-            why=job.why,
+            purpose=job.purpose,
         )
 
 
@@ -123,7 +123,7 @@ class FromTier(Route):
 
     def _begin(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
         views = [self._memory.slot(number) for number in job.destination_slots]
-        return self._tier.begin_read(job.keys, job.source_slots, views, why=job.why)
+        return self._tier.begin_read(job.keys, job.source_slots, views, purpose=job.purpose)
 
     def _begin_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes]:
         """Begin to read a part; never raises."""

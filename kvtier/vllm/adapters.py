@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import xxhash
 
-from kvtier.keys import ADAPTER_AT, ADAPTER_NBYTES, ChunkKey, without_adapter
+from kvtier.keys import ADAPTER_NBYTES, ADAPTER_OFFSET, ChunkKey, strip_adapter
 from kvtier.logs import get_logger
 
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
     "AdapterContents",
     "content_of",
     "positions_with_adapters",
+    "strip_adapter",
     "tie_content",
-    "without_adapter",
 ]
 
 logger = get_logger(__name__)
@@ -106,7 +106,7 @@ class AdapterContent:
         >>> content.key(b"0123456789abcdef" + bytes(4))[:24]
         b'01234567...............8'
         """
-        return key[:ADAPTER_AT] + self.digest + key[ADAPTER_AT:]
+        return key[:ADAPTER_OFFSET] + self.digest + key[ADAPTER_OFFSET:]
 
 
 def tie_content(context: object, content: AdapterContent) -> None:
@@ -222,14 +222,14 @@ class AdapterContents:
             return _Adapter(directory, None, files)
         return _Adapter(directory, _join(self._settings, is_3d, read), files)
 
-    def _tell(self, name: str, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
+    def _tell(self, name: str, purpose: str) -> None:
+        if purpose not in self._told:
+            self._told.add(purpose)
             logger.warning(
                 "LoRA adapter %s: %s, so what is computed with it is a hit until this engine "
                 "ends, and not after (said once for all adapters)",
                 name,
-                why,
+                purpose,
             )
 
 

@@ -115,9 +115,9 @@ def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup
         for group in groups:
             if group.tokens_per_block % row:
                 raise UnsupportedError(
-                    f"layers of this model keep one row for {row} tokens and others have blocks "
-                    f"of {group.tokens_per_block}: a hit could end within a row; start vLLM "
-                    "without kvtier"
+                    f"layers of this model keep one row for {row} tokens and others have "
+                    f"blocks of {group.tokens_per_block}: a hit could end within a row; start "
+                    "vLLM without kvtier"
                 )
 
 

@@ -1,12 +1,13 @@
 """Where vLLM keeps each block's pages, and which part of every slot this rank has.
 
-vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins in
-one allocation. So one rule finds attention's pages, those of recurrent states, padded pages, and
-layers side by side in a block.
+vLLM says in ``KVCacheConfig.kv_cache_tensors`` where the page of each layer and block begins
+in one allocation. So one rule finds attention's pages, those of recurrent states, padded pages,
+and layers side by side in a block.
 
-With tensor parallelism each rank keeps the KV of its own heads. Where a page has heads outermost
-(``LBHNC``), the pages of all ranks one after the other are the page of an engine with one rank,
-and a slot's bytes need not depend on the number of ranks (:mod:`kvtier.memory.slot_layout`).
+With tensor parallelism each rank keeps the KV of its own heads. Where a page has heads
+outermost (``LBHNC``), the pages of all ranks one after the other are the page of an engine with
+one rank. A slot's bytes then need not depend on the number of ranks
+(:mod:`kvtier.memory.slot_layout`).
 """
 
 from __future__ import annotations
@@ -133,9 +134,11 @@ def share_slots(
         share = _portable_share(vllm_config, specs, kv_caches)
     except UnsupportedError as error:
         logger.info("chunks can be read with --tensor-parallel-size %d only: %s", ranks, error)
-        return SlotShape(ranks, block_nbytes * blocks_per_chunk, shard_of(rank), False)
+        return SlotShape(
+            ranks, block_nbytes * blocks_per_chunk, shard_of(rank), is_portable=False
+        )
     stripe_nbytes = block_nbytes // len(share.stripes) * blocks_per_chunk
-    return SlotShape(STRIPES, stripe_nbytes, share, True)
+    return SlotShape(STRIPES, stripe_nbytes, share, is_portable=True)
 
 
 def _view(

@@ -1,9 +1,10 @@
 """kvtier behind vLLM's own OffloadingConnector: ``KVTierOffloadingSpec``.
 
-For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier supplies
-the manager and the worker. They cannot report a failed load, and they store wrong KV in some
-configurations, so this entry point serves models with one KV cache group of full attention and
-without LoRA adapters, and refuses everything else with a pointer to ``KVTierConnector``.
+For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier
+supplies the manager and the worker. They cannot report a failed load, and they store wrong KV
+in some configurations. So this entry point serves models with one KV cache group of full
+attention and without LoRA adapters, and refuses all others with a pointer to
+``KVTierConnector``.
 
 vLLM's worker side asserts that every job worked. Every store is acknowledged as a success, and
 the truth is in the control block. A load that did not work is the one job that is not: serving
@@ -43,7 +44,13 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.config import Door, KvtierConfig, load_config, own_paths, resolve_load_path
+from kvtier.config import (
+    KvtierConfig,
+    VllmEntryPoint,
+    load_config,
+    resolve_load_path,
+    resolve_rank_paths,
+)
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.metrics import METRICS, Kind, Metric
 from kvtier.connector.service import CacheService
@@ -54,7 +61,7 @@ from kvtier.manager.plans import NOTHING_TO_STORE
 from kvtier.memory import HostRegion
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import shard_of
-from kvtier.types import Why
+from kvtier.types import Purpose
 from kvtier.vllm.cache import open_cache
 from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_offloading_config
 from kvtier.vllm.layout import require_supported_layout, warn_of_weak_hashes
@@ -93,10 +100,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not path:
             raise ConfigError(
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
-                "`kvtier vllm-args FILE --door spec` prints"
+                "`kvtier vllm-args FILE --entry-point spec` prints"
             )
-        settings = resolve_load_path(load_config(path), Door.SPEC)
-        self._settings = own_paths(settings, rank=engine.data_parallel_rank)
+        settings = resolve_load_path(load_config(path), VllmEntryPoint.SPEC)
+        self._settings = resolve_rank_paths(settings, rank=engine.data_parallel_rank)
         require_supported_layout(engine, self._settings)
         if len(engine.groups) != 1:
             raise UnsupportedError(
@@ -358,7 +365,7 @@ class _Worker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Start copying blocks to RAM slots."""
-        self._submit(job_id, Why.STORE, src_spec, dst_spec)
+        self._submit(job_id, Purpose.STORE, src_spec, dst_spec)
         return True
 
     @override
@@ -370,7 +377,7 @@ class _Worker(OffloadingWorker):
         expedited: bool = False,
     ) -> bool:
         """Start copying RAM slots to blocks."""
-        self._submit(job_id, Why.LOAD, dst_spec, src_spec)
+        self._submit(job_id, Purpose.LOAD, dst_spec, src_spec)
         return True
 
     @override
@@ -378,7 +385,7 @@ class _Worker(OffloadingWorker):
         """Return the jobs that ended since the last call."""
         finished = []
         for result in self._device.poll():
-            is_lost = result.why is Why.LOAD and not result.is_whole
+            is_lost = result.purpose is Purpose.LOAD and not result.is_whole
             if is_lost:
                 logger.critical(
                     "refusing to continue a request on KV that was not loaded: %s", result.error
@@ -404,18 +411,18 @@ class _Worker(OffloadingWorker):
         self._device.close()
 
     def _submit(
-        self, job_id: int, why: Why, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+        self, job_id: int, purpose: Purpose, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> None:
         assert isinstance(chunks, _SlotSpec)
         try:
             plan: BlockCopyPlan = self._device.plan(
                 blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
             )
-            start = self._device.store if why is Why.STORE else self._device.load
+            start = self._device.store if purpose is Purpose.STORE else self._device.load
             start(job_id, plan, chunks.generations)
         except Exception as error:
-            logger.error("%s %d was not started", why.name.lower(), job_id, exc_info=error)
-            self._device.fail(job_id, why, chunks.slots, chunks.generations, error)
+            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
+            self._device.fail(job_id, purpose, chunks.slots, chunks.generations, error)
 
 
 def _definition(metric: Metric) -> OffloadingMetricMetadata:

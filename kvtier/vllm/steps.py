@@ -1,13 +1,13 @@
 """What vLLM's scheduler decided in a step, as the connector's scheduler side takes it.
 
-**Blocks that are given away.** A store must end before its blocks are written by others, so the
-scheduler side is told of all blocks that requests got since the step before: those of scheduled
-requests, those of requests that wait for a load of this or of another connector, blocks that are
-cleared, and blocks that are copied into. vLLM has no single list of them.
+**Blocks that are given away.** A store must end before others write to its blocks. So a step
+lists all blocks that requests got since the step before: those of scheduled requests, those of
+requests that wait for a load of this or another connector, blocks that are cleared, and blocks
+that are copied into. vLLM has no single list of them.
 
-**Writes before the flush.** Model Runner V2 clears blocks, copies into some, and moves recurrent
-states from block to block before it calls ``handle_preemptions``. A store that reads such a block
-copies wrong KV, so these blocks are named apart and their stores fail.
+**Writes before the flush.** Model Runner V2 clears blocks, copies into some, and moves
+recurrent states from block to block before it calls ``handle_preemptions``. A store that reads
+such a block copies wrong KV, so these blocks are listed apart and their stores fail.
 
 **Boundary states.** Where a model keeps recurrent states, vLLM hands over the block that holds
 the state at the end of a block, in the step that computes it. With several guessed tokens and

@@ -1,23 +1,31 @@
-"""Every built-in placement and admission policy keeps its contract."""
+"""Every built-in placement and admission policy passes its contract, and serves a manager."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 
+from kvtier.keys import ChunkKey
 from kvtier.policies import (
     Admission,
     ConditionalPlacement,
     LadderPlacement,
     Placement,
+    PolicyContext,
     build_admission,
 )
 from kvtier.policies.admission import SecondTouch, WriteBudget
 from kvtier.policies.registry import ADMISSIONS
-from kvtier.testing.admission_contract import AdmissionContract, BudgetContract
+from kvtier.testing.admission_contract import AdmissionContract
 from kvtier.testing.placement_contract import PlacementContract
+from kvtier.testing.questions import make_copies
+from tests.support.workbench import Workbench, prefix
 
+DAY_S = 86_400.0
 LADDERS: dict[str, Callable[[int], Placement]] = {
     "through": LadderPlacement,
     "at the second use": lambda tiers: LadderPlacement(tiers, write_after=2),
@@ -56,6 +64,43 @@ class TestBuiltIn(AdmissionContract):
         return build_admission(self._name, capacity=capacity)
 
 
+class BudgetContract(AdmissionContract):
+    """The contract of a policy that bounds what is written in a day.
+
+    Attributes:
+        chunks_per_day: Most chunks that the policy admits to one tier within 24 hours.
+    """
+
+    chunks_per_day: ClassVar[int]
+
+    def test_no_day_exceeds_the_budget_whenever_it_begins(self) -> None:
+        for quiet_s in (0.0, 0.8 * DAY_S, 10 * DAY_S):
+            for tier, admitted in self._admitted(quiet_s).items():
+                days = [
+                    bisect_left(admitted, begin + DAY_S) - at
+                    for at, begin in enumerate(admitted)
+                ]
+                assert admitted, f"tier {tier}, {quiet_s=}: nothing is ever admitted"
+                assert max(days) <= self.chunks_per_day, f"tier {tier}, {quiet_s=}"
+
+    def _admitted(self, quiet_s: float) -> dict[int, list[float]]:
+        """Return when each tier admitted chunks, under more requests than the budget allows.
+
+        Args:
+            quiet_s: Length of a pause after half of the requests.
+        """
+        admission, ctx = self.make_admission(capacity=64), PolicyContext()
+        admitted: dict[int, list[float]] = {1: [], 2: []}
+        copies = make_copies(range(40), random.Random(9), generation=1)
+        rounds = round(3 * DAY_S / 1000)
+        for number in range(rounds):
+            ctx.now = number * 1000 + (quiet_s if number > rounds // 2 else 0.0)
+            for tier, times in admitted.items():
+                answers = admission.admits_many(copies, tier, ctx)
+                times.extend(ctx.now for answer in answers if answer)
+        return admitted
+
+
 class TestWriteBudget(BudgetContract):
     keys_per_slot = 0
     chunks_per_day = 50
@@ -64,8 +109,53 @@ class TestWriteBudget(BudgetContract):
         return WriteBudget(bytes_per_day=50, chunk_nbytes=1)
 
 
-class TestSmallWriteBudget(TestWriteBudget):
+class TestSmallWriteBudget(BudgetContract):
+    keys_per_slot = 0
     chunks_per_day = 2
 
     def make_admission(self, *, capacity: int) -> Admission:
         return WriteBudget(bytes_per_day=2, chunk_nbytes=1)
+
+
+@pytest.mark.parametrize("capacities", [(6, 12), (6, 8, 24), (8, 4, 2)])
+@pytest.mark.parametrize("name", sorted(LADDERS))
+def test_a_manager_serves_with_each_placement(name: str, capacities: tuple[int, ...]) -> None:
+    serve_traffic(Workbench(*capacities, placement=LADDERS[name](len(capacities))))
+
+
+@pytest.mark.parametrize("name", ["through", "on evict"])
+@pytest.mark.parametrize("admission", sorted(ADMISSIONS.built_in))
+def test_a_manager_serves_with_each_admission(admission: str, name: str) -> None:
+    conditions = [build_admission(admission, capacity=30)]
+    placement = ConditionalPlacement(LADDERS[name](3), conditions)
+    serve_traffic(Workbench(6, 8, 24, placement=placement))
+
+
+def serve_traffic(bench: Workbench) -> None:
+    """Serve 60 prompts of up to 4 chunks, some of them repeatedly, then demote what is due.
+
+    The workbench checks the manager's invariants after every call.
+    """
+    rng = random.Random(7)
+    for number in range(60):
+        req_id = str(number)
+        keys = prefix(rng.randrange(1, 5), of=int(12 * rng.random() ** 2))
+        hits = hits_of(bench, keys, req_id)
+        if hits:
+            bench.load(keys[:hits], req_id)
+        bench.store(keys[hits:], req_id)
+        bench.manager.end_request(req_id)
+        bench.settle(started=[req_id])
+    bench.manager.flush()
+    bench.settle()
+    assert not bench.ram.dirty
+
+
+def hits_of(bench: Workbench, keys: Sequence[ChunkKey], req_id: str) -> int:
+    """Return how many of ``keys`` hit, once the manager has answered."""
+    for _ in range(8):
+        hits = bench.look(keys, req_id)
+        if hits is not None:
+            return hits
+        bench.settle()
+    pytest.fail(f"request {req_id} is still not answered")

@@ -10,13 +10,13 @@ from typing import ClassVar, Literal
 import pytest
 
 from kvtier.config import TierConfig
-from kvtier.testing.faulty_tier import FaultyTier
 from kvtier.testing.file_tier import FileTier
-from kvtier.testing.memory_tier import MemoryMedium, MemoryTier
 from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.slab import SlabTier
+from tests.support.faulty_tier import FaultyTier
+from tests.support.memory_tier import MemoryMedium, MemoryTier
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -22,9 +22,9 @@ import pytest
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
 from kvtier.testing.shelf import Shelf
-from kvtier.testing.workbench import Workbench
 from kvtier.types import Outcome
 from tests.crash.fork_server import CAPACITY, SLOT, STOCK, open_tier
+from tests.support.workbench import Workbench
 from tests.unit.ram_directory import ram_directory
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvtier.vllm.demo.model import HEAD, TINY, ModelShape, architecture, random_weights
+from tests.demo.model import HEAD, TINY, ModelShape, architecture, random_weights
 
 DRAFT = ModelShape(
     hidden=TINY.hidden, layers=1, heads=TINY.heads, kv_heads=TINY.kv_heads, inner=TINY.inner

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from kvtier.vllm.demo.model import (
+from tests.demo.model import (
     BLOCK_TOKENS,
     KV_NBYTES_PER_BLOCK,
     VOCABULARY,
     architecture,
     write_model,
 )
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import (
+from tests.demo.runner import run_engine
+from tests.demo.scenario import (
     Answer,
     Prompt,
     Report,

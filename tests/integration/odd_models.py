@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kvtier.vllm.demo.model import HEAD, VOCABULARY, architecture
+from tests.demo.model import HEAD, VOCABULARY, architecture
 
 HIDDEN = 256
 INNER = 512

@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvtier.vllm.demo.model import architecture
+from tests.demo.model import architecture
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

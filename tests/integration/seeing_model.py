@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer
 
-from kvtier.vllm.demo.model import TINY, VOCABULARY, architecture, random_weights
+from tests.demo.model import TINY, VOCABULARY, architecture, random_weights
 
 SPECIAL = (
     "<unk>",

@@ -23,8 +23,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.config import load_config, vllm_transfer_config
-from kvtier.vllm.demo.model import BLOCK_TOKENS
-from kvtier.vllm.demo.runner import SETTINGS
+from tests.demo.model import BLOCK_TOKENS
+from tests.demo.runner import SETTINGS
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0

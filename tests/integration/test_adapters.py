@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.vllm.demo.model import write_model
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Adapter, Report, Wave
+from tests.demo.model import write_model
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Adapter, Report, Wave
 from tests.integration.features import Feature, assert_same, assert_well, some_prompts
 from tests.integration.odd_models import write_adapter
 from tests.integration.test_connector import through

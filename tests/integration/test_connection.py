@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
-from kvtier.vllm.demo.connection import Connection
+from tests.demo.connection import Connection
 
 
 def scheduler(*, busy: bool = False) -> Any:

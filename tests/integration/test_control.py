@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Scenario, Wave
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Scenario, Wave
 from tests.integration.harness import CONTROLS, Reference
 
 

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from kvtier.vllm.demo.model import BLOCK_TOKENS
+from tests.demo.model import BLOCK_TOKENS
 from tests.integration.harness import ANSWER_TOKENS, Reference, Site
 from tests.integration.serving import (
     Scrape,

@@ -22,8 +22,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvtier.cli._app import app
 from kvtier.keys import GROUP_NBYTES
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave, WaveReport
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Prompt, Report, Scenario, Wave, WaveReport
 from tests.integration.harness import Reference, Site
 
 RAM_BLOCKS = 64

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 CHUNKS = 12
 CAPACITY = 150

@@ -26,9 +26,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvtier.config import load_config
 from kvtier.errors import UnsupportedError
 from kvtier.vllm.compat.engine import EngineFacts
-from kvtier.vllm.demo.scenario import store_yaml
 from kvtier.vllm.layout import require_supported_layout
 from kvtier.vllm.pages import find_pages
+from tests.demo.scenario import store_yaml
 from tests.integration.test_portable_slots import facts
 
 BLOCKS = 8

@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from kvtier.vllm.demo.model import BLOCK_TOKENS
-from kvtier.vllm.demo.scenario import Prompt
+from tests.demo.model import BLOCK_TOKENS
+from tests.demo.scenario import Prompt
 from tests.integration.harness import ANSWER_TOKENS, Reference, Site
 from tests.integration.serving import Scrape, Server, complete, first_scrape, scrape, serving
 

@@ -24,10 +24,10 @@ from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
 from kvtier.types import LayoutFingerprint
 from kvtier.vllm.compat.engine import EngineFacts
-from kvtier.vllm.demo.scenario import store_yaml
 from kvtier.vllm.layout import fingerprint
 from kvtier.vllm.pages import SlotShape, find_pages, share_slots
 from kvtier.vllm.regions import offer_region, require_same_file
+from tests.demo.scenario import store_yaml
 from tests.unit.kv_pages import BLOCK_TOKENS, BLOCKS, HEAD_SIZE
 
 LAYERS = ("layer.0", "layer.1")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, write_model
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Prompt, Report, Scenario, Wave, store_yaml
+from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, write_model
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Prompt, Report, Scenario, Wave, store_yaml
 from tests.integration.harness import words
 
 PROMPTS = 8

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from kvtier.config import load_config
-from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.traces import Trace, read_trace
-from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Report, Scenario
+from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Report, Scenario
 from tests.integration.harness import Reference, Site
 from tests.integration.test_connector import through
 from tests.integration.test_tokens import assert_nothing_pinned
@@ -83,7 +83,7 @@ def test_a_recorded_run_can_be_simulated(reference: Reference, site: Site) -> No
     assert report.count("kvtier_trace_records") > 0
     config = load_config(site.directory / "kvtier.yaml")
     trace = assert_traffic_is_recorded(recorded(site), report)
-    simulated = simulate_ladder(trace, config, chunk_bytes=KV_NBYTES_PER_BLOCK)
+    simulated = simulate_cache(trace, config, chunk_bytes=KV_NBYTES_PER_BLOCK)
     assert simulated.total_hit_ratio > 0
     assert_shadows_saw(trace, report)
     site.assert_nothing_held()

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from kvtier.vllm.demo.runner import EngineFailedError, EngineProcess, run_engine
-from kvtier.vllm.demo.scenario import Wave
+from tests.demo.runner import EngineFailedError, EngineProcess, run_engine
+from tests.demo.scenario import Wave
 from tests.integration.harness import Reference, Site
 
 WRITE_DEADLINE_S = 60.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.vllm.demo.runner import EngineFailedError, run_engine
-from kvtier.vllm.demo.scenario import Scenario
+from tests.demo.runner import EngineFailedError, run_engine
+from tests.demo.scenario import Scenario
 
 
 def test_an_engine_that_was_killed_for_its_time_is_said_to_be(tmp_path: Path) -> None:

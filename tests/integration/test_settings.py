@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvtier.vllm.demo.model import architecture, write_model
-from kvtier.vllm.demo.runner import run_engine
+from tests.demo.model import architecture, write_model
+from tests.demo.runner import run_engine
 from tests.integration.harness import Reference, Site
 
 SHORT, LONG = 1024, 2048

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import Report
+from tests.demo.runner import run_engine
+from tests.demo.scenario import Report
 from tests.integration.harness import Reference, Site
 
 RAM_SHARE = 0.2

@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.connector.metrics import METRICS, Kind
 from kvtier.vllm import KVTierConnector, KVTierOffloadingSpec
-from kvtier.vllm.demo.engine import growth
 from kvtier.vllm.metrics import StatsReporter
+from tests.demo.engine import growth
 from tests.unit.test_connector_metrics import Source, engine, tier
 
 CLASSES = {

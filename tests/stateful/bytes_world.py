@@ -41,7 +41,6 @@ from kvtier.policies import (
     Promotion,
     build_eviction,
 )
-from kvtier.testing.invariants import check_manager
 from kvtier.transfer import BetweenTiers, EngineLimits, FromTier, Relay, ToTier, routes
 from tests.stateful.contents import BLOCK_NBYTES, Contents, block_name
 from tests.stateful.moody_tier import MoodyTier, digest
@@ -61,6 +60,7 @@ from tests.stateful.stepping import (
     SteppedEngine,
     SteppedPool,
 )
+from tests.support.invariants import check_manager
 
 if TYPE_CHECKING:
     import pytest

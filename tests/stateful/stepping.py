@@ -89,7 +89,7 @@ class Stage:
     def chance(self, share: float) -> bool:
         return self.draw.random() < share
 
-    def complain(self, what: str) -> None:
+    def format_problem(self, what: str) -> None:
         self.complaints.append(what)
 
     def _pass_time(self) -> None:

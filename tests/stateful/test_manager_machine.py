@@ -26,10 +26,10 @@ from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, ManagerLimits, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt, Reach
 from kvtier.policies import ChunkCopy, CopyState, LadderPlacement, PolicyContext, Promotion
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.invariants import check_manager, eviction_order
-from kvtier.testing.workbench import TIER_NAMES, Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
+from tests.support.fakes import FakeSlotStatus
+from tests.support.invariants import check_manager, eviction_order
+from tests.support.workbench import TIER_NAMES, Workbench, prefix
 
 FULL = GroupReach(chunk_tokens=1)
 OTHERS = (
@@ -118,7 +118,7 @@ class ManagerMachine(RuleBasedStateMachine):
         other: GroupReach,
     ) -> None:
         self.hit_rules = HitRules([FULL, other])
-        self.slot_status = RecordingSlotStatus(driven=True)
+        self.slot_status = FakeSlotStatus(driven=True)
         tiers = 1 + len(slower)
         kind = MovingLadder if mode == "move" else LadderPlacement
         self.bench = Workbench(

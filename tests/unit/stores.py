@@ -15,7 +15,7 @@ from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab.index import hash_keys
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 SLOT = 8192
 SLOTS = 16
@@ -83,7 +83,7 @@ class Store:
 
     def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         sources = make_sources(keys, SLOT)
-        result = asyncio.run(self.tier.write(keys, slots, sources, why=Why.STORE))
+        result = asyncio.run(self.tier.write(keys, slots, sources, purpose=Purpose.STORE))
         assert set(result.outcomes) == {Outcome.DONE}
 
     def reset(self) -> None:

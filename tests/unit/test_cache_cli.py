@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat
@@ -328,8 +328,8 @@ class TestLs:
         ran = shell("ls", store.root, "--limit", 3)
         assert max(map(len, ran.out.splitlines())) <= 80
         assert ran.out.splitlines()[-1] == "3 of 16 chunks"
-        assert short(KEYS[15]) in ran.out
-        assert shell("explain", short(KEYS[15]), store.root).code == 0
+        assert short_key(KEYS[15]) in ran.out
+        assert shell("explain", short_key(KEYS[15]), store.root).code == 0
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from tests.unit.cache_shell import Shell
@@ -79,7 +79,7 @@ def space(store: Store) -> Iterator[StoredNamespace]:
     ("command", "shown"),
     [
         (["verify"], ["100%"]),
-        (["evict", "--yes", *map(short, KEYS[:3])], ["looking", "100%", "removing"]),
+        (["evict", "--yes", *map(short_key, KEYS[:3])], ["looking", "100%", "removing"]),
         (["evict", "--yes", "--all"], ["looking", "removing"]),
         (["compact-index"], ["compacting"]),
     ],

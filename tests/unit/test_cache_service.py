@@ -12,9 +12,9 @@ from kvtier.errors import ClosedError
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import Prompt
 from kvtier.manager.plans import NO_SLOT
-from kvtier.testing.stepped import SteppedCache
-from kvtier.testing.workbench import prefix
 from kvtier.types import Job, Outcome, TransferResult
+from tests.support.stepped import SteppedCache
+from tests.support.workbench import prefix
 from tests.unit.warned import warnings_in
 
 
@@ -296,7 +296,7 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
 
     def submit(*given: Job) -> None:
         jobs.extend(given)
-        done.extend((job.why.name, list(job.destination_slots)) for job in given)
+        done.extend((job.purpose.name, list(job.destination_slots)) for job in given)
 
     def forget(slots: Sequence[int]) -> None:
         done.append(("forget", list(slots)))

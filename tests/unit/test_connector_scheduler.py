@@ -14,8 +14,8 @@ from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.manager.hits import Reach
-from kvtier.testing.stepped import SteppedEngine
 from kvtier.transfer import TransferEngine
+from tests.support.stepped import SteppedEngine
 from tests.unit.toy_engine import FULL, TOKENS, ToyBlock, ToyBlocks, ToyEngine, window
 
 ENGINES = (TransferEngine, SteppedEngine)

@@ -23,9 +23,9 @@ from kvtier.config import (
     Size,
     TierConfig,
     check_environment,
-    own_paths,
     parse_config,
     parse_tier,
+    resolve_rank_paths,
     schema,
 )
 from kvtier.doctor import Verdict, examine
@@ -33,18 +33,18 @@ from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.start import examine_start
 from kvtier.types import LayoutFingerprint
+from tests.support.memory_tier import MemoryTier
 from tests.unit.shell import Shell
 
 FILE = "kvtier.testing.file_tier:FileTier"
-MEMORY = "kvtier.testing.memory_tier:MemoryTier"
-FAULTY = "kvtier.testing.faulty_tier:FaultyTier"
+MEMORY = "tests.support.memory_tier:MemoryTier"
+FAULTY = "tests.support.faulty_tier:FaultyTier"
 RAM = RamTierConfig(capacity_bytes=1 << 20)
 SLOT = 4096
 
@@ -83,7 +83,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``kvtier_own`` a module with tiers that are wrong."""
     code = """
         from kvtier.config import TierConfig
-        from kvtier.testing.memory_tier import MemoryTier, MemoryTierConfig
+        from tests.support.memory_tier import MemoryTier, MemoryTierConfig
         from kvtier.tiers import StorageTier
 
 
@@ -253,7 +253,7 @@ class TestItsDirectory:
         with pytest.raises(
             ConfigError, match=r"^a\.yaml:5: tiers\[1\]\.path = .*rank is an en"
         ):
-            own_paths(config_of(FILE, f"path: {tmp_path}"), rank=0)
+            resolve_rank_paths(config_of(FILE, f"path: {tmp_path}"), rank=0)
 
     def test_it_may_have_any_name_and_be_a_plain_path(self) -> None:
         class Options(TierConfig):

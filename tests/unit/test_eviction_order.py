@@ -9,7 +9,7 @@ import pytest
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import ManagerLimits
 from kvtier.policies import PolicyContext
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 LEAF_FIRST = ["arc", "fifo", "gdsf", "hedged-lhd", "lfu", "lru", "prefix-lru", "slru"]
 """Policies that treat chunks alike that came together, and take the first they were told of."""

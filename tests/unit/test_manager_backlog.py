@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.manager import ManagerLimits
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 
 def slow_disk(*, backlog: int) -> Workbench:

@@ -9,8 +9,8 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext
-from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
+from tests.support.workbench import Workbench, prefix
 
 
 def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
@@ -20,7 +20,7 @@ def limits(*, reserve: float = 0.0, queue: int = 64) -> ManagerLimits:
 class Choosy(LadderPlacement):
     """Lets nothing but prompt 0 into slower tiers."""
 
-    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
+    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
         return copy.key.startswith(b"0.")
 
 
@@ -41,8 +41,8 @@ def test_with_write_through_a_stored_chunk_goes_down_at_the_end_of_the_step() ->
     assert bench.ram.available == 2, "what must still go down is no victim"
     assert bench.manager.has_work()
     (job,) = bench.step()
-    assert (job.why, job.source, job.destination, job.keys) == (
-        Why.DEMOTE,
+    assert (job.purpose, job.source, job.destination, job.keys) == (
+        Purpose.DEMOTE,
         "ram",
         "nvme",
         prefix(2),
@@ -366,7 +366,7 @@ def test_a_store_that_was_refused_does_not_wait_for_a_passing_chunk() -> None:
     bench.manager.begin_request("writer")
     assert bench.store(prefix(1, of=2), "writer") is None
     (down,) = bench.step()
-    assert (down.why, down.keys) == (Why.DEMOTE, prefix(1, of=1))
+    assert (down.purpose, down.keys) == (Purpose.DEMOTE, prefix(1, of=1))
     bench.finish(down)
     assert bench.store(prefix(1, of=2), "writer") is not None
     bench.finish(up)

@@ -12,8 +12,8 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, ResidencyEvent
 from kvtier.manager.events import EventLog
 from kvtier.policies import LadderPlacement
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
+from tests.support.workbench import Workbench, prefix
 
 
 class Listener:

@@ -8,8 +8,8 @@ import pytest
 
 from kvtier.manager import ManagerLimits, RequestTerms
 from kvtier.manager.hits import GroupReach, Prompt, Reach
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
+from tests.support.workbench import Workbench, prefix
 from tests.unit.load_gates import CHUNK_S, cost_model, measure
 
 FULL = GroupReach(1)

@@ -14,7 +14,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext, Promotion
 from kvtier.testing.counting import count_lines
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 
 @dataclass

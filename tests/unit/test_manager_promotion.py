@@ -8,9 +8,9 @@ import pytest
 
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Job, Outcome, TransferResult, Why
+from kvtier.types import Job, Outcome, Purpose, TransferResult
+from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import Workbench, prefix
 
 BELOW = 8
 """Chunks of each prompt that the slower tier holds."""
@@ -38,7 +38,7 @@ def asked(bench: Workbench, chunks: int, req_id: str = "reader", *, of: int = 0)
 def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
     bench = warmed(4, 8)
     job = asked(bench, 3)
-    assert (job.why, job.source, job.destination) == (Why.PROMOTE, "nvme", "ram")
+    assert (job.purpose, job.source, job.destination) == (Purpose.PROMOTE, "nvme", "ram")
     assert (job.keys, job.source_slots, job.destination_slots) == (
         prefix(3),
         [0, 1, 2],
@@ -388,7 +388,7 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
 
 def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None:
     limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=4, max_arrival_steps=3)
-    bench = Workbench(4, 0, limits=limits, slot_status=RecordingSlotStatus(driven=True))
+    bench = Workbench(4, 0, limits=limits, slot_status=FakeSlotStatus(driven=True))
     plan = bench.manager.prepare_store(prefix(2), "writer")
     assert plan is not None
     assert bench.look(prefix(2)) is None

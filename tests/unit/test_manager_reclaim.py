@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
-from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, Purpose
+from tests.support.workbench import Workbench, prefix
 from tests.unit.test_manager_progress import Exclusive
 
 
@@ -55,7 +55,7 @@ def test_nothing_below_is_evicted_for_a_slot_that_a_promotion_is_about_to_free()
     bench.manager.begin_request("reader")
     assert bench.look(below[:1]) is None
     (promotion,) = bench.step()
-    assert promotion.why is Why.PROMOTE
+    assert promotion.purpose is Purpose.PROMOTE
     bench.store(prefix(1))
     assert bench.step() == [], "its victim waits for the slot of the chunk on its way up"
     assert below[1] in bench.resident(1)

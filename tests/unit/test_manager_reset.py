@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
+from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import Workbench, prefix
 
 
 def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:
@@ -20,7 +20,7 @@ def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:
 
 
 def test_slots_that_workers_may_touch_are_in_quarantine_until_they_are_quiet() -> None:
-    slot_status = RecordingSlotStatus(driven=True)
+    slot_status = FakeSlotStatus(driven=True)
     bench = Workbench(4, 0, slot_status=slot_status)
     plan = bench.manager.prepare_store(prefix(2), "a")
     assert plan is not None

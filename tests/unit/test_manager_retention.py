@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvtier.manager import ManagerLimits
 from kvtier.policies import LadderPlacement
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
+from tests.support.workbench import Workbench, prefix
 
 
 def keeping(

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.workbench import Workbench, prefix
 
 
 def keys(count: int) -> list[ChunkKey]:

@@ -8,8 +8,8 @@ import pytest
 
 from kvtier.keys import make_key
 from kvtier.manager import ManagerLimits, ResidencyEvent
-from kvtier.testing.invariants import check_manager
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.invariants import check_manager
+from tests.support.workbench import Workbench, prefix
 
 
 def impatient(**limits: Any) -> ManagerLimits:

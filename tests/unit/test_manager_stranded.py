@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtier.keys import ChunkKey
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Outcome
+from tests.support.workbench import Workbench, prefix
 
 
 def stranded(bench: Workbench) -> list[int]:

@@ -10,9 +10,9 @@ from kvtier.manager import CostModel, LoadPlan, ManagerLimits
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.memory import ControlBlock
 from kvtier.policies import CopyState
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
+from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import Workbench, prefix
 
 
 def streaming(ram: int, *, below: int, budget: int | None = None, **changes: Any) -> Workbench:
@@ -59,7 +59,7 @@ def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> Non
 def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
     """Or it might be loaded while it changes, or be taken for one that will not be filled."""
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(2, 1))), slots=2, ranks=1)
-    bench = streaming(2, below=2, slot_status=cast("RecordingSlotStatus", control))
+    bench = streaming(2, below=2, slot_status=cast("FakeSlotStatus", control))
     bench.manager.recover(1, zip(prefix(2, of=1), (8, 9), strict=True))
     unstamped = [False, False]
     plan = LoadPlan((), (), ())

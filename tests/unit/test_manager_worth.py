@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach, Reach
-from kvtier.testing.workbench import Workbench, prefix
 from kvtier.types import Job, Outcome, TransferResult
+from tests.support.workbench import Workbench, prefix
 from tests.unit.load_gates import CHUNK_S, cost_model
 
 

@@ -11,10 +11,10 @@ import pytest
 from kvtier.errors import ConfigError, StoreLockedError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
-from kvtier.testing.memory_tier import MemoryTier, MemoryTierConfig
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers import TierContext
 from kvtier.types import LayoutFingerprint, Outcome
+from tests.support.memory_tier import MemoryTier, MemoryTierConfig
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 KEYS = make_keys(range(3))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.connector.report.observer import Observer
 from kvtier.keys import ChunkKey
 from kvtier.policies.shadow import ShadowTier
-from kvtier.testing.workbench import prefix
+from tests.support.workbench import prefix
 
 
 @dataclass

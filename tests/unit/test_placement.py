@@ -22,8 +22,8 @@ from kvtier.policies import (
     Promotion,
 )
 from kvtier.policies.admission import Admission, SecondTouch, TinyLfu, WriteBudget
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import Workbench, prefix
 
 CTX = PolicyContext()
 DAY_S = 86_400.0
@@ -279,7 +279,7 @@ def test_a_file_says_what_is_written(
         tiers,
         slot_nbytes=MIB,
         chunk_tokens=16,
-        slot_status=RecordingSlotStatus(),
+        slot_status=FakeSlotStatus(),
         record_events=False,
     )
     plan = manager.prepare_store(prefix(4), "writer")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.power_cut import PowerCutDisk
+from tests.support.power_cut import PowerCutDisk
 
 SECTOR = 512
 ROOM = 4 * SECTOR

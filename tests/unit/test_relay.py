@@ -14,10 +14,10 @@ from typing_extensions import override
 from kvtier.config import parse_config
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 from kvtier.tiers.base import SlotOutcomes, TierContext
 from kvtier.transfer import BetweenTiers, EngineLimits, Relay, TransferEngine, relay_slots
-from kvtier.types import Job, LayoutFingerprint, Outcome, Why
+from kvtier.types import Job, LayoutFingerprint, Outcome, Purpose
+from tests.support.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 
 SLOT_NBYTES = 4096
 CHUNKS = 5
@@ -48,10 +48,10 @@ class Watched(MemoryTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         self.reads += 1
-        return await super().read(keys, slots, into, why=why)
+        return await super().read(keys, slots, into, purpose=purpose)
 
     @override
     async def write(
@@ -60,10 +60,10 @@ class Watched(MemoryTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         self.at_write()
-        return await super().write(keys, slots, sources, why=why)
+        return await super().write(keys, slots, sources, purpose=purpose)
 
 
 class Way:
@@ -87,17 +87,17 @@ class Way:
 
     async def fill(self) -> None:
         payloads = [memoryview(bytearray(key[:1] * SLOT_NBYTES)) for key in KEYS]
-        filled = await self.upper.write(KEYS, range(CHUNKS), payloads, why=Why.STORE)
+        filled = await self.upper.write(KEYS, range(CHUNKS), payloads, purpose=Purpose.STORE)
         assert set(filled.outcomes) == {DONE}
 
     async def below(self, key: ChunkKey, slot: int) -> bytes | None:
         """Return what the lower tier has for ``key``."""
         into = bytearray(SLOT_NBYTES)
-        found = await self.lower.read([key], [slot], [memoryview(into)], why=Why.LOAD)
+        found = await self.lower.read([key], [slot], [memoryview(into)], purpose=Purpose.LOAD)
         return bytes(into) if found.outcomes == (DONE,) else None
 
 
-JOB = Job(1, Why.DEMOTE, "upper", "lower", KEYS, [*range(CHUNKS)], [7, 6, 5, 4, 3], 1.0)
+JOB = Job(1, Purpose.DEMOTE, "upper", "lower", KEYS, [*range(CHUNKS)], [7, 6, 5, 4, 3], 1.0)
 
 
 def run(*steps: Callable[[Way], object]) -> tuple[Way, SlotOutcomes, list[bytes | None]]:

@@ -13,7 +13,7 @@ from kvtier.manager import NO_TERMS, RequestTerms
 from kvtier.policies import LadderPlacement, PolicyContext
 from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction import Lru
-from kvtier.testing.workbench import TIER_NAMES, Workbench, prefix
+from tests.support.workbench import TIER_NAMES, Workbench, prefix
 
 
 def only(*tiers: int) -> RequestTerms:

@@ -12,10 +12,10 @@ from kvtier.connector.report.statistics import engine_statistics
 from kvtier.connector.service import CacheService
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import RegionGeometry
-from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.workbench import Workbench
 from kvtier.transfer import ChannelStatistics
 from kvtier.types import LayoutFingerprint
+from tests.support.memory_tier import MemoryTier
+from tests.support.workbench import Workbench
 from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096

@@ -37,11 +37,11 @@ from kvtier.errors import (
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
-from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome
+from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.ram_directory import ram_directory
 
 logger = logging.getLogger(__name__)

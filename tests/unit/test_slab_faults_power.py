@@ -20,12 +20,12 @@ from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
-from kvtier.testing.disk_state import PowerCut
-from kvtier.testing.power_cut import PowerCutDisk
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier, opening
 from kvtier.types import LayoutFingerprint, Outcome
+from tests.support.disk_state import PowerCut
+from tests.support.power_cut import PowerCutDisk
 from tests.unit.ram_directory import ram_directory
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import pytest
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.testing.chunks import make_payload
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.workbench import Workbench, prefix
-from kvtier.types import JobId, Outcome, Why
+from kvtier.types import JobId, Outcome, Purpose
+from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import Workbench, prefix
 from tests.unit.stall_rig import CAPACITY, DONE, EXPIRED, HANG_S, RUNNING, SLOT, SOON_S, Rig
 
 RAM_SLOTS = CAPACITY // 2
@@ -26,7 +26,7 @@ OpenCache = Callable[[str], "Cache"]
 class Cache:
     """A manager whose jobs a real engine runs on a real store, full of FIRST and SECOND."""
 
-    def __init__(self, rig: Rig, slot_status: RecordingSlotStatus) -> None:
+    def __init__(self, rig: Rig, slot_status: FakeSlotStatus) -> None:
         self.rig = rig
         limits = ManagerLimits(
             pin_budget=RAM_SLOTS,
@@ -37,7 +37,7 @@ class Cache:
         filled = [*zip(FIRST + SECOND, range(CAPACITY), strict=True)]
         for key, slot in filled:
             rig.ram.slot(slot)[:] = make_payload(key, SLOT)
-        job = rig.submit(Why.STORE, FIRST + SECOND, range(CAPACITY), HANG_S)
+        job = rig.submit(Purpose.STORE, FIRST + SECOND, range(CAPACITY), HANG_S)
         assert rig.settled(job) == {job.job_id: [DONE] * CAPACITY}
         self.bench.manager.recover(1, filled)
 
@@ -84,7 +84,7 @@ def open_cache(tmp_path: Path) -> Iterator[OpenCache]:
     with contextlib.ExitStack() as stack:
 
         def open_for(call: str) -> Cache:
-            slot_status = RecordingSlotStatus()
+            slot_status = FakeSlotStatus()
             return Cache(Rig(tmp_path, stack, slot_status, **RUNNING[call]), slot_status)
 
         yield open_for

@@ -22,10 +22,10 @@ from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
-from kvtier.testing.faulty_io import FaultyIo
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
+from tests.support.faulty_io import FaultyIo
 from tests.unit.ram_directory import ram_directory
 from tests.unit.stall_rig import SLOT, read_and_close
 from tests.unit.test_slab_faults_matrix import WAYS, descriptors
@@ -58,7 +58,7 @@ class Place:
 
         async def store() -> None:
             sources = make_sources(KEYS, SLOT)
-            moved = await tier.write(KEYS, range(SLOTS), sources, why=Why.STORE)
+            moved = await tier.write(KEYS, range(SLOTS), sources, purpose=Purpose.STORE)
             assert set(moved.outcomes) == {Outcome.DONE}
             await tier.aclose()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short
+from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short_key
 from kvtier.tiers.slab import group_commit, index, maintain
 from kvtier.tiers.slab.change import Change, Row
 from kvtier.tiers.slab.direct_io import BlockIo
@@ -226,7 +226,7 @@ class TestMarks:
         for asked in (group, None):
             pattern = MarkPattern(digits, asked)
             assert np.flatnonzero(pattern.matches(marks)).tolist() == [123]
-            assert pattern.short_of(int(marks[123])) == short(keys[123])
+            assert pattern.short_of(int(marks[123])) == short_key(keys[123])
         assert not MarkPattern(digits, group + 1).matches(marks).any()
 
 

@@ -20,13 +20,13 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
-from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import store as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
+from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.warned import warnings_in
 
 SLOT = 8192
@@ -395,7 +395,9 @@ async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
     await shelf.put(KEYS[:1], [0])
     gate = io.stall()
     buffers = make_buffers(1, SLOT)
-    reading = asyncio.ensure_future(shelf.tier.read(KEYS[:1], [0], buffers, why=Why.LOAD))
+    reading = asyncio.ensure_future(
+        shelf.tier.read(KEYS[:1], [0], buffers, purpose=Purpose.LOAD)
+    )
     assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
     reading.cancel()
     await asyncio.wait([reading], timeout=0.05)
@@ -417,11 +419,11 @@ async def test_unaligned_buffers_never_reach_o_direct(
     for view, source in zip(views, sources, strict=True):
         view[:] = source
     stored = [view.toreadonly() for view in views] if read_only else views
-    result = await shelf.tier.write(KEYS, range(8), stored, why=Why.STORE)
+    result = await shelf.tier.write(KEYS, range(8), stored, purpose=Purpose.STORE)
     assert list(result.outcomes) == [DONE] * 8
     assert await shelf.get(KEYS, range(8)) == [DONE] * 8
     memory[:] = bytes(len(memory))
-    result = await shelf.tier.read(KEYS, range(8), views, why=Why.LOAD)
+    result = await shelf.tier.read(KEYS, range(8), views, purpose=Purpose.LOAD)
     assert list(result.outcomes) == [DONE] * 8
     assert views == sources
 

@@ -16,11 +16,11 @@ from kvtier.errors import TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys
-from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome
+from tests.support.faulty_io import Fault, FaultyIo
 
 SLOT = 8192
 CAPACITY = 8

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.demo import timing
-from kvtier.vllm.demo.timing import StepTimer
+from tests.demo import timing
+from tests.demo.timing import StepTimer
 
 WORK_S = 0.1
 TICK_S = 2 / os.sysconf("SC_CLK_TCK")  # user and system time are rounded down

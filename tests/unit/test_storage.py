@@ -15,9 +15,9 @@ from kvtier.errors import CapacityError, ClosedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.testing.chunks import make_keys
-from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tiers.base import TierContext
 from kvtier.types import LayoutFingerprint
+from tests.support.memory_tier import MemoryTier
 from tests.unit.regions import open_regions
 
 SLOT_NBYTES = 4096

@@ -16,11 +16,11 @@ from kvtier.memory import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys
-from kvtier.testing.fakes import RecordingSlotStatus
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
 from kvtier.transfer.device import DeviceLoad, LoadRequest
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, Purpose
+from tests.support.fakes import FakeSlotStatus
 
 DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 SLOTS = [2, 3, 5, 7]
@@ -104,7 +104,7 @@ def load(pool: IoPool, copier: Copier) -> Load:
         plan = plan_copy(list(range(count)), [count], [0], slots, blocks_per_chunk=1)
         route = DeviceLoad(cast("BlockCopier", copier), control, rank=0, pool=pool)
         payload = LoadRequest(plan, None, stamps, wait_s)
-        job = Job(1, Why.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
+        job = Job(1, Purpose.LOAD, "ram", "gpu", (), slots, slots, SOON_S, payload)
         return asyncio.run(route.run(job))
 
     return run
@@ -234,12 +234,20 @@ class Ram:
 def rise(job_id: int = 0, *, timeout_s: float = SOON_S) -> Job:
     keys = make_keys(range(3))
     return Job(
-        job_id, Why.PROMOTE, "nvme", "ram", keys, [0, 1, 2], [4, 5, 6], timeout_s, [21, 21, 22]
+        job_id,
+        Purpose.PROMOTE,
+        "nvme",
+        "ram",
+        keys,
+        [0, 1, 2],
+        [4, 5, 6],
+        timeout_s,
+        [21, 21, 22],
     )
 
 
-def route_of(disk: Disk) -> tuple[FromTier, RecordingSlotStatus]:
-    slot_status = RecordingSlotStatus()
+def route_of(disk: Disk) -> tuple[FromTier, FakeSlotStatus]:
+    slot_status = FakeSlotStatus()
     return FromTier(Ram(), cast("StorageTier", disk), slot_status), slot_status
 
 
@@ -414,9 +422,7 @@ async def _caught(moving: Awaitable[object]) -> BaseException | None:
 
 
 @contextlib.contextmanager
-def engine_over(
-    disk: Disk, **limits: Any
-) -> Iterator[tuple[TransferEngine, RecordingSlotStatus]]:
+def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, FakeSlotStatus]]:
     route, slot_status = route_of(disk)
     bounds = EngineLimits(**{"queued_bytes": 1 << 30, "running_bytes": 1} | limits)
     engine = TransferEngine("streams", {("nvme", "ram"): route}, chunk_nbytes=1, limits=bounds)

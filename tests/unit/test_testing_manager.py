@@ -8,9 +8,9 @@ import pytest
 
 from kvtier.manager import ManagerLimits, TierState
 from kvtier.policies import CopyState
-from kvtier.testing.fakes import RecordingSlotStatus, SlotStatusError
-from kvtier.testing.invariants import InvariantError, check_manager, eviction_order
-from kvtier.testing.workbench import Workbench, prefix
+from tests.support.fakes import FakeSlotStatus, SlotStatusError
+from tests.support.invariants import InvariantError, check_manager, eviction_order
+from tests.support.workbench import Workbench, prefix
 
 
 def busy() -> Workbench:
@@ -144,7 +144,7 @@ def test_a_workbench_that_never_settles_says_so() -> None:
 
 
 def test_a_truth_refuses_a_stamp_of_a_former_owner() -> None:
-    slot_status = RecordingSlotStatus(driven=True)
+    slot_status = FakeSlotStatus(driven=True)
     slot_status.stamp([1], 5)
     with pytest.raises(SlotStatusError, match="bears 5 and is stamped 4"):
         slot_status.stamp([1], 4)
@@ -155,7 +155,7 @@ def test_a_truth_refuses_a_stamp_of_a_former_owner() -> None:
 
 
 def test_a_truth_is_quiet_when_every_job_was_acknowledged() -> None:
-    slot_status = RecordingSlotStatus(driven=True)
+    slot_status = FakeSlotStatus(driven=True)
     slot_status.issue([1, 2])
     slot_status.acknowledge([1])
     slot_status.not_quiet = {3}
@@ -167,7 +167,7 @@ def test_a_truth_is_quiet_when_every_job_was_acknowledged() -> None:
 
 
 def test_a_driven_truth_has_stored_what_was_stamped() -> None:
-    slot_status = RecordingSlotStatus(driven=True)
+    slot_status = FakeSlotStatus(driven=True)
     slot_status.stamp([1, 2], 5)
     slot_status.not_stored = {2}
     assert slot_status.stored([1, 2, 3], [5, 5, 5]) == [True, False, False]

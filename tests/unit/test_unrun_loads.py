@@ -15,9 +15,9 @@ from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.workbench import prefix
 from kvtier.types import Job, LayoutFingerprint
+from tests.support.memory_tier import MemoryTier
+from tests.support.workbench import prefix
 from tests.unit.regions import open_regions
 
 SLOTS = 8

@@ -16,8 +16,8 @@ from kvtier.vllm.adapters import (
     AdapterContent,
     AdapterContents,
     positions_with_adapters,
+    strip_adapter,
     tie_content,
-    without_adapter,
 )
 
 LATER_NS = 1 << 62
@@ -55,8 +55,8 @@ def test_a_key_keeps_both_ends_and_its_group_and_comes_out_as_it_went_in(
     assert own[:8] == key[:8]
     assert own[-8:] == key[-8:]
     assert group_of(own) == 3
-    assert without_adapter(own) == key
-    assert without_adapter(key) == key
+    assert strip_adapter(own) == key
+    assert strip_adapter(key) == key
 
 
 def test_an_adapter_is_known_by_its_content_in_every_engine(tmp_path: Path) -> None:

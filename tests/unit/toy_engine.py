@@ -16,7 +16,7 @@ from kvtier.connector.service import CacheService
 from kvtier.keys import ChunkKey
 from kvtier.manager import StorePlan
 from kvtier.manager.hits import Reach
-from kvtier.testing.stepped import SteppedCache
+from tests.support.stepped import SteppedCache
 
 TOKENS = 16
 """Tokens of a hash, and of a block unless a group says otherwise."""

@@ -41,7 +41,7 @@ from kvtier.tiers.hosted.frames import (
     pack_keys,
 )
 from kvtier.tiers.registry import open_tier
-from kvtier.types import LayoutFingerprint, Why
+from kvtier.types import LayoutFingerprint, Purpose
 
 __all__ = ["main"]
 
@@ -135,8 +135,8 @@ class _Server:
         batch = Batch.of(frame)
         nbytes = self._tier.slot_nbytes
         views = [self._memory[at : at + nbytes] for at in batch.offsets.tolist()]
-        why = Why(frame.header["why"])
-        moving = move(batch.keys, batch.slots.tolist(), views, why=why)
+        purpose = Purpose(frame.header["why"])
+        moving = move(batch.keys, batch.slots.tolist(), views, purpose=purpose)
         moved = check_outcomes(await moving, len(batch.keys))
         word, codes = encode_outcomes(moved.outcomes)
         return Frame({"outcomes": word, "words": moved.error}, codes)

@@ -37,7 +37,7 @@ from kvtier.tiers.slab.pieces import Piece, plan_pieces
 from kvtier.tiers.slab.table import SlotTable
 from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.tiers.slab.whereabouts import Whereabouts
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["SlabTier"]
 
@@ -189,7 +189,7 @@ class SlabTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :meth:`kvtier.tiers.base.StorageTier.write`."""
         batch = self._batch(keys, slots, sources)
@@ -207,9 +207,9 @@ class SlabTier(StorageTier):
             functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
             for piece in pieces
         ]
-        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
+        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         if self._options.durability == "power":
-            await self._sync(batch, failed_syncs, why)
+            await self._sync(batch, failed_syncs, purpose)
         await self._commit(batch, epoch)
         return batch.result()
 
@@ -219,7 +219,7 @@ class SlabTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :meth:`kvtier.tiers.base.StorageTier.read`."""
         batch = self._batch(keys, slots, into)
@@ -240,7 +240,7 @@ class SlabTier(StorageTier):
             )
             for piece in pieces
         ]
-        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(why)))
+        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -283,7 +283,7 @@ class SlabTier(StorageTier):
         self._whereabouts.leave_out(self._store.namespace.index_path)
         call = self._store.namespace.set_index_aside
         try:
-            aside = await self._pool.run(call, priority=int(Why.DEMOTE))
+            aside = await self._pool.run(call, priority=int(Purpose.DEMOTE))
         except OSError as error:
             raise TierUnavailableError(
                 self.name,
@@ -304,7 +304,7 @@ class SlabTier(StorageTier):
             return
         self._closed = True
         try:
-            await self._pool.run(self._release, priority=int(Why.DEMOTE))
+            await self._pool.run(self._release, priority=int(Purpose.DEMOTE))
         except ClosedError:
             self._release()
 
@@ -329,11 +329,11 @@ class SlabTier(StorageTier):
             return False
         return True
 
-    async def _sync(self, batch: _Batch, failed_before: int, why: Why) -> None:
+    async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
         """Wait until what was written survives loss of power."""
         file = self._store.file
         try:
-            await self._pool.run(file.sync, priority=int(why))
+            await self._pool.run(file.sync, priority=int(purpose))
         except OSError as error:
             batch.fail(batch.done(), f"not synced: {error.strerror}")
         done = batch.done()

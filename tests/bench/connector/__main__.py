@@ -45,16 +45,16 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.config import Door
-from kvtier.vllm.demo.model import (
+from kvtier.config import VllmEntryPoint
+from tests.demo.model import (
     BLOCK_TOKENS,
     TINY,
     VOCABULARY,
     ModelShape,
     write_model,
 )
-from kvtier.vllm.demo.runner import EngineProcess, run_engine
-from kvtier.vllm.demo.scenario import (
+from tests.demo.runner import EngineProcess, run_engine
+from tests.demo.scenario import (
     Prompt,
     Report,
     Scenario,
@@ -337,7 +337,7 @@ class Bench:
             model=self._model,
             config=config,
             waves=waves,
-            door=Door.CONNECTOR,
+            entry_point=VllmEntryPoint.CONNECTOR,
             gpu_blocks=140,
             timed=timed,
         )

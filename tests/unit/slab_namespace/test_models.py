@@ -13,11 +13,11 @@ import pytest
 from typing_extensions import override
 
 from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
-from kvtier.testing.faulty_io import Fault, FaultyIo
 from kvtier.tiers.slab import namespace, opening
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import FILES, INDEX, SLOTS
+from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.slab_locks import Clock, held
 from tests.unit.slab_namespace.opening import (
     SLOT,

@@ -1,4 +1,4 @@
-"""Runs one vLLM engine through a scenario: ``python -m kvtier.vllm.demo.engine IN OUT``.
+"""Run one vLLM engine through a scenario: ``python -m tests.demo.engine IN OUT``.
 
 Standard output carries one word per event, for the parent; everything else, vLLM's log and that
 of its workers included, goes to standard error.
@@ -25,10 +25,10 @@ from vllm.lora.request import LoRARequest
 
 from kvtier.config import load_config, vllm_transfer_config
 from kvtier.connector.metrics import METRICS, Kind
-from kvtier.vllm.demo.connection import Connection
-from kvtier.vllm.demo.model import BLOCK_TOKENS
-from kvtier.vllm.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
-from kvtier.vllm.demo.timing import StepTimer
+from tests.demo.connection import Connection
+from tests.demo.model import BLOCK_TOKENS
+from tests.demo.scenario import Answer, Prompt, Report, Scenario, Wave, WaveReport
+from tests.demo.timing import StepTimer
 
 __all__ = ["growth", "main"]
 
@@ -75,7 +75,9 @@ def connector(scenario: Scenario) -> KVTransferConfig | None:
     if scenario.config is None:
         return None
     settings = load_config(scenario.config)
-    arguments = vllm_transfer_config(scenario.config, settings, door=scenario.door)
+    arguments = vllm_transfer_config(
+        scenario.config, settings, entry_point=scenario.entry_point
+    )
     if "kv_load_failure_policy" in arguments:
         arguments["kv_load_failure_policy"] = scenario.load_failures
     return KVTransferConfig(**arguments)
@@ -263,7 +265,7 @@ def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     }
 
 
-def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:  # noqa: ANN401 - vLLM's
+def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:
     """Return the answer to ``prompt``; ``output`` is None when it was aborted."""
     if output is None or output.outputs[0].finish_reason == "abort":
         return Answer(prompt=prompt, tokens=(), cached_tokens=0, first_token_s=0, aborted=True)
@@ -279,13 +281,13 @@ def answer_of(prompt: tuple[int, ...], output: Any) -> Answer:  # noqa: ANN401 -
     )
 
 
-def logprobs_of(prompt: tuple[int, ...], told: Any) -> tuple[float, ...]:  # noqa: ANN401 - vLLM's
+def logprobs_of(prompt: tuple[int, ...], told: Any) -> tuple[float, ...]:
     """Return what vLLM told of each prompt token but the first."""
     pairs = zip(prompt[1:], (told or [None])[1:], strict=False)
     return tuple(each[token].logprob for token, each in pairs)
 
 
-def damage_kv(worker: Any, every: int) -> None:  # noqa: ANN401 - vLLM's
+def damage_kv(worker: Any, every: int) -> None:
     """Give every ``every``-th block of the GPU cache its neighbour's KV, in every layer."""
     for cache in worker.model_runner.kv_caches:
         dimension = list(cache.shape).index(worker.cache_config.num_gpu_blocks)
@@ -294,7 +296,7 @@ def damage_kv(worker: Any, every: int) -> None:  # noqa: ANN401 - vLLM's
         blocks[::every] = neighbours[::every]
 
 
-def reweigh(worker: Any) -> None:  # noqa: ANN401 - vLLM's
+def reweigh(worker: Any) -> None:
     """Give every token its neighbour's embedding, so that every block's right KV changes.
 
     The CPU's matrix products use packed copies of their weights; no such layer can be changed.

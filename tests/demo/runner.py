@@ -1,4 +1,4 @@
-"""Starts the engine program and talks to it.
+"""Start the engine program and talk to it.
 
 One process per engine: what kvtier promises across restarts and crashes can only be seen from
 outside, and vLLM does not promise to start twice in one process.
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from kvtier.errors import KvtierError
-from kvtier.vllm.demo.scenario import Report, Scenario
+from tests.demo.scenario import Report, Scenario
 
 __all__ = ["EngineFailedError", "EngineProcess", "run_engine"]
 
@@ -28,6 +28,7 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0
 TAIL_LINES = 40
 
@@ -60,6 +61,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,  # its end tells the engine that this process is gone
                 stdout=subprocess.PIPE,
                 stderr=log,
+                cwd=ROOT,  # where ``tests.demo`` can be imported
                 text=True,
                 start_new_session=True,
             )
@@ -146,7 +148,7 @@ def command(scenario: Scenario) -> list[str]:
     if scenario.compute_threads:
         settings["OMP_NUM_THREADS"] = str(scenario.compute_threads)
     pairs = [f"{name}={value}" for name, value in settings.items()]
-    return ["env", *pairs, sys.executable, "-m", "kvtier.vllm.demo.engine"]
+    return ["env", *pairs, sys.executable, "-m", "tests.demo.engine"]
 
 
 def run_engine(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from kvtier.errors import KvtierError
 
-__all__ = ["RecordingSlotStatus", "SlotStatusError"]
+__all__ = ["FakeSlotStatus", "SlotStatusError"]
 
 
 class SlotStatusError(KvtierError):
     """A slot was written on behalf of two owners."""
 
 
-class RecordingSlotStatus:
+class FakeSlotStatus:
     """A :class:`~kvtier.manager.SlotStatus` that remembers, and stands in for the workers.
 
     Stamps are handed out in ascending order, so a stamp that is not newer than the one a slot

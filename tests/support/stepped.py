@@ -17,10 +17,10 @@ from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
 from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.workbench import Workbench
 from kvtier.transfer import ChannelStatistics
 from kvtier.types import Job, JobId, Outcome, TransferResult
+from tests.support.fakes import FakeSlotStatus
+from tests.support.workbench import Workbench
 
 __all__ = ["SteppedCache", "SteppedEngine"]
 
@@ -87,14 +87,14 @@ class SteppedEngine:
         self,
         job_ids: Collection[JobId],
         *,
-        timeout_s: float,  # noqa: ARG002 - nobody waits here
+        timeout_s: float,
     ) -> bool:
         """Let steps pass until those jobs ended."""
         ends = (ends for ends, result in self._running if result.job_id in job_ids)
         self._step = max(self._step, *ends, 0)
         return True
 
-    def wait_any(self, *, timeout_s: float) -> bool:  # noqa: ARG002 - nobody waits here
+    def wait_any(self, *, timeout_s: float) -> bool:
         """Let a step pass."""
         self.tick()
         return True
@@ -103,7 +103,7 @@ class SteppedEngine:
         self,
         actions: Mapping[str, Callable[[], Awaitable[None]]],
         *,
-        timeout_s: float,  # noqa: ARG002 - it is done at once
+        timeout_s: float,
     ) -> bool:
         """Run ``actions``; what is running ends later as it would have."""
 
@@ -118,7 +118,7 @@ class SteppedEngine:
         """Return nothing: no byte was moved."""
         return {}
 
-    def close(self, *, timeout_s: float) -> bool:  # noqa: ARG002 - nothing is open
+    def close(self, *, timeout_s: float) -> bool:
         """Forget what is running."""
         self._running.clear()
         return True
@@ -160,7 +160,7 @@ class SteppedCache:
         engine: The storage jobs.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each part
+    def __init__(
         self,
         *capacities: int,
         seed: int = 0,
@@ -172,7 +172,7 @@ class SteppedCache:
         counting_group: int = 0,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     ) -> None:
-        self.slot_status = RecordingSlotStatus(driven=True)
+        self.slot_status = FakeSlotStatus(driven=True)
         self.bench = Workbench(
             *capacities,
             write=write,

@@ -5,7 +5,6 @@ and look after every step. It recounts from scratch what the manager counts as i
 reads private members, and it costs as much as there are slots.
 """
 
-# ruff: noqa: SLF001 - a recount that trusted the public figures would check nothing
 from __future__ import annotations
 
 from collections import Counter
@@ -175,7 +174,10 @@ def _check_kids(tier: TierState) -> None:
     for copy in tier.copies.values():
         if copy.state == CopyState.RESIDENT:
             _expect(
-                "children equal a recount", repr(copy), counted=kids[copy.key], noted=copy.kids
+                "children equal a recount",
+                repr(copy),
+                counted=kids[copy.key],
+                noted=copy.child_count,
             )
 
 

@@ -1,4 +1,4 @@
-"""``python -m kvtier.vllm.demo``: three engines, one after the other, on one set of prompts.
+"""Run three engines, one after the other, on one set of prompts: ``nox -s demo``.
 
 1. vLLM alone: its tokens are the reference.
 2. vLLM with kvtier, the GPU cache and the RAM tier both far too small, so most KV goes to NVMe.
@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.errors import KvtierError
-from kvtier.vllm.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, VOCABULARY, write_model
-from kvtier.vllm.demo.runner import run_engine
-from kvtier.vllm.demo.scenario import (
+from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, VOCABULARY, write_model
+from tests.demo.runner import run_engine
+from tests.demo.scenario import (
     Prompt,
     Report,
     Scenario,

@@ -1,4 +1,4 @@
-"""What the steps of an engine take, seen from inside its process."""
+"""Time the steps of an engine from inside its process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.manager import prompt_tokens
-from kvtier.vllm.demo.scenario import StepTimes
+from tests.demo.scenario import StepTimes
 
 __all__ = ["StepTimer"]
 
@@ -28,7 +28,7 @@ class StepTimer:
         core: vLLM's engine core; its ``step_fn`` and its scheduler's ``schedule`` are wrapped.
     """
 
-    def __init__(self, core: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, core: Any) -> None:
         self._step = core.step_fn
         self._schedule = core.scheduler.schedule
         core.step_fn = self._timed
@@ -57,12 +57,12 @@ class StepTimer:
             hosts_cpu_s=_children_cpu_s() - self._hosts_cpu_s,
         )
 
-    def _noted(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def _noted(self, *arguments: Any, **named: Any) -> Any:
         output = self._schedule(*arguments, **named)
         self._scheduled = list(output.num_scheduled_tokens.values())
         return output
 
-    def _timed(self) -> Any:  # noqa: ANN401 - vLLM's
+    def _timed(self) -> Any:
         self._scheduled = []
         began_s = time.perf_counter()
         outputs = self._step()

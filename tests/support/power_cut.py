@@ -4,7 +4,7 @@ A write that returned is in a cache: of the kernel, of the drive, or both. Until
 returned, a loss of power may keep all of it, some of it or nothing, in any order.
 :class:`PowerCutDisk` does all calls on a real directory and remembers what was synced when.
 Its :meth:`~PowerCutDisk.cut` takes the power away at any moment of the past and returns a
-:class:`~kvtier.testing.disk_state.PowerCut`, which can make a directory in every state that was
+:class:`~tests.support.disk_state.PowerCut`, which can make a directory in every state that was
 possible then::
 
     disk = PowerCutDisk(directory)
@@ -45,8 +45,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvtier.testing.disk_state import DirectoryState, DiskState, FileState, IndexFiles, PowerCut
 from kvtier.tiers.slab.direct_io import BlockIo
+from tests.support.disk_state import DirectoryState, DiskState, FileState, IndexFiles, PowerCut
 
 __all__ = ["PowerCutDisk"]
 

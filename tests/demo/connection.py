@@ -1,4 +1,4 @@
-"""Takes an engine's connector out and puts it back, to see what it costs.
+"""Remove an engine's connector and put it back, to measure its cost.
 
 Two engines that are started alike differ in speed by a per cent or two, for their memory lies
 otherwise (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!",
@@ -24,9 +24,9 @@ class Connection:
         scheduler: vLLM's scheduler.
     """
 
-    def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._worker_half = kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001
+        self._worker_side = kv_transfer_state._KV_CONNECTOR_AGENT
         self._is_detached = False
         self._kept = {
             name: getattr(scheduler, name) for name in _OF_SCHEDULER if hasattr(scheduler, name)
@@ -44,11 +44,9 @@ class Connection:
             return
         if self._scheduler.has_requests():
             raise RuntimeError("a connector comes and goes between requests only")
-        if detached and self._worker_half is None:
+        if detached and self._worker_side is None:
             raise RuntimeError("the engine has no connector in this process")
         self._is_detached = detached
         for name, kept in self._kept.items():
             setattr(self._scheduler, name, _OF_SCHEDULER[name] if detached else kept)
-        kv_transfer_state._KV_CONNECTOR_AGENT = (  # noqa: SLF001
-            None if detached else self._worker_half
-        )
+        kv_transfer_state._KV_CONNECTOR_AGENT = None if detached else self._worker_side

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvtier.keys import ChunkKey, make_key, of_group
+from kvtier.keys import ChunkKey, group_filter, make_key
 from kvtier.manager import (
     CostModel,
     LoadPlan,
@@ -16,9 +16,9 @@ from kvtier.manager import (
 )
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.policies import CopyState, LadderPlacement, Placement, build_eviction
-from kvtier.testing.fakes import RecordingSlotStatus
-from kvtier.testing.invariants import check_manager
 from kvtier.types import Job, Outcome, TransferResult
+from tests.support.fakes import FakeSlotStatus
+from tests.support.invariants import check_manager
 
 __all__ = ["TIER_NAMES", "Workbench", "prefix"]
 
@@ -58,14 +58,14 @@ class Workbench:
         slot_status: What the workers say.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each part
+    def __init__(
         self,
         *capacities: int,
         write: Literal["through", "evict"] = "through",
         promote_after: int = 1,
         placement: Placement | None = None,
         eviction: str = "lru",
-        slot_status: RecordingSlotStatus | None = None,
+        slot_status: FakeSlotStatus | None = None,
         limits: ManagerLimits | None = None,
         cost_model: CostModel | None = None,
         record_events: bool = True,
@@ -73,7 +73,7 @@ class Workbench:
         counting_group: int = 0,
     ) -> None:
         self._groups = groups
-        self.slot_status = RecordingSlotStatus() if slot_status is None else slot_status
+        self.slot_status = FakeSlotStatus() if slot_status is None else slot_status
         self.tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
             for index, (name, capacity) in enumerate(zip(TIER_NAMES, capacities, strict=False))
@@ -109,7 +109,9 @@ class Workbench:
         Returns:
             The tokens behind the local ones that can be loaded now; None if it has to wait.
         """
-        of_groups = [list(filter(of_group(group), keys)) for group in range(len(self._groups))]
+        of_groups = [
+            list(filter(group_filter(group), keys)) for group in range(len(self._groups))
+        ]
         limit_tokens = max(
             len(some) * group.chunk_tokens
             for some, group in zip(of_groups, self._groups, strict=True)
