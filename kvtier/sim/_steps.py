@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan
-from kvtier.manager import prompt_tokens
+from kvtier.manager import LoadPlan, prompt_tokens
 from kvtier.manager.hits import Prompt
 from kvtier.policies.terms import session_terms
 from kvtier.sim._engine import Engine, ModelRequest
