@@ -343,11 +343,11 @@ class BytesWorld:
                 retained=draw.randint(0, 3),
                 load_timeout_s=draw.choice([0.2, 2.0]),
                 store_timeout_s=draw.choice([0.2, 4.0]),
-                patience_lookups=20,
-                patience_stores=3,
-                streams=draw.random() < 0.7,
+                max_queue_steps=20,
+                max_store_refusals=3,
+                direct_loads=draw.random() < 0.7,
             ),
-            truth=self._region.control,
+            slot_status=self._region.control,
             record_events=False,
             groups=[layout.reach for layout in self._layouts],
             counting_group=self._options.counting_group,
@@ -616,7 +616,7 @@ class BytesWorld:
 
     def _check_tiers(self) -> None:
         """Check every slot that is a hit, byte by byte."""
-        for tier in self._manager._ladder.tiers:
+        for tier in self._manager._stack.tiers:
             for key, copy in tier.copies.items():
                 if copy.state != CopyState.RESIDENT:
                     continue
@@ -634,7 +634,7 @@ class BytesWorld:
         """Check that nobody holds anything any more."""
         snapshot = self._manager.snapshot()
         assert (snapshot.requests, snapshot.granted, snapshot.retained) == (0, 0, 0)
-        for tier in self._manager._ladder.tiers:
+        for tier in self._manager._stack.tiers:
             assert not tier.writing
             assert tier.slots.free + len(tier.copies) == tier.slots.capacity
         assert not self._service.statistics().internal_errors
