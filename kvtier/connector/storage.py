@@ -15,7 +15,7 @@ from kvtier.connector.report.statistics import StoreInfo
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager
-from kvtier.manager.building import build_manager, build_tiers
+from kvtier.manager.build import build_manager, build_tiers
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
 from kvtier.os.iopool import IoPool, start_thread
@@ -133,7 +133,7 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
             build_tiers(config, capacities),
             slot_nbytes=slot_nbytes,
             chunk_tokens=tokens_per_chunk,
-            truth=region.control,
+            slot_status=region.control,
             record_events=record_events,
             groups=groups,
             counting_group=counting_group,
