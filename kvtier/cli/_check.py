@@ -33,7 +33,7 @@ def check_start(
     """
     if has_custom_policies(config):
         # kvtier's own can be made; to load them and the manager takes a quarter of a second.
-        from kvtier.manager.building import check_policies  # noqa: PLC0415
+        from kvtier.manager.build import check_policies  # noqa: PLC0415
 
         check_policies(config)
     if not all(is_built_in(tier.kind) for tier in config.tiers):
