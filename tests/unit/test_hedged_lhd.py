@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from kvtier.keys import make_key
 from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, PolicyContext
-from kvtier.policies.eviction import HedgedLhd, Lru, _stake
+from kvtier.policies.eviction import Lru, _stake
 from kvtier.policies.eviction._hit_density import HitDensity
 from kvtier.policies.eviction._runs import Timeline
 from kvtier.policies.eviction._stake import Stake
+from kvtier.policies.eviction.hedged_lhd import HedgedLhd
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
 from kvtier.testing.counting import count_lines
