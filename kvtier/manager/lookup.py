@@ -316,7 +316,10 @@ class _Anywhere:
         self._readable = readable
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
-        return len(find_leading(keys, self._ram, self._readable).copies)
+        lead = len(self._ram.leading(keys))
+        if lead == len(keys):
+            return lead
+        return lead + len(find_leading(keys[lead:], self._ram, self._readable).copies)
 
     def has(self, key: ChunkKey) -> bool:
         copy = self._ram.copies.get(key)

@@ -61,26 +61,6 @@ class RequestState:
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
     """
 
-    __slots__ = (
-        "deferred_steps",
-        "granted",
-        "has_gap",
-        "has_kv",
-        "is_miss_counted",
-        "is_stale",
-        "jobs",
-        "looked_up_at",
-        "pending",
-        "phase",
-        "refusals",
-        "refused_at",
-        "req_id",
-        "tails",
-        "terms",
-        "wanted",
-        "wanted_since_s",
-    )
-
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
         self.req_id = req_id
         self.terms = terms

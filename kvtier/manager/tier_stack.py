@@ -104,12 +104,11 @@ class TierStack:
         self.ctx.request = req_id
         self.ctx.session = "" if request is None else request.terms.session
 
-    def end_step(self) -> None:
-        """Close the reuse gaps of a step."""
-        if self.tracks_reuse:
-            for gaps in self.gaps:
-                if gaps.is_changed:
-                    gaps.end_step(self.ctx.now)
+    def end_reuse_step(self) -> None:
+        """Do :meth:`ReuseGaps.end_step` for every tier."""
+        for gaps in self.gaps:
+            if gaps.is_changed:
+                gaps.end_step(self.ctx.now)
 
     # -- finding chunks ---------------------------------------------------------------------
 

@@ -243,12 +243,10 @@ class TieredOffloadingManager:
         stack = self._stack
         stack.step += 1
         stack.ctx.now = now
-        for request in filter(None, map(self._requests.get, started)):
-            request.has_kv = True
-            self._grants.release(request)
-        for request in filter(None, map(self._requests.get, preempted)):
-            self._grants.release(request)
-            request.lose_blocks()
+        for req_id in started:
+            self._start(req_id)
+        for req_id in preempted:
+            self._preempt(req_id)
         if stack.epoch:
             self._quarantine.end_step()
         if stack.limits.retained:
@@ -258,7 +256,8 @@ class TieredOffloadingManager:
             self._promoter.end_step()
         self._lookup.end_step()
         self._demoter.end_step()
-        stack.end_step()
+        if stack.tracks_reuse:
+            stack.end_reuse_step()
 
     @property
     def is_idle(self) -> bool:
@@ -445,6 +444,18 @@ class TieredOffloadingManager:
         self.take_cancels()
         for job in self.take_jobs():  # the engine never had them, so it reports no result
             self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
+
+    def _start(self, req_id: str) -> None:
+        request = self._requests.get(req_id)
+        if request is not None:
+            request.has_kv = True
+            self._grants.release(request)
+
+    def _preempt(self, req_id: str) -> None:
+        request = self._requests.get(req_id)
+        if request is not None:
+            self._grants.release(request)
+            request.lose_blocks()
 
     def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
         if terms.store_tiers is not None:
