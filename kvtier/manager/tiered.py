@@ -21,7 +21,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
 from kvtier.manager.events import ResidencyEvent
-from kvtier.manager.grants import Grants
+from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.load import Loader
 from kvtier.manager.lookup import HitLookup
@@ -34,7 +34,6 @@ from kvtier.manager.plans import (
     StorePlan,
 )
 from kvtier.manager.promote import Promoter
-from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.reset import Quarantine
 from kvtier.manager.store import Storer
 from kvtier.manager.tier import TierState
@@ -170,7 +169,7 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             request.has_kv = True
-        self._stack.set_request(req_id, request)
+        self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._loader.prepare(keys, req_id, request)
 
     def complete_load(self, req_id: str) -> None:
@@ -198,7 +197,7 @@ class TieredOffloadingManager:
             if request.is_stale:
                 return NOTHING_TO_STORE
             request.has_kv = True
-        self._stack.set_request(req_id, request)
+        self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
