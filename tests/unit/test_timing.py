@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.connector.pace import StepClock
+from kvtier.connector.timing import StepClock
 from kvtier.manager.estimates import prompt_tokens
 
 
