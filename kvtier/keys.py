@@ -6,17 +6,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
-    "ADAPTER_AT",
     "ADAPTER_NBYTES",
+    "ADAPTER_OFFSET",
     "GROUP_NBYTES",
     "ChunkKey",
     "counting_group",
+    "group_filter",
     "group_of",
+    "is_single_group",
     "make_key",
-    "of_group",
-    "of_one_group",
-    "short",
-    "without_adapter",
+    "short_key",
+    "strip_adapter",
 ]
 
 ChunkKey = bytes
@@ -28,7 +28,7 @@ ADAPTER_NBYTES = 15
 
 Odd, and what an engine's keys have is even: so a key's length says whether there is one.
 """
-ADAPTER_AT = 8
+ADAPTER_OFFSET = 8
 """Where it is: samples and short forms of keys go by what both ends have."""
 
 
@@ -50,10 +50,10 @@ def group_of(key: ChunkKey) -> int:
     return int.from_bytes(key[-GROUP_NBYTES:], "big")
 
 
-def of_group(group: int) -> Callable[[ChunkKey], bool]:
+def group_filter(group: int) -> Callable[[ChunkKey], bool]:
     """Return what says whether a key is of KV cache group ``group``; no Python runs per key.
 
-    >>> list(map(of_group(1), [make_key(b"a", 1), make_key(b"a", 0)]))
+    >>> list(map(group_filter(1), [make_key(b"a", 1), make_key(b"a", 0)]))
     [True, False]
     """
     return operator.methodcaller("endswith", make_key(b"", group))
@@ -77,38 +77,38 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
     return min((group for group, all_of in reads_all.items() if all_of), default=min(reads_all))
 
 
-def of_one_group(keys: Sequence[ChunkKey]) -> bool:
+def is_single_group(keys: Sequence[ChunkKey]) -> bool:
     """Return whether all ``keys``, which stand group by group, are of one KV cache group.
 
     Only the first and the last are looked at, for this is asked at every load and store of any
     length. Both scheduler halves hand over keys group by group. Were they mixed, figures and
     the order of eviction would be wrong; what a key stands for is in the key, so no bytes.
 
-    >>> of_one_group([make_key(b"a", 3), make_key(b"b", 3)])
+    >>> is_single_group([make_key(b"a", 3), make_key(b"b", 3)])
     True
-    >>> of_one_group([make_key(b"a", 3), make_key(b"b", 2)])
+    >>> is_single_group([make_key(b"a", 3), make_key(b"b", 2)])
     False
     """
     return keys[0][-GROUP_NBYTES:] == keys[-1][-GROUP_NBYTES:]
 
 
-def short(key: ChunkKey) -> str:
+def short_key(key: ChunkKey) -> str:
     """Return a form of ``key`` short enough for a log line.
 
-    >>> short(make_key(bytes(range(16)), 2))
+    >>> short_key(make_key(bytes(range(16)), 2))
     '0001020304050607/2'
     """
     return f"{key[:8].hex()}/{group_of(key)}"
 
 
-def without_adapter(key: ChunkKey) -> bytes:
+def strip_adapter(key: ChunkKey) -> bytes:
     """Return the engine's key of a chunk, which has no digest of an adapter.
 
     >>> key = bytes(range(36))
-    >>> own = key[:ADAPTER_AT] + b"." * ADAPTER_NBYTES + key[ADAPTER_AT:]
-    >>> without_adapter(own) == without_adapter(key) == key
+    >>> own = key[:ADAPTER_OFFSET] + b"." * ADAPTER_NBYTES + key[ADAPTER_OFFSET:]
+    >>> strip_adapter(own) == strip_adapter(key) == key
     True
     """
     if len(key) % 2:
-        return key[:ADAPTER_AT] + key[ADAPTER_AT + ADAPTER_NBYTES :]
+        return key[:ADAPTER_OFFSET] + key[ADAPTER_OFFSET + ADAPTER_NBYTES :]
     return key

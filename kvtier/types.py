@@ -16,15 +16,15 @@ __all__ = [
     "JobId",
     "LayoutFingerprint",
     "Outcome",
+    "Purpose",
     "SharedMemory",
     "TransferResult",
-    "Why",
 ]
 
 JobId = int
 
 
-class Why(enum.IntEnum):
+class Purpose(enum.IntEnum):
     """Why a job exists. The smaller value runs first: a waiting request outranks a copy."""
 
     LOAD = 0
@@ -63,18 +63,18 @@ class Job(NamedTuple):
 
     Attributes:
         job_id: Unique among the jobs of one engine.
-        why: What the job is for; decides its priority.
+        purpose: What the job is for; decides its priority.
         source: Name of the tier that is read.
         destination: Name of the tier that is written.
         keys: The chunks' keys.
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
         timeout_s: Seconds after submission at which the job counts as expired.
-        payload: What the route needs besides slots; made and read by the same door.
+        payload: What the route needs besides slots; made and read by the same entry point.
     """
 
     job_id: JobId
-    why: Why
+    purpose: Purpose
     source: str
     destination: str
     keys: Sequence[ChunkKey]

@@ -8,14 +8,13 @@ from typing import Final, Self
 
 from kvtier.errors import ConfigError
 from kvtier.keys import (
-    ADAPTER_AT,
+    ADAPTER_OFFSET,
     GROUP_NBYTES,
     ChunkKey,
     group_of,
-    make_key,
-    without_adapter,
+    strip_adapter,
 )
-from kvtier.tiers.slab.trail import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
+from kvtier.tiers.slab.removals import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
 __all__ = ["KeyPattern"]
 
@@ -54,19 +53,19 @@ class KeyPattern:
     @property
     def common_digits(self) -> str:
         """What every key that is meant begins with, with an adapter in it or without."""
-        return self.digits[: 2 * ADAPTER_AT]
+        return self.digits[: 2 * ADAPTER_OFFSET]
 
     def matches(self, key: ChunkKey) -> bool:
         """Return whether ``key`` is meant, as it is or as the engine knows it.
 
         The engine's keys and events have no digest of an adapter, as :mod:`kvtier.keys` says.
         """
-        forms = (key.hex(), without_adapter(key).hex())
+        forms = (key.hex(), strip_adapter(key).hex())
         begins = any(form.startswith(self.digits) for form in forms)
         return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
-        """Return what is meant in the trail, which has no keys.
+        """Return the pattern for the removal log, which has marks and no keys.
 
         A key that is written whole ends in its group. Of block hashes that are not, one in 16
         million ends like a group, and is taken for a key.
@@ -76,10 +75,3 @@ class KeyPattern:
             last = int(digits[-2 * GROUP_NBYTES :], 16)
             group = last if last < LIKELY_GROUPS else None
         return MarkPattern(digits, group)
-
-    def whole_key(self) -> ChunkKey | None:
-        """Return the key that is meant if nothing is left out; None if something must be."""
-        if len(self.digits) % 2:
-            return None
-        written = bytes.fromhex(self.digits)
-        return written if self.group is None else make_key(written, self.group)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvtier.config import (
     KvtierConfig,
     has_custom_policies,
-    has_paths_of_ranks,
+    has_rank_paths,
     is_built_in,
 )
 from kvtier.errors import ConfigError
@@ -33,7 +33,7 @@ def check_start(
     """
     if has_custom_policies(config):
         # kvtier's own can be made; to load them and the manager takes a quarter of a second.
-        from kvtier.manager.building import check_policies  # noqa: PLC0415
+        from kvtier.manager.build import check_policies  # noqa: PLC0415
 
         check_policies(config)
     if not all(is_built_in(tier.kind) for tier in config.tiers):
@@ -68,7 +68,7 @@ def notes_on_ranks(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
         if others:
             sizes += f" and {approximate_size(sum(others))} below it"
         return [f"capacities are those of each rank: {ranks} ranks take {sizes}"]
-    if has_paths_of_ranks(config):
+    if has_rank_paths(config):
         what = "capacities are those of each data-parallel rank: N ranks take N times as much"
         return [f"{what}; --data-parallel-size N checks whether there is room"]
     return []
@@ -89,4 +89,4 @@ def _page_problems(config: KvtierConfig) -> list[str]:
     finding = examine_pages(config)
     if finding.verdict is not Verdict.PROBLEM:
         return []
-    return [config.origin.complain(finding.key, finding.found, finding.remedy)]
+    return [config.origin.format_problem(finding.key, finding.found, finding.remedy)]

@@ -16,8 +16,8 @@ from kvtier.cli._plan import PlanRequest, make_plan
 from kvtier.cli._quantity import quantity
 from kvtier.cli._render import make_console, show_json, show_line, show_plan, show_tiers
 from kvtier.config import (
-    Door,
     KvtierConfig,
+    VllmEntryPoint,
     load_config,
     resolve_load_path,
     schema,
@@ -164,10 +164,10 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 def vllm_args(
     file: File,
     *,
-    door: Annotated[
+    entry_point: Annotated[
         str,
-        typer.Option(metavar="NAME", help=f"The way into vLLM: {' or '.join(Door)}."),
-    ] = Door.CONNECTOR.value,
+        typer.Option(metavar="NAME", help=f"The way into vLLM: {' or '.join(VllmEntryPoint)}."),
+    ] = VllmEntryPoint.CONNECTOR.value,
     model: EngineModel = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON value.")] = False,
 ) -> None:
@@ -178,13 +178,13 @@ def vllm_args(
     """
     from kvtier.cli._check import check_stores  # noqa: PLC0415
 
-    way = Door(choice("--door", door, Door))
+    way = VllmEntryPoint(choice("--entry-point", entry_point, VllmEntryPoint))
     config: KvtierConfig = resolve_load_path(load_config(file), way)
     report = check_stores(config, model=model)
     for note in report.notes:
         typer.echo(f"note: {note}", err=True)
     _warn(report.warnings)
-    value = json.dumps(vllm_transfer_config(file, config, door=way))
+    value = json.dumps(vllm_transfer_config(file, config, entry_point=way))
     typer.echo(value if as_json else f"--kv-transfer-config {shlex.quote(value)}")
 
 

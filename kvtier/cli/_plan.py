@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtier.config import KvtierConfig, check_chunk_fits, has_paths_of_ranks, slot_nbytes
+from kvtier.config import KvtierConfig, check_chunk_fits, has_rank_paths, slot_nbytes
 from kvtier.model_geometry import Attention, KvDtype, ModelGeometry
 
 __all__ = ["Plan", "PlanRequest", "TierPlan", "make_plan"]
@@ -124,7 +124,7 @@ def make_plan(config: KvtierConfig, model: ModelGeometry, request: PlanRequest) 
 
 def _notes(config: KvtierConfig, model: ModelGeometry, request: PlanRequest) -> list[str]:
     notes = []
-    if has_paths_of_ranks(config):
+    if has_rank_paths(config):
         notes.append("The tiers are those of one data-parallel rank; each rank has its own.")
     copies = model.copies(request.tp)
     if copies > 1:

@@ -21,7 +21,7 @@ from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_a
 from kvtier.config import (
     KvtierConfig,
     load_config,
-    own_paths,
+    resolve_rank_paths,
     why_not_writable,
 )
 from kvtier.errors import ConfigError
@@ -77,7 +77,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     # torch takes seconds to import, and no other command needs it.
     from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
 
-    ladder = own_paths(load_config(config), rank=None)
+    ladder = resolve_rank_paths(load_config(config), rank=None)
     loaded = read(trace, format_name, tokens_per_id)
     given = dict(parse_speed(text) for text in tier_speed or ())
     for name in given:
@@ -119,7 +119,7 @@ def _check_beside(config: KvtierConfig) -> None:
         problem = f"there can be no store beside it, in {store.path.parent}: {cause}"
         remedy = "name a directory whose parent you may write to"
         key = f"tiers[{number}].{store.key}"
-        raise ConfigError(config.origin.complain(key, problem, remedy, value=store.path))
+        raise ConfigError(config.origin.format_problem(key, problem, remedy, value=store.path))
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from kvtier.config._answers import LocalStore, Remark
 from kvtier.config._checks import (
+    allocated_bytes,
     check_chunk_fits,
     check_environment,
-    held_bytes,
     slot_nbytes,
     why_not_writable,
 )
-from kvtier.config._engine_args import Door, resolve_load_path, vllm_transfer_config
+from kvtier.config._engine_args import VllmEntryPoint, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
-from kvtier.config._kinds import TIER_GROUP, is_built_in, load_tier, options_of
+from kvtier.config._kinds import (
+    TIER_GROUP,
+    has_custom_policies,
+    is_built_in,
+    load_tier,
+    options_of,
+)
 from kvtier.config._load import load_config, parse_config, parse_tier
 from kvtier.config._models import (
     EngineConfig,
@@ -31,14 +37,12 @@ from kvtier.config._models import (
     TransferConfig,
 )
 from kvtier.config._origin import Origin
-from kvtier.config._own_paths import has_paths_of_ranks, own_paths
-from kvtier.config._policies import has_custom_policies
+from kvtier.config._own_paths import has_rank_paths, resolve_rank_paths
 from kvtier.config._schema import schema
 
 __all__ = [
     "RANK_PLACEHOLDER",
     "TIER_GROUP",
-    "Door",
     "Duration",
     "EngineConfig",
     "Environment",
@@ -57,21 +61,22 @@ __all__ = [
     "TierConfig",
     "TraceConfig",
     "TransferConfig",
+    "VllmEntryPoint",
+    "allocated_bytes",
     "check_chunk_fits",
     "check_environment",
     "child_environment",
     "environment",
     "has_custom_policies",
-    "has_paths_of_ranks",
-    "held_bytes",
+    "has_rank_paths",
     "is_built_in",
     "load_config",
     "load_tier",
     "options_of",
-    "own_paths",
     "parse_config",
     "parse_tier",
     "resolve_load_path",
+    "resolve_rank_paths",
     "schema",
     "slot_nbytes",
     "vllm_transfer_config",

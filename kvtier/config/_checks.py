@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.config._models import KvtierConfig, TierConfig
-from kvtier.config._own_paths import own_paths
+from kvtier.config._own_paths import resolve_rank_paths
 from kvtier.errors import ConfigError
 from kvtier.os.ownership import find_exposure
 from kvtier.printable import printable
@@ -18,9 +18,9 @@ from kvtier.units import approximate_size, format_size
 
 __all__ = [
     "SLOT_ALIGNMENT_NBYTES",
+    "allocated_bytes",
     "check_chunk_fits",
     "check_environment",
-    "held_bytes",
     "slot_nbytes",
     "why_not_writable",
 ]
@@ -62,7 +62,7 @@ def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
     """
     need = slot_nbytes(chunk_nbytes)
     problems = [
-        config.origin.complain(
+        config.origin.format_problem(
             f"tiers[{number}].capacity",
             f"smaller than one chunk, which takes {format_size(need)}",
             "raise the capacity or lower engine.blocks_per_chunk",
@@ -94,7 +94,7 @@ def check_environment(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
         ConfigError: Something that cannot work here, one line each.
     """
     numbers = range(ranks) if ranks > 1 else (None,)
-    engines = [own_paths(config, rank=rank) for rank in numbers]
+    engines = [resolve_rank_paths(config, rank=rank) for rank in numbers]
     problems = [*_memory_problems(config, ranks)]
     stores = {
         number: [store.path for each in engines if (store := each.tiers[number].local_store())]
@@ -119,7 +119,7 @@ def _memory_problems(config: KvtierConfig, ranks: int) -> Iterator[str]:
         problem = f"{all_ranks}this machine has {approximate_size(memory_bytes)} of memory"
         remedy = "lower it, leaving room for the engine: pinned memory cannot be swapped out"
         value = format_size(ram_bytes)
-        yield config.origin.complain("tiers[0].capacity", problem, remedy, value=value)
+        yield config.origin.format_problem("tiers[0].capacity", problem, remedy, value=value)
 
 
 def _store_problems(config: KvtierConfig, stores: dict[int, list[Path]]) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _obstacles(
 ) -> list[str]:
     """Name what stands against each of ``paths``, what several have in common once."""
     found = dict.fromkeys(obstacle for path in paths if (obstacle := _obstacle(path, look)))
-    return [config.origin.complain(key, *each, value=paths[0]) for each in found]
+    return [config.origin.format_problem(key, *each, value=paths[0]) for each in found]
 
 
 def _obstacle(
@@ -193,7 +193,7 @@ def _existing(path: Path) -> Path:
     return path if path.exists() else path.parent
 
 
-def held_bytes(directory: Path) -> int:
+def allocated_bytes(directory: Path) -> int:
     """Return what the files below ``directory`` take of their disk."""
     # It passes over directories that go away meanwhile, or that this user may not look into.
     return sum(
@@ -217,7 +217,7 @@ def _ladder_warnings(config: KvtierConfig) -> Iterator[str]:
             remedy = "capacities should grow downward"
             value = format_size(slower.capacity_bytes)
             key = f"tiers[{number}].capacity"
-            yield config.origin.complain(key, problem, remedy, value=value)
+            yield config.origin.format_problem(key, problem, remedy, value=value)
 
 
 def _idle_warnings(config: KvtierConfig) -> Iterator[str]:
@@ -230,7 +230,9 @@ def _idle_warnings(config: KvtierConfig) -> Iterator[str]:
         if value != fields[name].default:
             key = f"placement.{fields[name].serialization_alias or name}"
             problem = "no effect: there is no slower tier"
-            yield config.origin.complain(key, problem, "leave it out or add one", value=value)
+            yield config.origin.format_problem(
+                key, problem, "leave it out or add one", value=value
+            )
 
 
 def _store_key(config: KvtierConfig, number: int) -> str:
@@ -248,12 +250,16 @@ def _tier_remarks(
         key = f"tiers[{number}]"
         try:
             warnings += [
-                config.origin.complain(f"{key}.{remark.key}", remark.problem, remark.remedy)
+                config.origin.format_problem(
+                    f"{key}.{remark.key}", remark.problem, remark.remedy
+                )
                 for remark in tier.remarks()
             ]
         except ConfigError as error:
             problems.append(f"{config.origin.locate(key)}: {error}")
         except Exception as error:  # noqa: BLE001 - a tier may be somebody else's code
             problem = f"the tier's remarks() failed: {error!r}"
-            problems.append(config.origin.complain(key, problem, "repair the tier's class"))
+            problems.append(
+                config.origin.format_problem(key, problem, "repair the tier's class")
+            )
     return warnings, problems

@@ -42,7 +42,9 @@ class Origin:
                 return None
         return self.lines[key]
 
-    def complain(self, key: str, problem: str, remedy: str, *, value: object = None) -> str:
+    def format_problem(
+        self, key: str, problem: str, remedy: str, *, value: object = None
+    ) -> str:
         """Return ``file:line: key = value: problem; remedy``, as much of it as is known.
 
         Args:
@@ -52,7 +54,7 @@ class Origin:
             value: Shown if the file does not spell the value out itself.
 
         >>> origin = Origin("a.yaml", {"transfer.piece": 9}, {"transfer.piece": "8M"})
-        >>> origin.complain("transfer.piece", "'M' is not a unit", "write 8MiB")
+        >>> origin.format_problem("transfer.piece", "'M' is not a unit", "write 8MiB")
         "a.yaml:9: transfer.piece = 8M: 'M' is not a unit; write 8MiB"
         """
         place = self.locate(key, value=value)

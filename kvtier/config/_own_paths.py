@@ -17,12 +17,12 @@ from kvtier.config._fields import RANK_PLACEHOLDER
 from kvtier.config._models import KvtierConfig
 from kvtier.errors import ConfigError
 
-__all__ = ["has_paths_of_ranks", "own_paths"]
+__all__ = ["has_rank_paths", "resolve_rank_paths"]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def own_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
+def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
     """Return ``config`` with the paths of one engine.
 
     Args:
@@ -36,14 +36,14 @@ def own_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
     """
     if rank is not None and (problems := list(_shared_paths(config))):
         raise ConfigError("\n".join(problems))
-    if not has_paths_of_ranks(config):
+    if not has_rank_paths(config):
         return config
     tiers = tuple(_filled_in(tier, rank or 0) for tier in config.tiers)
     trace = _filled_in(config.trace, rank or 0)
     return config.model_copy(update={"tiers": tiers, "trace": trace})
 
 
-def has_paths_of_ranks(config: KvtierConfig) -> bool:
+def has_rank_paths(config: KvtierConfig) -> bool:
     """Return whether a path of ``config`` differs between data-parallel ranks."""
     sections = (*config.tiers, config.trace)
     return any(_differs(path) for section in sections for path in _paths(section).values())
@@ -61,7 +61,7 @@ def _shared_paths(config: KvtierConfig) -> Iterator[str]:
         if not _differs(path):
             problem = "each data-parallel rank is an engine and needs a directory of its own"
             remedy = f"write {path / RANK_PLACEHOLDER}"
-            yield config.origin.complain(key, problem, remedy, value=path)
+            yield config.origin.format_problem(key, problem, remedy, value=path)
 
 
 def _filled_in(section: ModelT, rank: int) -> ModelT:

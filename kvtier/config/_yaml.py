@@ -55,12 +55,12 @@ def read_yaml(text: str, *, source: str) -> Document:
     node = _compose(text, source)
     if node is None:
         hint = "name at least one tier, such as {kind: ram, capacity: 4GiB} under tiers:"
-        raise ConfigError(Origin(source).complain("", "the file is empty", hint))
+        raise ConfigError(Origin(source).format_problem("", "the file is empty", hint))
     reader = _Reader(source)
     values = reader.read(node, "")
     if not isinstance(values, dict):
         hint = "start with tiers:"
-        raise ConfigError(Origin(source).complain("", "the file is not a mapping", hint))
+        raise ConfigError(Origin(source).format_problem("", "the file is not a mapping", hint))
     return Document(values, Origin(source, reader.lines, reader.texts))
 
 

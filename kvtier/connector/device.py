@@ -14,11 +14,11 @@ from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
-from kvtier.memory.threads import compute_alone
+from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
-from kvtier.types import Job, JobId, Outcome, TransferResult, Why
+from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
@@ -40,7 +40,7 @@ class DeviceResult:
 
     Attributes:
         job_id: The job.
-        why: Whether it was a store or a load.
+        purpose: Whether it was a store or a load.
         outcomes: One per chunk, in the job's order.
         nbytes: Bytes that reached their destination.
         seconds: From the first byte asked for to the last; queueing excluded.
@@ -48,7 +48,7 @@ class DeviceResult:
     """
 
     job_id: JobId
-    why: Why
+    purpose: Purpose
     outcomes: Sequence[Outcome]
     nbytes: int
     seconds: float
@@ -99,7 +99,7 @@ class DeviceEngine:
         self._close_timeout_s = close_timeout_s
         self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         # One thread: copies share a link, and a block stored and loaded again keeps its order.
-        self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=compute_alone)
+        self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=use_one_torch_thread)
         control = region.control
         self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
         self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pool)
@@ -178,14 +178,14 @@ class DeviceEngine:
         self._begin()
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
         timeout_s = _COPY_TIMEOUT_S + wait_s
-        self._engine.submit(_job(job_id, Why.LOAD, plan.slots, request, timeout_s))
+        self._engine.submit(_job(job_id, Purpose.LOAD, plan.slots, request, timeout_s))
 
     # -- results -------------------------------------------------------------------------------
 
     def fail(
         self,
         job_id: JobId,
-        why: Why,
+        purpose: Purpose,
         slots: Sequence[int],
         generations: Sequence[int],
         error: Exception,
@@ -194,15 +194,15 @@ class DeviceEngine:
 
         Args:
             job_id: The job; not known to :meth:`poll` yet.
-            why: Whether it was a store or a load.
+            purpose: Whether it was a store or a load.
             slots: Its slots.
             generations: Their stamps.
             error: What kept it from being started.
         """
-        self._settle(why, slots, generations, failed=True)
+        self._settle(purpose, slots, generations, failed=True)
         outcomes = [Outcome.FAILED] * len(slots)
         text = f"{type(error).__name__}: {error}"
-        self._ended.append(DeviceResult(job_id, why, outcomes, 0, 0.0, text))
+        self._ended.append(DeviceResult(job_id, purpose, outcomes, 0, 0.0, text))
 
     @property
     def idle(self) -> bool:
@@ -273,11 +273,16 @@ class DeviceEngine:
         self._region.close()
 
     def _settle(
-        self, why: Why, slots: Sequence[int], generations: Sequence[int], *, failed: bool
+        self,
+        purpose: Purpose,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        *,
+        failed: bool,
     ) -> None:
         """Write down that a job let go of its slots, and what it could not load."""
         held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
-        if failed and why is Why.LOAD:
+        if failed and purpose is Purpose.LOAD:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
         self._control.acknowledge(self._rank, held)
 
@@ -294,12 +299,14 @@ class DeviceEngine:
     def _carry(self, stores: list[StoreRequest]) -> None:
         """Start stores as one job, which bears the first one's number."""
         slots = [slot for store in stores for slot in store.plan.slots]
-        carrier = _job(stores[0].job_id, Why.STORE, slots, stores, _COPY_TIMEOUT_S)
+        carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:
             self._engine.submit(carrier)
         except ClosedError as error:
             for store in stores:
-                self.fail(store.job_id, Why.STORE, store.plan.slots, store.generations, error)
+                self.fail(
+                    store.job_id, Purpose.STORE, store.plan.slots, store.generations, error
+                )
             return
         self._stores[carrier.job_id] = stores
         self._carriers.update(dict.fromkeys((s.job_id for s in stores), carrier.job_id))
@@ -308,7 +315,7 @@ class DeviceEngine:
         """Yield what a job of the transfer engine means for the jobs that it carried."""
         stores = self._stores.pop(result.job_id, None)
         if stores is None:
-            yield self._result(result, result.job_id, Why.LOAD, result.outcomes)
+            yield self._result(result, result.job_id, Purpose.LOAD, result.outcomes)
             return
         at = 0
         for store in stores:
@@ -319,15 +326,19 @@ class DeviceEngine:
                 self._retracted.discard(store.job_id)
                 self._control.retract(self._rank, store.plan.slots, store.generations)
                 outcomes = [Outcome.EXPIRED] * len(outcomes)
-            yield self._result(result, store.job_id, Why.STORE, outcomes)
+            yield self._result(result, store.job_id, Purpose.STORE, outcomes)
 
     def _result(
-        self, result: TransferResult, job_id: JobId, why: Why, outcomes: Sequence[Outcome]
+        self,
+        result: TransferResult,
+        job_id: JobId,
+        purpose: Purpose,
+        outcomes: Sequence[Outcome],
     ) -> DeviceResult:
         done = sum(outcome is Outcome.DONE for outcome in outcomes)
         return DeviceResult(
             job_id=job_id,
-            why=why,
+            purpose=purpose,
             outcomes=outcomes,
             nbytes=done * self._chunk_nbytes,
             seconds=result.seconds * len(outcomes) / max(len(result.outcomes), 1),
@@ -336,13 +347,13 @@ class DeviceEngine:
 
 
 def _job(
-    job_id: JobId, why: Why, slots: Sequence[int], payload: object, timeout_s: float
+    job_id: JobId, purpose: Purpose, slots: Sequence[int], payload: object, timeout_s: float
 ) -> Job:
     """Return a copy between the device and RAM slots, as the transfer engine knows it."""
-    stores = why is Why.STORE
+    stores = purpose is Purpose.STORE
     return Job(
         job_id=job_id,
-        why=why,
+        purpose=purpose,
         source="gpu" if stores else "ram",
         destination="ram" if stores else "gpu",
         keys=(),

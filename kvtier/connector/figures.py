@@ -359,11 +359,11 @@ def collect_statistics(  # noqa: PLR0913 - one keyword for each source
         recovered: Chunks found at the start, by tier name.
         stores: Where the tiers keep chunks.
     """
-    model = manager.worth
+    model = manager.cost_model
     fastest = manager.tiers[0].name
     tiers = []
     for number, tier in enumerate(manager.tiers):
-        price = model.prices[number]
+        price = model.load_costs[number]
         sources = _TierSources(
             tier=tier,
             traffic=_traffic(tier.name, channels, fastest),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.logs import get_logger
-from kvtier.manager import LoadChoice, LoadWorth, SkipCause
+from kvtier.manager import CostModel, LoadChoice, SkipCause
 from kvtier.units import approximate_size
 
 __all__ = ["Notices"]
@@ -66,14 +66,14 @@ class Notices:
                 approximate_size(new * self._slot_nbytes),
             )
 
-    def log_skipped(self, worth: LoadWorth, now: float) -> None:
+    def log_skipped(self, cost_model: CostModel, now: float) -> None:
         """Explain stored chunks that were computed because loading them was not worth it.
 
         Args:
-            worth: The manager's cost model.
+            cost_model: The manager's cost model.
             now: Seconds, monotonic.
         """
-        last, total = worth.last, worth.skipped_chunks
+        last, total = cost_model.last, cost_model.skipped_chunks
         if last is None or total == self._skipped or now < self._skipped_due_s:
             return
         new, self._skipped = total - self._skipped, total
@@ -91,6 +91,6 @@ class Notices:
         return (
             f"loading {choice.nbytes / 1e6:.1f} MB from {tiers} behind "
             f"{choice.queued_nbytes / 1e6:.1f} MB would have taken {choice.load_s:.3g} s and "
-            f"may take {choice.in_time_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
+            f"may take {choice.max_load_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
             f"{choice.tokens} tokens are computed"
         )

@@ -14,7 +14,7 @@ from kvtier.config import KvtierConfig
 from kvtier.connector.figures import ShadowFigures
 from kvtier.connector.protocols import RequestContext
 from kvtier.errors import UnsupportedError
-from kvtier.keys import ChunkKey, of_group
+from kvtier.keys import ChunkKey, group_filter
 from kvtier.policies.shadow import ShadowTier
 from kvtier.recording import Recorder, RequestLog
 
@@ -52,7 +52,7 @@ class Observer:
         self._shadows = shadows
         self._positions = positions
         self._chunk_tokens = chunk_tokens
-        self._is_counted = of_group(counting_group)
+        self._is_counted = group_filter(counting_group)
         self._open: dict[str, RequestContext] = {}
         self._waiting: dict[str, str] = {}
         """Sessions of those that did not start yet."""

@@ -248,14 +248,14 @@ class CacheService:
             if self._waits:
                 for req_id in started:
                     self._waits.end(req_id)
-            if manager.has_orders:
+            if manager.has_output:
                 self._jobs.submit()
             if now >= self._notices_due_s:
                 self._log_notices(now)
             if self._observer is not None:
                 self._observer.started(started, now)
             # Steps with waiting events are counted, so that they cannot keep an engine busy.
-            self.is_idle = manager.is_at_rest and not manager.has_events
+            self.is_idle = manager.is_idle and not manager.has_events
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.is_idle = False
             self.report_error("end_step", error)
@@ -396,7 +396,7 @@ class CacheService:
     @_or_else(None)
     def _learn(self, tokens: int, seconds: float) -> None:
         """Report to the cost model how long a step took that computed ``tokens`` tokens."""
-        self._manager.computed(tokens, seconds)
+        self._manager.record_prefill(tokens, seconds)
 
     @_or_else(None)
     def _submit_now(self) -> None:
@@ -406,12 +406,12 @@ class CacheService:
     @_or_else(None)
     def _fail_request(self, req_id: str) -> None:
         """Make the rest of a request's lookups misses; its policy may fail in this, too."""
-        self._manager.give_up(req_id)
+        self._manager.fail_request(req_id)
 
     def _log_notices(self, now: float) -> None:
         self._notices_due_s = now + _NOTICES_EVERY_S
         self._notices.log_dropped(self._manager.dropped, now)
-        self._notices.log_skipped(self._manager.worth, now)
+        self._notices.log_skipped(self._manager.cost_model, now)
 
     def _retain(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Keep chunks that were just used in RAM as long as their request, or YAML, says."""

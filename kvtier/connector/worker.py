@@ -36,7 +36,7 @@ from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.slot_layout import RankShare
-from kvtier.types import JobId, Why
+from kvtier.types import JobId, Purpose
 
 if TYPE_CHECKING:
     from kvtier.memory import HostRegion
@@ -121,7 +121,7 @@ class ConnectorWorker:
         self._submit_deferred()
         for job_id, job in metadata.load_jobs.items():
             self._loads[job_id] = (job, None)
-            self._submit(job_id, job, Why.LOAD, self._start_load)
+            self._submit(job_id, job, Purpose.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
         """Keep the stores of this step until the next one."""
@@ -167,13 +167,13 @@ class ConnectorWorker:
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
             start = self._start_lost if job_id in lost else self._start_store
-            self._submit(job_id, job, Why.STORE, start)
+            self._submit(job_id, job, Purpose.STORE, start)
 
     def _submit(
         self,
         job_id: JobId,
         job: TransferJob,
-        why: Why,
+        purpose: Purpose,
         start: Callable[[JobId, TransferJob], None],
     ) -> None:
         """Start a job; one that cannot be started ends as one that failed."""
@@ -181,11 +181,11 @@ class ConnectorWorker:
         try:
             start(job_id, job)
         except KvtierError as error:
-            logger.warning("%s %d was not started: %s", why.name.lower(), job_id, error)
-            self._device.fail(job_id, why, job.slots.slots, job.slots.generations, error)
+            logger.warning("%s %d was not started: %s", purpose.name.lower(), job_id, error)
+            self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
         except Exception as error:
-            logger.exception("%s %d was not started", why.name.lower(), job_id)
-            self._device.fail(job_id, why, job.slots.slots, job.slots.generations, error)
+            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
+            self._device.fail(job_id, purpose, job.slots.slots, job.slots.generations, error)
 
     def _start_store(self, job_id: JobId, job: TransferJob) -> None:
         self._device.store(job_id, self._plan(job), job.slots.generations)
@@ -211,7 +211,7 @@ class ConnectorWorker:
         """Record how a job ended; return the request if it was a load."""
         self._submitted -= 1
         self._completed.add(result.job_id)
-        is_store = result.why is Why.STORE
+        is_store = result.purpose is Purpose.STORE
         ends = ("gpu", "ram") if is_store else ("ram", "gpu")
         self._transfers.record(*ends, nbytes=result.nbytes, seconds=result.seconds)
         if is_store:

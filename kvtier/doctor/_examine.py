@@ -13,8 +13,8 @@ from kvtier.config import (
     KvtierConfig,
     LocalStore,
     TierConfig,
-    has_paths_of_ranks,
-    own_paths,
+    has_rank_paths,
+    resolve_rank_paths,
 )
 from kvtier.doctor import _devices, _memory, _mounts, _store
 from kvtier.doctor._finding import Finding, Verdict
@@ -22,9 +22,9 @@ from kvtier.doctor._machine import Machine
 from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.os.limits import huge_page_pool, memory_limits
-from kvtier.tiers.slab.examine import StoreExamination
+from kvtier.tiers.base import StoreExamination
 from kvtier.tiers.start import StartReport, examine_start
-from kvtier.transfer import relay_slots
+from kvtier.transfer import bounce_slots_for
 from kvtier.units import approximate_size
 
 __all__ = ["Examination", "examine", "examine_pages"]
@@ -102,8 +102,8 @@ def examine(
     """
     machine = machine or Machine()
     examination = Examination()
-    of_ranks = has_paths_of_ranks(config)
-    config = own_paths(config, rank=None)
+    of_ranks = has_rank_paths(config)
+    config = resolve_rank_paths(config, rank=None)
     report = examine_start(config, identity or {})
     for number, tier in enumerate(config.tiers[1:], start=1):
         if store := tier.local_store():
@@ -136,7 +136,7 @@ def examine_pages(config: KvtierConfig, *, machine: Machine | None = None) -> Fi
 def _ram_bytes(config: KvtierConfig) -> int:
     """Return the memory of the RAM tier and of the relay, whose lanes are at least a piece."""
     piece = config.transfer.piece_bytes
-    return config.ram.capacity_bytes + relay_slots(config, piece) * piece
+    return config.ram.capacity_bytes + bounce_slots_for(config, piece) * piece
 
 
 def _check_start(

@@ -13,9 +13,9 @@ from typing import Literal
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.errors import ConfigError
 from kvtier.os.ownership import Exposure, find_exposure
-from kvtier.tiers.slab.examine import StoreExamination
+from kvtier.tiers.base import StoreExamination
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
-from kvtier.tiers.slab.namespace import find_strangers_file, is_named_as_one
+from kvtier.tiers.slab.namespace import find_foreign_file, has_namespace_name
 from kvtier.units import approximate_size
 
 __all__ = [
@@ -39,13 +39,13 @@ class Room:
 
     Attributes:
         free_bytes: What this process may still allocate; None where nobody counts.
-        held_bytes: What the cache has already, and what a start would remove.
+        allocated_bytes: What the cache has already, and what a start would remove.
         wanted_bytes: Free bytes that the cache and its index would take.
         free_inodes: Files that may still be made; None where nobody counts.
     """
 
     free_bytes: int | None
-    held_bytes: int
+    allocated_bytes: int
     wanted_bytes: int
     free_inodes: int | None
 
@@ -69,7 +69,7 @@ def check_room(tier: str, room: Room, capacity_bytes: int, key: str) -> Iterator
     left_bytes = free_bytes - room.wanted_bytes
     free = "unknown room" if room.free_bytes is None else approximate_size(room.free_bytes)
     found = (
-        f"{free} free and {approximate_size(room.held_bytes)} in the store, "
+        f"{free} free and {approximate_size(room.allocated_bytes)} in the store, "
         f"for a capacity of {approximate_size(capacity_bytes)} and its index"
     )
     if left_bytes < 0:
@@ -90,8 +90,8 @@ def find_intruder(path: Path) -> Exposure | None:
     """Return how another user can replace what is in the store at ``path``, or did."""
     if exposure := find_exposure(path):
         return exposure
-    for directory in filter(is_named_as_one, path.iterdir() if path.is_dir() else ()):
-        if stranger := find_strangers_file(directory):
+    for directory in filter(has_namespace_name, path.iterdir() if path.is_dir() else ()):
+        if stranger := find_foreign_file(directory):
             return Exposure(stranger, "an engine does not open it: move it away or remove it")
     return None
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from kvtier.policies.admission import Admission
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
-from kvtier.types import Why
+from kvtier.types import Purpose
 
 __all__ = ["ConditionalPlacement"]
 
@@ -50,16 +50,16 @@ class ConditionalPlacement(Placement):
         return self._placement.place_many(copies, ctx)
 
     @override
-    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
-        return self._placement.admit(copy, tier, why, ctx) and all(
+    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
+        return self._placement.admit(copy, tier, purpose, ctx) and all(
             condition.admits(copy, tier, ctx) for condition in self._conditions
         )
 
     @override
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
     ) -> Sequence[bool]:
-        answers = list(self._placement.admit_many(copies, tier, why, ctx))
+        answers = list(self._placement.admit_many(copies, tier, purpose, ctx))
         for condition in self._conditions:
             left = [at for at, admitted in enumerate(answers) if admitted]
             if not left:

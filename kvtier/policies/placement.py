@@ -8,7 +8,7 @@ from typing import Final, Literal
 from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
-from kvtier.types import Why
+from kvtier.types import Purpose
 
 __all__ = ["LadderPlacement"]
 
@@ -86,10 +86,10 @@ class LadderPlacement(Placement):
 
     @override
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
     ) -> Sequence[bool]:
         if not self._admits_all:
-            return super().admit_many(copies, tier, why, ctx)
+            return super().admit_many(copies, tier, purpose, ctx)
         return [True] * len(copies)
 
     @override

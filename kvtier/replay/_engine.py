@@ -22,11 +22,11 @@ from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batch, Batcher
 from kvtier.replay._requests import ReplayRequest
-from kvtier.sim.ladder import StepModel
+from kvtier.sim.cache import StepModel
 
 __all__ = ["Connector", "ReplayCounts", "ReplayEngine", "WrongBytesError"]
 

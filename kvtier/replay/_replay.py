@@ -43,16 +43,16 @@ from kvtier.replay._requests import (
     shorten_sessions,
     with_chains,
 )
-from kvtier.sim.ladder import (
-    LadderResult,
+from kvtier.sim.cache import (
+    CacheResult,
     StepModel,
     default_time_model,
-    simulate_ladder,
+    simulate_cache,
     wait_quantiles,
 )
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
-from kvtier.transfer import relay_slots
+from kvtier.transfer import bounce_slots_for
 from kvtier.types import LayoutFingerprint
 from kvtier.units import approximate_size
 
@@ -151,7 +151,7 @@ class ReplayResult:
     tiers: tuple[ReplayedTraffic, ...]
     hit_ratio: float
     ttft_s: Mapping[str, float]
-    predicted: LadderResult
+    predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
         """Return how far the prediction is from what happened, as a share of the latter."""
@@ -208,7 +208,7 @@ def replay_trace(
         model = replace(model, speeds=speeds)
         served, seconds = bench.serve(progress)
         kept = [int(request.request_id) for request in served]
-        predicted = simulate_ladder(
+        predicted = simulate_cache(
             pick_requests(trace, kept), own, chunk_bytes=options.chunk_bytes, model=model
         )
         waits = [request.first_token_s - request.arrival_s for request in served]
@@ -352,7 +352,7 @@ def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
         stripe_nbytes=chunk_bytes,
         stripes=1,
         ranks=1,
-        relay_slots=relay_slots(config, slot_bytes),
+        bounce_slots=bounce_slots_for(config, slot_bytes),
     )
 
 
@@ -437,7 +437,7 @@ def _measure_copies(
     name = f"replay-copies-{os.getpid()}-{next(_NUMBERS)}"
     region = HostRegion.create(
         name,
-        replace(geometry, slots=chunks, relay_slots=0),
+        replace(geometry, slots=chunks, bounce_slots=0),
         attachers=0,
         timeout_s=_MEET_TIMEOUT_S,
     )

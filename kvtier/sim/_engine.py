@@ -23,16 +23,16 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import terms_of_session
-from kvtier.sim._truth import HonestTruth
+from kvtier.policies.terms import session_terms
+from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.timing import TimeModel, TransferModel
-from kvtier.types import Job, TransferResult, Why
+from kvtier.types import Job, Purpose, TransferResult
 
 __all__ = ["Engine", "ModelEngine", "ModelRequest"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
-_PROMOTE: Final = Why.PROMOTE
+_PROMOTE: Final = Purpose.PROMOTE
 
 _Model = TypeVar("_Model", bound=TimeModel)
 
@@ -95,7 +95,7 @@ class Engine(ABC, Generic[_Model]):
         manager: The manager.
         model: What things take.
         transfers: When loads and storage jobs end.
-        truth: The manager's; told what did not come up.
+        slot_status: The manager's; told what did not come up.
         chunk_tokens: Tokens of a chunk.
         retain_s: Seconds chunks are kept in RAM after a use.
     """
@@ -106,14 +106,14 @@ class Engine(ABC, Generic[_Model]):
         *,
         model: _Model,
         transfers: TransferModel,
-        truth: HonestTruth,
+        slot_status: ReliableSlotStatus,
         chunk_tokens: int,
         retain_s: float = 0.0,
     ) -> None:
         self._manager = manager
         self._model = model
         self._transfers = transfers
-        self._truth = truth
+        self._slot_status = slot_status
         self._chunk_tokens = chunk_tokens
         self._retain_s = retain_s
         self._now_s = 0.0
@@ -219,7 +219,7 @@ class ModelEngine(Engine[TimeModel]):
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
-            terms = terms_of_session(request.session)
+            terms = session_terms(request.session)
             self._manager.begin_request(request.req_id, terms)
             if not self._look(request):
                 self._deferred[request] = None
@@ -262,7 +262,7 @@ class ModelEngine(Engine[TimeModel]):
         # An engine computes at least the last token, whose logits it needs.
         left = max(request.tokens - request.hits * self._chunk_tokens, 1)
         seconds = left / self._model.prefill_tokens_per_s
-        self._manager.computed(left, seconds)
+        self._manager.record_prefill(left, seconds)
         self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
@@ -284,7 +284,7 @@ class ModelEngine(Engine[TimeModel]):
     def _send(self, job: Job) -> float:
         """Let ``job`` run; return when its outcome is known."""
         results = self._transfers.run(job, self._now_s)
-        promoting = job.why is _PROMOTE
+        promoting = job.purpose is _PROMOTE
         for time_s, result in results:
             if promoting:
                 self._at(time_s, self._promoted, (job, result))
@@ -295,13 +295,13 @@ class ModelEngine(Engine[TimeModel]):
     def _promoted(self, outcome: tuple[Job, TransferResult]) -> None:
         job, result = outcome
         self._manager.apply(result)
-        self._truth.note(job, result)
+        self._slot_status.note(job, result)
         self._may_answer = True
 
     def _streamed(self, load: tuple[ModelRequest, LoadPlan]) -> None:
         request, plan = load
         # What did not come up is computed, and all that follows it.
-        request.hits = self._truth.lead(plan)
+        request.hits = self._slot_status.lead(plan)
         self._loaded(request)
 
     def _loaded(self, request: ModelRequest) -> None:

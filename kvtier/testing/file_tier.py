@@ -22,7 +22,7 @@ from kvtier.config import FilePath, TierConfig
 from kvtier.errors import CapacityError, ClosedError, ConfigError, StoreLockedError
 from kvtier.keys import ChunkKey
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext, check_batch
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["FileTier", "FileTierConfig"]
 
@@ -122,14 +122,14 @@ class FileTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :class:`StorageTier`."""
         self._check(keys, slots, sources)
         self.forget(slots)
         epoch = self._epoch
         call = functools.partial(self.save, keys, slots, sources)
-        checksums, error = await self._pool.run(call, priority=int(why))
+        checksums, error = await self._pool.run(call, priority=int(purpose))
         if epoch != self._epoch:
             return SlotOutcomes([Outcome.FAILED] * len(keys), "the tier was reset meanwhile")
         for key, slot, checksum in zip(keys, slots, checksums, strict=False):
@@ -143,13 +143,13 @@ class FileTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :class:`StorageTier`."""
         self._check(keys, slots, into)
         rows = [self._row(slot) for slot in slots]
         call = functools.partial(self.load, keys, slots, into, rows)
-        outcomes = await self._pool.run(call, priority=int(why))
+        outcomes = await self._pool.run(call, priority=int(purpose))
         bad = [outcome.value for outcome in outcomes if outcome is not Outcome.DONE]
         return SlotOutcomes(outcomes, f"a slot is {bad[0]}" if bad else "")
 
@@ -175,7 +175,7 @@ class FileTier(StorageTier):
         """See :class:`StorageTier`."""
         if not self._closed:
             self._closed = True
-            await self._pool.run(self._release, priority=int(Why.DEMOTE))
+            await self._pool.run(self._release, priority=int(Purpose.DEMOTE))
 
     def save(
         self,

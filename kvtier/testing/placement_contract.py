@@ -25,7 +25,7 @@ from kvtier.testing.decision_contract import TIERS, DecisionContract, some_quest
 from kvtier.testing.naming import naming
 from kvtier.testing.purity import held_by
 from kvtier.testing.questions import Question, make_questions
-from kvtier.types import Why
+from kvtier.types import Purpose
 
 __all__ = ["PlacementContract"]
 
@@ -59,7 +59,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = question.copies, question.tier
         return [
             [tuple(places) for places in policy.place_many(copies, ctx)],
-            list(policy.admit_many(copies, tier, Why.DEMOTE, ctx)),
+            list(policy.admit_many(copies, tier, Purpose.DEMOTE, ctx)),
             list(policy.promote_many(copies, tier, ctx)),
             list(policy.demote_many(copies, tier - 1, ctx)),
         ]
@@ -72,7 +72,7 @@ class PlacementContract(DecisionContract[Placement, object]):
         copies, tier = question.copies, question.tier
         return [
             [tuple(policy.place(copy, ctx)) for copy in copies],
-            [policy.admit(copy, tier, Why.DEMOTE, ctx) for copy in copies],
+            [policy.admit(copy, tier, Purpose.DEMOTE, ctx) for copy in copies],
             [policy.promote(copy, tier, ctx) for copy in copies],
             [policy.demote(copy, tier - 1, ctx) for copy in copies],
         ]
@@ -107,7 +107,7 @@ class PlacementContract(DecisionContract[Placement, object]):
             ways = placement.promote_many(copies, tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
             assert all(type(way.stay) is type(way.keep_source) is bool for way in ways)
-            answers = placement.admit_many(copies, tier, Why.DEMOTE, ctx)
+            answers = placement.admit_many(copies, tier, Purpose.DEMOTE, ctx)
             assert all(isinstance(answer, bool) for answer in answers)
 
     def test_what_holds_for_all_chunks_never_changes(self) -> None:

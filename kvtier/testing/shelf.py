@@ -9,7 +9,7 @@ from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena, make_buffers, make_payload, make_sources
 from kvtier.tiers.base import StorageTier
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["Shelf"]
 
@@ -65,7 +65,7 @@ class Shelf(Generic[T]):
     async def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[Outcome]:
         """Write the payloads of ``keys``."""
         sources = self.sources(keys)
-        result = await self.tier.write(keys, slots, sources, why=Why.STORE)
+        result = await self.tier.write(keys, slots, sources, purpose=Purpose.STORE)
         self.error = result.error
         return list(result.outcomes)
 
@@ -77,7 +77,7 @@ class Shelf(Generic[T]):
                 something went wrong without words.
         """
         buffers = self.buffers(len(keys))
-        result = await self.tier.read(keys, slots, buffers, why=Why.PROMOTE)
+        result = await self.tier.read(keys, slots, buffers, purpose=Purpose.PROMOTE)
         for key, buffer, outcome in zip(keys, buffers, result.outcomes, strict=True):
             if outcome is Outcome.DONE and buffer != make_payload(key, self.tier.slot_nbytes):
                 raise AssertionError(f"wrong bytes under key {key.hex()}")

@@ -38,7 +38,7 @@ from kvtier.testing.held_threads import HeldThreads
 from kvtier.testing.killed import run_and_kill
 from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 __all__ = ["StorageTierContract"]
 
@@ -296,14 +296,14 @@ class StorageTierContract(ABC):
         keys = make_keys([1])
         half = make_sources(keys, self.slot_nbytes // 2)
         with pytest.raises(CapacityError):
-            await shelf.tier.write(keys, [0], half, why=Why.STORE)
+            await shelf.tier.write(keys, [0], half, purpose=Purpose.STORE)
 
     async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, shelf: AnyShelf) -> None:
         """The sources are reused as soon as the write has raised, as an engine would."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
             sources = shelf.sources(keys)
-            writing = shelf.tier.write(keys, slots, sources, why=Why.STORE)
+            writing = shelf.tier.write(keys, slots, sources, purpose=Purpose.STORE)
             await _cancel_after(turns, writing)
             for source in sources:
                 source[:] = bytes(self.slot_nbytes)
@@ -317,11 +317,13 @@ class StorageTierContract(ABC):
 
     async def test_what_was_begun_early_is_what_was_asked_for(self, shelf: AnyShelf) -> None:
         keys, slots = make_keys(range(12)), range(12)
-        writing = shelf.tier.begin_write(keys, slots, shelf.sources(keys), why=Why.STORE)
+        writing = shelf.tier.begin_write(
+            keys, slots, shelf.sources(keys), purpose=Purpose.STORE
+        )
         assert list((await writing).outcomes) == [DONE] * 12
         assert await shelf.get(keys, slots) == [DONE] * 12
         buffers = shelf.buffers(12)
-        reading = shelf.tier.begin_read(keys, slots, buffers, why=Why.LOAD)
+        reading = shelf.tier.begin_read(keys, slots, buffers, purpose=Purpose.LOAD)
         assert list((await reading).outcomes) == [DONE] * 12
         assert buffers == shelf.sources(keys)
 
@@ -343,7 +345,7 @@ class StorageTierContract(ABC):
     ) -> None:
         """Cancel a read after ``turns`` of the loop; it leaves the buffers alone."""
         slots, buffers = range(len(keys)), shelf.buffers(len(keys))
-        await _cancel_after(turns, read(keys, slots, buffers, why=Why.LOAD))
+        await _cancel_after(turns, read(keys, slots, buffers, purpose=Purpose.LOAD))
         for buffer in buffers:
             buffer[:] = bytes(self.slot_nbytes)
         assert await shelf.get(keys, slots) == [DONE] * len(keys)
@@ -354,7 +356,7 @@ class StorageTierContract(ABC):
     ) -> None:
         keys, slots, buffers = make_keys(range(12)), range(12), shelf.buffers(12)
         await shelf.put(keys, slots)
-        reading = shelf.tier.read(keys, slots, buffers, why=Why.LOAD)
+        reading = shelf.tier.read(keys, slots, buffers, purpose=Purpose.LOAD)
         await _cancel_with_held_threads(reading, buffers, pool)
         untouched = all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
         assert untouched, "a thread filled a buffer after the call was over"
@@ -364,7 +366,7 @@ class StorageTierContract(ABC):
     ) -> None:
         keys, slots = make_keys(range(12)), range(12)
         sources = shelf.sources(keys)
-        writing = shelf.tier.write(keys, slots, sources, why=Why.STORE)
+        writing = shelf.tier.write(keys, slots, sources, purpose=Purpose.STORE)
         await _cancel_with_held_threads(writing, sources, pool)
         assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
 

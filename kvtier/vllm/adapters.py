@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import xxhash
 
-from kvtier.keys import ADAPTER_AT, ADAPTER_NBYTES, ChunkKey
+from kvtier.keys import ADAPTER_NBYTES, ADAPTER_OFFSET, ChunkKey
 from kvtier.logs import get_logger
 
 __all__ = [
@@ -95,7 +95,7 @@ class AdapterContent:
         >>> content.key(b"0123456789abcdef" + bytes(4))[:24]
         b'01234567...............8'
         """
-        return key[:ADAPTER_AT] + self.digest + key[ADAPTER_AT:]
+        return key[:ADAPTER_OFFSET] + self.digest + key[ADAPTER_OFFSET:]
 
 
 @dataclass(slots=True)

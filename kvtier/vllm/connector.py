@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.config import KvtierConfig, load_config, own_paths, resolve_load_path
+from kvtier.config import KvtierConfig, load_config, resolve_load_path, resolve_rank_paths
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
 from kvtier.connector.metrics import Reporter
@@ -36,9 +36,9 @@ from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError
-from kvtier.keys import group_of, without_adapter
+from kvtier.keys import group_of, strip_adapter
 from kvtier.logs import get_logger
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.content import kv_content
@@ -272,7 +272,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             }
             by_group: dict[int, list[Any]] = {}
             for key in event.keys:
-                block_hash = without_adapter(key)[:-4]
+                block_hash = strip_adapter(key)[:-4]
                 by_group.setdefault(group_of(key), []).append(
                     maybe_convert_block_hash(block_hash)
                 )
@@ -471,7 +471,9 @@ def _settings(engine: EngineFacts) -> KvtierConfig:
             "kv_connector_extra_config has no kvtier_config: start vLLM with what "
             "`kvtier vllm-args FILE` prints"
         )
-    return own_paths(resolve_load_path(load_config(path)), rank=engine.data_parallel_rank)
+    return resolve_rank_paths(
+        resolve_load_path(load_config(path)), rank=engine.data_parallel_rank
+    )
 
 
 def _scheduler_options(

@@ -44,7 +44,13 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.config import Door, KvtierConfig, load_config, own_paths, resolve_load_path
+from kvtier.config import (
+    KvtierConfig,
+    VllmEntryPoint,
+    load_config,
+    resolve_load_path,
+    resolve_rank_paths,
+)
 from kvtier.connector.device import DeviceEngine
 from kvtier.connector.metrics import METRICS, Kind, Metric, Reporter
 from kvtier.connector.service import CacheService
@@ -55,7 +61,7 @@ from kvtier.manager.plans import NOTHING_TO_STORE
 from kvtier.memory import HostRegion
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import shard_of
-from kvtier.types import Why
+from kvtier.types import Purpose
 from kvtier.vllm.content import kv_content
 from kvtier.vllm.engine import EngineFacts, data_parallel_rank
 from kvtier.vllm.opening import offer_region, open_cache
@@ -93,10 +99,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if not path:
             raise ConfigError(
                 "kv_connector_extra_config has no kvtier_config: start vLLM with what "
-                "`kvtier vllm-args FILE --door spec` prints"
+                "`kvtier vllm-args FILE --entry-point spec` prints"
             )
-        settings = resolve_load_path(load_config(path), Door.SPEC)
-        self._settings = own_paths(settings, rank=engine.data_parallel_rank)
+        settings = resolve_load_path(load_config(path), VllmEntryPoint.SPEC)
+        self._settings = resolve_rank_paths(settings, rank=engine.data_parallel_rank)
         refuse_layout(engine, self._settings)
         if len(engine.groups) != 1:
             raise UnsupportedError(
@@ -389,7 +395,7 @@ class _Worker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Start copying blocks to RAM slots."""
-        self._submit(job_id, Why.STORE, src_spec, dst_spec)
+        self._submit(job_id, Purpose.STORE, src_spec, dst_spec)
         return True
 
     @override
@@ -401,7 +407,7 @@ class _Worker(OffloadingWorker):
         expedited: bool = False,
     ) -> bool:
         """Start copying RAM slots to blocks."""
-        self._submit(job_id, Why.LOAD, dst_spec, src_spec)
+        self._submit(job_id, Purpose.LOAD, dst_spec, src_spec)
         return True
 
     @override
@@ -409,7 +415,7 @@ class _Worker(OffloadingWorker):
         """Return the jobs that ended since the last call."""
         finished = []
         for result in self._device.poll():
-            is_lost = result.why is Why.LOAD and not result.is_whole
+            is_lost = result.purpose is Purpose.LOAD and not result.is_whole
             if is_lost:
                 logger.critical(
                     "refusing to continue a request on KV that was not loaded: %s", result.error
@@ -435,18 +441,18 @@ class _Worker(OffloadingWorker):
         self._device.close()
 
     def _submit(
-        self, job_id: int, why: Why, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
+        self, job_id: int, purpose: Purpose, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> None:
         assert isinstance(chunks, _SlotSpec)
         try:
             plan: BlockCopyPlan = self._device.plan(
                 blocks.block_ids, blocks.group_sizes, blocks.block_indices, chunks.slots
             )
-            start = self._device.store if why is Why.STORE else self._device.load
+            start = self._device.store if purpose is Purpose.STORE else self._device.load
             start(job_id, plan, chunks.generations)
         except Exception as error:
-            logger.exception("%s %d was not started", why.name.lower(), job_id)
-            self._device.fail(job_id, why, chunks.slots, chunks.generations, error)
+            logger.exception("%s %d was not started", purpose.name.lower(), job_id)
+            self._device.fail(job_id, purpose, chunks.slots, chunks.generations, error)
 
 
 def _definition(metric: Metric) -> OffloadingMetricMetadata:

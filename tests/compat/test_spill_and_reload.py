@@ -1,6 +1,6 @@
 """What every vLLM that kvtier works with must do: spill, end, start again and reload.
 
-Through one door and then through the other, so both are tried with few engines.
+Through one entry point and then through the other, so both are tried with few engines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Door
+from kvtier.config import VllmEntryPoint
 from tests.demo.model import write_model
 from tests.demo.runner import run_engine
 from tests.demo.scenario import Prompt, Report, Scenario, Wave
@@ -59,13 +59,15 @@ def test_an_engine_reloads_what_another_spilled_and_no_token_differs(site: Site)
         ram_blocks=int(RAM_SHARE * blocks),
         nvme_blocks=2 * blocks,
         blocks_per_chunk=BLOCKS_PER_CHUNK,
-    ).model_copy(update={"door": Door.SPEC})
+    ).model_copy(update={"entry_point": VllmEntryPoint.SPEC})
     first = run_engine(scenario, site.directory, "first", timeout_s=ENGINE_S)
     reference.assert_equal(first, waves=scenario.waves)
     assert_sound(first)
     assert first.count("kvtier_evicted_chunks", tier="ram") > 0
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
-    again = scenario.model_copy(update={"waves": waves, "door": Door.CONNECTOR})
+    again = scenario.model_copy(
+        update={"waves": waves, "entry_point": VllmEntryPoint.CONNECTOR}
+    )
     second = run_engine(again, site.directory, "second", timeout_s=ENGINE_S)
     reference.assert_equal(second, waves=waves)
     assert_sound(second)

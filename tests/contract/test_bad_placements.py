@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.testing.placement_contract import PlacementContract
-from kvtier.types import Why
+from kvtier.types import Purpose
 from tests.contract.contract_tests import (
     LIKE_SINGLE_CALLS,
     PURE,
@@ -127,7 +127,7 @@ class SaysHowOften(Plain):
     """Answers with a number where yes or no is due."""
 
     @override
-    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
+    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
         return copy.hits  # type: ignore[return-value]
 
 
@@ -135,12 +135,12 @@ class AdmitsBatches(Plain):
     """Refuses single chunks only."""
 
     @override
-    def admit(self, copy: ChunkCopy, tier: int, why: Why, ctx: PolicyContext) -> bool:
+    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
         return copy.hits > 0
 
     @override
     def admit_many(
-        self, copies: Sequence[ChunkCopy], tier: int, why: Why, ctx: PolicyContext
+        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
     ) -> Sequence[bool]:
         return [True] * len(copies)
 

@@ -23,7 +23,7 @@ from kvtier.testing.file_tier import FileTier, FileTierConfig
 from kvtier.testing.shelf import Shelf
 from kvtier.testing.tier_contract import StorageTierContract
 from kvtier.tiers import SlotOutcomes, StorageTier
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 pytest_plugins = ["pytester"]
 
@@ -45,7 +45,7 @@ class ReadsOnTheLoop(FileTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         self._check(keys, slots, into)
         outcomes = self.load(keys, slots, into, [self._row(slot) for slot in slots])
@@ -61,10 +61,10 @@ class WritesOnTheLoop(FileTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         os.truncate(self._payloads, self.capacity_slots * self.slot_nbytes)
-        return await super().write(keys, slots, sources, why=why)
+        return await super().write(keys, slots, sources, purpose=purpose)
 
 
 class SyncsOnTheLoop(FileTier):
@@ -110,11 +110,11 @@ class ChunkByChunk(FileTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         read = super().read
         moved = [
-            await read([key], [slot], [view], why=why)
+            await read([key], [slot], [view], purpose=purpose)
             for key, slot, view in zip(keys, slots, into, strict=True)
         ]
         outcomes = [outcome for each in moved for outcome in each.outcomes]
@@ -130,7 +130,7 @@ class AbandonsThreads(FileTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         rows = [self._row(slot) for slot in slots]
         call = functools.partial(self.load, keys, slots, into, rows)
@@ -146,9 +146,9 @@ class ShieldsReads(FileTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
-        return await asyncio.shield(super().read(keys, slots, into, why=why))
+        return await asyncio.shield(super().read(keys, slots, into, purpose=purpose))
 
 
 class ShieldsWrites(FileTier):
@@ -160,9 +160,9 @@ class ShieldsWrites(FileTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
-        return await asyncio.shield(super().write(keys, slots, sources, why=why))
+        return await asyncio.shield(super().write(keys, slots, sources, purpose=purpose))
 
 
 class KeepsNoLock(FileTier):

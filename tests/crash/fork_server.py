@@ -26,7 +26,7 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 __all__ = ["CAPACITY", "SLOT", "STOCK", "open_tier"]
 
@@ -94,7 +94,7 @@ class Engine:
             [self._keys[chunk] for chunk in chunks],
             slots,
             [self._payloads[chunk] for chunk in chunks],
-            why=Why.STORE,
+            purpose=Purpose.STORE,
         )
         if set(result.outcomes) != {Outcome.DONE}:
             raise OSError(result.error)

@@ -75,7 +75,9 @@ def connector(scenario: Scenario) -> KVTransferConfig | None:
     if scenario.config is None:
         return None
     settings = load_config(scenario.config)
-    arguments = vllm_transfer_config(scenario.config, settings, door=scenario.door)
+    arguments = vllm_transfer_config(
+        scenario.config, settings, entry_point=scenario.entry_point
+    )
     if "kv_load_failure_policy" in arguments:
         arguments["kv_load_failure_policy"] = scenario.load_failures
     return KVTransferConfig(**arguments)

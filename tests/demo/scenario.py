@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvtier.config import Door
+from kvtier.config import VllmEntryPoint
 
 __all__ = [
     "Adapter",
@@ -94,7 +94,7 @@ class Scenario(_Value):
     """Another connector than kvtier's, to compare with, as vLLM is told of it."""
     waves: tuple[Wave, ...]
     gpu_blocks: int = 140
-    door: Door = Door.CONNECTOR
+    entry_point: VllmEntryPoint = VllmEntryPoint.CONNECTOR
     """The way into vLLM."""
     ranks: int = 1
     """Tensor-parallel workers."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvtier.cli._app import app
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.os.iopool import IoPool
 from kvtier.sim.traces import GENERATORS, Workload
 from tests.docs.pages import DOCS, blocks_of
@@ -158,7 +158,7 @@ def test_what_the_page_shows_of_a_chunk_that_is_gone_is_what_the_command_says(
     used_store: Store,
 ) -> None:
     arguments, output = shown("cache explain 10af")
-    asked, shown_key = short(KEYS[5]), arguments[2]
+    asked, shown_key = short_key(KEYS[5]), arguments[2]
     command = ["cache", "explain", asked, str(used_store.root)]
     answer = CliRunner(env={"COLUMNS": "96"}).invoke(app, command)
     assert answer.exit_code == 1

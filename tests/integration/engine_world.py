@@ -28,7 +28,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier.connector import worker as worker_side
-from kvtier.keys import ChunkKey, group_of, make_key, without_adapter
+from kvtier.keys import ChunkKey, group_of, make_key, strip_adapter
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach
 from kvtier.memory.copy import BlockCopyPlan
@@ -478,7 +478,7 @@ class EngineWorld:
 
     def _notes_of(self, key: ChunkKey) -> list[bytes]:
         """Return what the blocks of a chunk should hold."""
-        key = without_adapter(key)
+        key = strip_adapter(key)
         group = group_of(key)
         step = self.setup.groups[group][0] // self.setup.tokens_per_hash
         hashes = [key[:-4]]

@@ -68,7 +68,7 @@ class Feature:
         scenario = self.scenario().model_copy(update={"waves": tuple(whole)})
         return run_engine(scenario, self.directory, "plain")
 
-    def tiered(self, directory: Path, door: str) -> tuple[Report, Report]:
+    def tiered(self, directory: Path, entry_point: str) -> tuple[Report, Report]:
         """Ask an engine with kvtier, and the one after it."""
         config = store_yaml(
             directory / "kvtier.yaml",
@@ -77,7 +77,7 @@ class Feature:
             nvme_nbytes=NVME_BLOCKS * KV_NBYTES_PER_BLOCK,
         )
         changed = {"config": config, "gpu_blocks": self.room_blocks}
-        scenario = through(door, self.scenario().model_copy(update=changed))
+        scenario = through(entry_point, self.scenario().model_copy(update=changed))
         first = run_engine(scenario, directory, "first")
         again = tuple(self.waves)[-self.again :]
         return first, run_engine(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.connector.device import DeviceResult
 from kvtier.memory.copy import BlockCopyPlan, plan_copy
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 if TYPE_CHECKING:
     from tests.integration.engine_world import EngineWorld
@@ -25,7 +25,7 @@ class _Copy:
     """A job that has not been reported yet."""
 
     job_id: int
-    why: Why
+    purpose: Purpose
     plan: BlockCopyPlan
     generations: Sequence[int]
     steps: int
@@ -56,27 +56,27 @@ class NotesDevice:
         return plan_copy(block_ids, group_sizes, first_blocks, slots, blocks_per_chunk=size)
 
     def store(self, job_id: int, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        self._begin(job_id, Why.STORE, plan, generations)
+        self._begin(job_id, Purpose.STORE, plan, generations)
 
     def load(
         self, job_id: int, plan: BlockCopyPlan, generations: Sequence[int], *, wait_s: float
     ) -> None:
         assert wait_s == 0
         self._world.seen["loads"] += 1
-        self._begin(job_id, Why.LOAD, plan, generations)
+        self._begin(job_id, Purpose.LOAD, plan, generations)
 
     def fail(
         self,
         job_id: int,
-        why: Why,
+        purpose: Purpose,
         slots: Sequence[int],
         generations: Sequence[int],
         error: Exception,
     ) -> None:
         self._world.seen["not started"] += 1
         outcomes = [Outcome.FAILED] * len(slots)
-        self._settle(why, slots, generations, outcomes)
-        self._failed.append(DeviceResult(job_id, why, outcomes, 0, 0.0, str(error)))
+        self._settle(purpose, slots, generations, outcomes)
+        self._failed.append(DeviceResult(job_id, purpose, outcomes, 0, 0.0, str(error)))
 
     def poll(self) -> list[DeviceResult]:
         ended, self._failed = self._failed, []
@@ -100,16 +100,18 @@ class NotesDevice:
             self._end(self._copies[job_id])
 
     def wait_for_stores(self) -> None:
-        self.wait([copy.job_id for copy in self._copies.values() if copy.why is Why.STORE])
+        self.wait(
+            [copy.job_id for copy in self._copies.values() if copy.purpose is Purpose.STORE]
+        )
 
     def close(self) -> None:
         pass
 
     def _begin(
-        self, job_id: int, why: Why, plan: BlockCopyPlan, generations: Sequence[int]
+        self, job_id: int, purpose: Purpose, plan: BlockCopyPlan, generations: Sequence[int]
     ) -> None:
         steps = self._world.draw.randint(0, SLOWEST_STEPS)
-        self._copies[job_id] = _Copy(job_id, why, plan, generations, steps)
+        self._copies[job_id] = _Copy(job_id, purpose, plan, generations, steps)
 
     def _end(self, copy: _Copy) -> None:
         """Make a copy, once."""
@@ -125,7 +127,7 @@ class NotesDevice:
             for stamp in copy.generations
         ]
         copy.outcomes = outcomes
-        if copy.why is Why.LOAD:
+        if copy.purpose is Purpose.LOAD:
             world.seen["loads that failed"] += Outcome.FAILED in outcomes
             world.note_load(copy.plan, copy.generations, outcomes)
         elif not copy.is_retracted:
@@ -136,12 +138,12 @@ class NotesDevice:
         if copy.is_retracted:
             self._world.seen["stores retracted"] += 1
             copy.outcomes = [Outcome.EXPIRED] * len(copy.outcomes)
-        self._settle(copy.why, copy.plan.slots, copy.generations, copy.outcomes)
-        return DeviceResult(copy.job_id, copy.why, copy.outcomes, 0, 0.0, "drawn")
+        self._settle(copy.purpose, copy.plan.slots, copy.generations, copy.outcomes)
+        return DeviceResult(copy.job_id, copy.purpose, copy.outcomes, 0, 0.0, "drawn")
 
     def _settle(
         self,
-        why: Why,
+        purpose: Purpose,
         slots: Sequence[int],
         generations: Sequence[int],
         outcomes: Sequence[Outcome],
@@ -152,6 +154,8 @@ class NotesDevice:
             if not stamp:
                 continue
             is_whole = outcome is Outcome.DONE
-            if why is Why.LOAD and not is_whole:
-                cache.truth.refuse([slot], [stamp])
-            cache.finish([slot], stored=stamp if why is Why.STORE and is_whole else None)
+            if purpose is Purpose.LOAD and not is_whole:
+                cache.slot_status.refuse([slot], [stamp])
+            cache.finish(
+                [slot], stored=stamp if purpose is Purpose.STORE and is_whole else None
+            )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Door, load_config, vllm_transfer_config
+from kvtier.config import VllmEntryPoint, load_config, vllm_transfer_config
 from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK, write_model
 from tests.demo.runner import run_engine
 from tests.demo.scenario import Report, Scenario, Wave, store_yaml
@@ -44,7 +44,7 @@ def beside_files(directory: Path, name: str, scenario: Scenario, files: Path) ->
         ram_nbytes=RAM_BLOCKS * KV_NBYTES_PER_BLOCK,
         nvme_nbytes=NVME_BLOCKS * KV_NBYTES_PER_BLOCK,
     )
-    ours = vllm_transfer_config(config, load_config(config), door=Door.SPEC)
+    ours = vllm_transfer_config(config, load_config(config), entry_point=VllmEntryPoint.SPEC)
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.config import Door
+from kvtier.config import VllmEntryPoint
 from tests.demo.model import (
     BLOCK_TOKENS,
     KV_NBYTES_PER_BLOCK,
@@ -26,25 +26,25 @@ from tests.demo.scenario import Report, Scenario, Wave
 from tests.integration.harness import WINDOWED, Reference, Site
 from tests.integration.test_tokens import assert_nothing_pinned, hit_tokens
 
-DOORS = {
-    "spec": (Door.SPEC, "staged"),
-    "staged": (Door.CONNECTOR, "staged"),
-    "direct": (Door.CONNECTOR, "direct"),
+ENTRY_POINTS = {
+    "spec": (VllmEntryPoint.SPEC, "staged"),
+    "staged": (VllmEntryPoint.CONNECTOR, "staged"),
+    "direct": (VllmEntryPoint.CONNECTOR, "direct"),
 }
 GPU_BLOCKS = 72
 CONTEXT_TOKENS = 1024
 
-other_doors = pytest.mark.parametrize("door", ["spec", "staged"])
+other_entry_points = pytest.mark.parametrize("entry_point", ["spec", "staged"])
 
 
-def through(door: str, scenario: Scenario) -> Scenario:
+def through(entry_point: str, scenario: Scenario) -> Scenario:
     """Return ``scenario`` with the way into vLLM, and the load path, of that name."""
-    way, load_path = DOORS[door]
+    way, load_path = ENTRY_POINTS[entry_point]
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"] = {"load_path": load_path}
     scenario.config.write_text(yaml.safe_dump(settings))
-    return scenario.model_copy(update={"door": way})
+    return scenario.model_copy(update={"entry_point": way})
 
 
 def assert_served_from_both_tiers(report: Report) -> None:
@@ -67,13 +67,13 @@ def test_a_small_spill_comes_back_through_the_specification(
 
 
 @pytest.mark.slow
-@other_doors
+@other_entry_points
 def test_two_hundred_requests_spill_to_nvme_and_every_token_is_equal(
-    door: str, reference: Reference, site: Site
+    entry_point: str, reference: Reference, site: Site
 ) -> None:
     blocks, waves = reference.footprint_blocks, reference.conversations
     scenario = site.scenario(waves, ram_blocks=blocks // 5, nvme_blocks=blocks)
-    report = run_engine(through(door, scenario), site.directory, door)
+    report = run_engine(through(entry_point, scenario), site.directory, entry_point)
     reference.assert_equal(report, waves=waves)
     assert_served_from_both_tiers(report)
     site.assert_nothing_held()
@@ -88,9 +88,9 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["staged", "direct"])
+@pytest.mark.parametrize("entry_point", ["staged", "direct"])
 def test_a_model_with_a_sliding_window_gets_the_same_tokens(
-    door: str, windowed: Path, reference: Reference, site: Site
+    entry_point: str, windowed: Path, reference: Reference, site: Site
 ) -> None:
     wave = Wave(prompts=reference.conversations[1].prompts[:12], max_tokens=8)
     backwards = Wave(prompts=wave.prompts[::-1], max_tokens=8)
@@ -110,7 +110,7 @@ def test_a_model_with_a_sliding_window_gets_the_same_tokens(
             "context_tokens": CONTEXT_TOKENS,
         }
     )
-    report = run_engine(through(door, scenario), site.directory, door)
+    report = run_engine(through(entry_point, scenario), site.directory, entry_point)
     assert all(expected[answer.prompt] == answer.tokens for answer in report.answers())
     assert report.waves[1].counters["kvtier_hit_tokens{tier=nvme}"] > 0
     assert report.count("kvtier_internal_errors") == 0
@@ -122,7 +122,8 @@ def test_the_specification_refuses_a_model_with_a_sliding_window(
     windowed: Path, site: Site
 ) -> None:
     scenario = site.scenario((), ram_blocks=60, nvme_blocks=800)
-    scenario = through("spec", scenario.model_copy(update={"model": windowed}))
+    room = {"model": windowed, "gpu_blocks": GPU_BLOCKS, "context_tokens": CONTEXT_TOKENS}
+    scenario = through("spec", scenario.model_copy(update=room))
     with pytest.raises(
         EngineFailedError, match=r"UnsupportedError: this model has 2 .* use KVT"
     ):

@@ -110,14 +110,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("door", ["spec", "staged"])
+@pytest.mark.parametrize("entry_point", ["spec", "staged"])
 @pytest.mark.parametrize("make", GUESSING, ids=lambda make: make.__name__)
 def test_whoever_guesses_every_token_is_plain_vllms(
-    make: Make, door: str, plain: Plain, tmp_path: Path
+    make: Make, entry_point: str, plain: Plain, tmp_path: Path
 ) -> None:
     feature, expected = plain(make)
     assert_some_guesses_are_right(expected)
-    first, again = feature.tiered(tmp_path, door)
+    first, again = feature.tiered(tmp_path, entry_point)
     assert_every_token_equal(feature, expected, first, again)
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
     assert_loaded(again)

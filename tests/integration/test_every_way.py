@@ -1,4 +1,4 @@
-"""The scenarios of the other modules by every way: door, load path, ranks, groups, processes.
+"""The scenarios of the other modules through every entry point, load path and number of ranks.
 
 By day they run with the connector, its default load path, one rank, full attention and a
 process for the NVMe tier; the other combinations run by night.
@@ -25,16 +25,18 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way through kvtier: door and load path, ranks, which model, whose process does I/O."""
+    """A way through kvtier: entry point, load path, ranks, model and process of the I/O."""
 
-    door: str
+    entry_point: str
     ranks: int
     windowed: bool
     own_process: bool = True
 
     def __str__(self) -> str:
         model = "windowed" if self.windowed else "full"
-        return f"{self.door}-{self.ranks}-{model}{'' if self.own_process else '-inprocess'}"
+        return (
+            f"{self.entry_point}-{self.ranks}-{model}{'' if self.own_process else '-inprocess'}"
+        )
 
 
 FULL, WINDOWED_TOO = False, True
@@ -83,7 +85,7 @@ def by(way: Way, scenario: Scenario) -> Scenario:
     # Two groups have half the blocks for a request that one has.
     context = min(scenario.context_tokens, 2048) if way.windowed else scenario.context_tokens
     changed = {"ranks": way.ranks, "context_tokens": context}
-    chosen = through(way.door, scenario.model_copy(update=changed))
+    chosen = through(way.entry_point, scenario.model_copy(update=changed))
     assert chosen.config is not None
     settings = yaml.safe_load(chosen.config.read_text())
     settings["tiers"][1]["own_process"] = way.own_process

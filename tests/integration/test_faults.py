@@ -28,11 +28,11 @@ import yaml
 from tests.demo.runner import EngineProcess, run_engine
 from tests.demo.scenario import Report, Scenario, Wave, WaveReport
 from tests.integration.harness import CONVERSATIONS, Reference, Site
-from tests.integration.test_connector import DOORS, through
+from tests.integration.test_connector import ENTRY_POINTS, through
 from tests.integration.test_tokens import hit_tokens
 from tests.support.faulty_tier import DiskFault, FaultPlan, Injection, install
 
-every_door = pytest.mark.parametrize("door", [*DOORS])
+every_door = pytest.mark.parametrize("entry_point", [*ENTRY_POINTS])
 
 LOAD_TIMEOUT_S = 4.0
 STALL_S = 5.5
@@ -67,10 +67,10 @@ class SickSite:
         monkeypatch.setenv("PYTHONPATH", str(packages), prepend=os.pathsep)
 
     def scenario(
-        self, waves: Sequence[Wave], *, door: str, breaker_failures: int = NEVER
+        self, waves: Sequence[Wave], *, entry_point: str, breaker_failures: int = NEVER
     ) -> Scenario:
         """Return a scenario with little memory over the faulty tier."""
-        scenario = through(door, little_memory(self.site, waves))
+        scenario = through(entry_point, little_memory(self.site, waves))
         assert scenario.config is not None
         settings = yaml.safe_load(scenario.config.read_text())
         settings["tiers"][1] |= {
@@ -184,12 +184,19 @@ def assert_only_late_jobs_hold(report: Report, *, writes: bool = False) -> None:
 
 
 def check_phases(
-    sick_site: SickSite, door: str, phases: Sequence[Phase], *, prompts: int, ranks: int = 1
+    sick_site: SickSite,
+    entry_point: str,
+    phases: Sequence[Phase],
+    *,
+    prompts: int,
+    ranks: int = 1,
 ) -> None:
     site = sick_site.site
     waves = waves_of(sick_site, phases, prompts)
-    scenario = sick_site.scenario(waves, door=door).model_copy(update={"ranks": ranks})
-    with EngineProcess(scenario, site.directory, door, timeout_s=LONG_S) as engine:
+    scenario = sick_site.scenario(waves, entry_point=entry_point).model_copy(
+        update={"ranks": ranks}
+    )
+    with EngineProcess(scenario, site.directory, entry_point, timeout_s=LONG_S) as engine:
         report = engine.result()
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
@@ -201,7 +208,9 @@ def check_phases(
         assert_counted_as_injected(wave, ())
     assert counted(report.waves[-1], "kvtier_hit_tokens", tier="nvme") > 0
     # Only who loads before the bytes are there can find that they do not come.
-    assert ("Recovered from KV load failure" in site.log(door)) == (door == "direct")
+    assert ("Recovered from KV load failure" in site.log(entry_point)) == (
+        entry_point == "direct"
+    )
     assert_only_late_jobs_hold(report)
     site.assert_nothing_held()
 
@@ -215,8 +224,10 @@ def test_reads_that_fail_rot_and_stall_cost_no_request_and_are_counted(
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @every_door
-def test_one_read_in_a_hundred_in_ten_and_in_two_is_bad(door: str, sick_site: SickSite) -> None:
-    check_phases(sick_site, door, BY_NIGHT, prompts=CONVERSATIONS)
+def test_one_read_in_a_hundred_in_ten_and_in_two_is_bad(
+    entry_point: str, sick_site: SickSite
+) -> None:
+    check_phases(sick_site, entry_point, BY_NIGHT, prompts=CONVERSATIONS)
 
 
 @pytest.mark.slow
@@ -228,19 +239,19 @@ def test_a_load_that_fails_in_two_ranks_is_computed_by_both(sick_site: SickSite)
 @pytest.mark.slow
 @every_door
 def test_writes_that_stall_cost_no_request_and_are_counted(
-    door: str, sick_site: SickSite
+    entry_point: str, sick_site: SickSite
 ) -> None:
     """What could not be written in time is in RAM only, and is held there until it is."""
     site = sick_site.site
     talk = few(site.reference.conversations[0], PROMPTS)
     plan = FaultPlan(name="writes", fault=DiskFault.STALL, one_in=10, on="write")
     waves = [sick_site.sick(talk, plan), sick_site.well(there_and_back(talk))]
-    scenario = sick_site.scenario(waves, door=door)
+    scenario = sick_site.scenario(waves, entry_point=entry_point)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"]["store_timeout"] = f"{LOAD_TIMEOUT_S}s"
     scenario.config.write_text(yaml.safe_dump(settings))
-    report = run_engine(scenario, site.directory, door)
+    report = run_engine(scenario, site.directory, entry_point)
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
     injections = sick_site.injections("writes")
@@ -256,14 +267,16 @@ def test_writes_that_stall_cost_no_request_and_are_counted(
 
 @pytest.mark.slow
 @every_door
-def test_a_disk_that_fails_on_and_on_is_left_alone(door: str, sick_site: SickSite) -> None:
+def test_a_disk_that_fails_on_and_on_is_left_alone(
+    entry_point: str, sick_site: SickSite
+) -> None:
     """With the breaker as it is by default, and every read failing."""
     site, talk = sick_site.site, sick_site.site.reference.conversations[0]
     plan = FaultPlan(name="all", fault=DiskFault.FAIL, one_in=1)
     healthy = few(talk, PROMPTS)
     waves = [healthy, sick_site.sick(healthy, plan), sick_site.well(healthy)]
-    scenario = sick_site.scenario(waves, door=door, breaker_failures=5)
-    report = run_engine(scenario, site.directory, door)
+    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=5)
+    report = run_engine(scenario, site.directory, entry_point)
     site.reference.assert_equal(report, waves=waves)
     sick = report.waves[1]
     injected = sum(injection.chunks for injection in sick_site.injections("all"))
@@ -271,7 +284,7 @@ def test_a_disk_that_fails_on_and_on_is_left_alone(door: str, sick_site: SickSit
     failed = counted(sick, "kvtier_failed_chunks", tier="nvme", cause="read")
     assert failed == injected
     assert counted(sick, "kvtier_hit_tokens", tier="nvme") == 0
-    assert "nvme -> ram is out of service" in site.log(door)
+    assert "nvme -> ram is out of service" in site.log(entry_point)
     assert_only_late_jobs_hold(report)
     site.assert_nothing_held()
 
@@ -280,20 +293,20 @@ def test_a_disk_that_fails_on_and_on_is_left_alone(door: str, sick_site: SickSit
 @pytest.mark.timeout(1000)
 @every_door
 def test_every_other_read_stalls_and_all_but_the_deadline_is_as_by_default(
-    door: str, sick_site: SickSite
+    entry_point: str, sick_site: SickSite
 ) -> None:
     """Reads that are well wait for threads that stall, and the breaker opens."""
     site = sick_site.site
     talk = few(site.reference.conversations[0], PROMPTS)
     plan = FaultPlan(name="half", fault=DiskFault.STALL, one_in=2)
     waves = [talk, sick_site.sick(there_and_back(talk), plan), sick_site.well(talk)]
-    scenario = sick_site.scenario(waves, door=door)
+    scenario = sick_site.scenario(waves, entry_point=entry_point)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     for key in ("breaker_failures", "breaker_backoff", "io_threads"):
         del settings["transfer"][key]
     scenario.config.write_text(yaml.safe_dump(settings))
-    with EngineProcess(scenario, site.directory, door, timeout_s=LONG_S) as engine:
+    with EngineProcess(scenario, site.directory, entry_point, timeout_s=LONG_S) as engine:
         report = engine.result()
     site.reference.assert_equal(report, waves=waves)
     assert not any(answer.failed for answer in report.answers())
@@ -313,7 +326,7 @@ def test_where_failed_loads_fail_requests_the_others_end_well(sick_site: SickSit
     site, talk = sick_site.site, few(sick_site.site.reference.conversations[0], CONVERSATIONS)
     plan = FaultPlan(name="rot", fault=DiskFault.ROT, one_in=40)
     waves = [talk, sick_site.sick(talk, plan)]
-    scenario = sick_site.scenario(waves, door="direct")
+    scenario = sick_site.scenario(waves, entry_point="direct")
     scenario = scenario.model_copy(update={"load_failures": "fail"})
     report = run_engine(scenario, site.directory, "fail")
     expected = site.reference.answers
@@ -333,7 +346,7 @@ def test_where_failed_loads_fail_requests_the_others_end_well(sick_site: SickSit
 @every_door
 @pytest.mark.parametrize("host_dies", [False, True], ids=["removed", "removed-and-killed"])
 def test_the_directory_vanishes_below_a_running_engine(
-    door: str, host_dies: bool, reference: Reference, site: Site
+    entry_point: str, host_dies: bool, reference: Reference, site: Site
 ) -> None:
     """What is in RAM goes on being served; what was on the disk is computed."""
     gate = site.directory / "gate"
@@ -342,8 +355,8 @@ def test_the_directory_vanishes_below_a_running_engine(
     in_ram = few(wave, PROMPTS_IN_RAM)
     gated = in_ram.model_copy(update={"files": {gate: "on"}})
     waves = (wave, in_ram, gated, in_ram, wave, in_ram, in_ram)
-    scenario = through(door, little_memory(site, waves))
-    with EngineProcess(scenario, site.directory, door) as engine:
+    scenario = through(entry_point, little_memory(site, waves))
+    with EngineProcess(scenario, site.directory, entry_point) as engine:
         engine.wait_for("wave")
         engine.wait_for("wave")
         shutil.rmtree(site.store)
@@ -355,8 +368,8 @@ def test_the_directory_vanishes_below_a_running_engine(
     for number in (2, 3, 6):
         assert counted(report.waves[number], "kvtier_hit_tokens", tier="ram") > 0
     assert report.count("kvtier_internal_errors") == 0
-    assert ("was removed while in use" in site.log(door)) == (not host_dies)
-    assert ("starting its I/O process again" in site.log(door)) == host_dies
+    assert ("was removed while in use" in site.log(entry_point)) == (not host_dies)
+    assert ("starting its I/O process again" in site.log(entry_point)) == host_dies
     assert_only_late_jobs_hold(report)
     site.assert_nothing_held()
 
@@ -364,7 +377,7 @@ def test_the_directory_vanishes_below_a_running_engine(
 @pytest.mark.slow
 @every_door
 def test_a_tier_that_stops_answering_is_passed_over_and_used_again(
-    door: str, sick_site: SickSite
+    entry_point: str, sick_site: SickSite
 ) -> None:
     """Its process stands still for a while; nobody waits for it longer than a deadline."""
     site = sick_site.site
@@ -381,12 +394,12 @@ def test_a_tier_that_stops_answering_is_passed_over_and_used_again(
         talk.model_copy(update={"files": {resume: "resumed"}}),
         talk,
     )
-    scenario = sick_site.scenario(waves, door=door, breaker_failures=5)
+    scenario = sick_site.scenario(waves, entry_point=entry_point, breaker_failures=5)
     assert scenario.config is not None
     settings = yaml.safe_load(scenario.config.read_text())
     settings["transfer"]["store_timeout"] = f"{LOAD_TIMEOUT_S}s"
     scenario.config.write_text(yaml.safe_dump(settings))
-    with EngineProcess(scenario, site.directory, door) as engine:
+    with EngineProcess(scenario, site.directory, entry_point) as engine:
         engine.wait_for("wave")
         host = host_of(engine.pid)
         os.kill(host, signal.SIGSTOP)
@@ -400,7 +413,7 @@ def test_a_tier_that_stops_answering_is_passed_over_and_used_again(
     assert counted(report.waves[1], "kvtier_expired_jobs", tier="nvme") > 0
     assert counted(report.waves[3], "kvtier_hit_tokens", tier="ram") > 0
     assert counted(report.waves[5], "kvtier_hit_tokens", tier="nvme") > 0
-    assert "no answer after" in site.log(door)
+    assert "no answer after" in site.log(entry_point)
     assert report.count("kvtier_internal_errors") == 0
     assert_only_late_jobs_hold(report)
     site.assert_nothing_held()
@@ -419,7 +432,7 @@ def host_of(pid: int) -> int:
 @pytest.mark.slow
 @every_door
 def test_a_reset_amid_traffic_leaves_no_stale_byte_in_any_tier(
-    door: str, sick_site: SickSite
+    entry_point: str, sick_site: SickSite
 ) -> None:
     """The model's weights change with the reset, so one block of before is other tokens.
 
@@ -445,10 +458,12 @@ def test_a_reset_amid_traffic_leaves_no_stale_byte_in_any_tier(
     # In the order of before: what it begins with is the first that left RAM.
     amid = wave.model_copy(update=change | {"reset_after_steps": 3})
     waves = (wave, wave, sick_site.sick(amid, stalls), sick_site.well(wave), backwards)
-    scenario = sick_site.scenario(waves, door=door)
-    report = run_engine(scenario, site.directory, door)
+    scenario = sick_site.scenario(waves, entry_point=entry_point)
+    report = run_engine(scenario, site.directory, entry_point)
     assert sick_site.injections("stalls"), "nothing was on its way"
-    assert door != "direct" or "not reset yet" in site.log(door), "no load was on its way"
+    assert entry_point != "direct" or "not reset yet" in site.log(entry_point), (
+        "no load was on its way"
+    )
     before, after = report.waves[1], report.waves[2]
     assert hit_tokens(Report(waves=(before,)), "nvme") > 0
     ended_after = [answer for answer in after.answers if answer.after_reset]

@@ -27,7 +27,7 @@ from tests.integration.odd_models import (
     write_latent_model,
     write_recurrent_model,
 )
-from tests.integration.test_connector import DOORS
+from tests.integration.test_connector import ENTRY_POINTS
 
 pytestmark = pytest.mark.slow
 
@@ -148,21 +148,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return Plain(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("door", [*DOORS])
+@pytest.mark.parametrize("entry_point", [*ENTRY_POINTS])
 @pytest.mark.parametrize("make", FEATURES, ids=lambda make: make.__name__)
 def test_whatever_an_engine_or_a_request_is_every_token_is_plain_vllms(
-    make: Make, door: str, plain: Plain, tmp_path: Path
+    make: Make, entry_point: str, plain: Plain, tmp_path: Path
 ) -> None:
     if make is latent and not torch.cpu._is_amx_tile_supported():
         pytest.skip("without AMX vLLM has no prefix caching for latent attention on a CPU")
     feature, expected = plain(make)
-    if door == "spec" and make in REFUSED_BY_SPEC:
+    if entry_point == "spec" and make in REFUSED_BY_SPEC:
         with pytest.raises(
             EngineFailedError, match=r"UnsupportedError: .* use KVTierConnector"
         ):
-            feature.tiered(tmp_path, door)
+            feature.tiered(tmp_path, entry_point)
         return
-    first, again = feature.tiered(tmp_path, door)
+    first, again = feature.tiered(tmp_path, entry_point)
     assert_every_token_equal(feature, expected, first, again)
     if make is adapted:
         assert_adapters_are_felt(expected)

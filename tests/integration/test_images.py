@@ -17,7 +17,7 @@ from tests.integration.features import (
 )
 from tests.integration.harness import words
 from tests.integration.seeing_model import IMAGE, WORDS, write_image, write_seeing_model
-from tests.integration.test_connector import DOORS
+from tests.integration.test_connector import ENTRY_POINTS
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +48,13 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Feature, Report]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("door", [*DOORS])
+@pytest.mark.parametrize("entry_point", [*ENTRY_POINTS])
 def test_an_image_is_found_again_and_never_taken_for_another(
-    door: str, asked: tuple[Feature, Report], tmp_path: Path
+    entry_point: str, asked: tuple[Feature, Report], tmp_path: Path
 ) -> None:
     feature, expected = asked
     assert_images_are_felt(expected)
-    first, again = feature.tiered(tmp_path, door)
+    first, again = feature.tiered(tmp_path, entry_point)
     assert_every_token_equal(feature, expected, first, again)
     assert first.count("kvtier_hit_tokens", tier="nvme") > 0
     assert_loaded(again)

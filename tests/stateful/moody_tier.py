@@ -21,7 +21,7 @@ from kvtier.config import TierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import Kept, settled
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 from tests.stateful.stepping import Stage
 
 FAILS, ROTS, HANGS, DIES = 0.03, 0.02, 0.03, 0.002
@@ -110,7 +110,7 @@ class MoodyTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         moves = [
             Move(key, slot, view, bytearray(len(view)), digest(key, view))
@@ -127,7 +127,7 @@ class MoodyTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         moves = []
         for key, slot, view in zip(keys, slots, into, strict=True):
@@ -142,7 +142,9 @@ class MoodyTier(StorageTier):
     def forget(self, slots: Sequence[int]) -> None:
         for batch in self._batches:
             if batch.writes and not set(slots).isdisjoint(move.slot for move in batch.moves):
-                self._stage.complain(f"slots {slots} are forgotten while they are written")
+                self._stage.format_problem(
+                    f"slots {slots} are forgotten while they are written"
+                )
         for slot in slots:
             self.held.pop(slot, None)
 
@@ -153,7 +155,7 @@ class MoodyTier(StorageTier):
     @override
     async def reset(self) -> None:
         if self._batches:
-            self._stage.complain("a tier is reset while chunks move")
+            self._stage.format_problem("a tier is reset while chunks move")
         answer: Kept[None] = Kept(loop=asyncio.get_running_loop())
         self._resets.append(answer)
         await settled(answer)
@@ -161,7 +163,7 @@ class MoodyTier(StorageTier):
     @override
     async def aclose(self) -> None:
         if self._batches:
-            self._stage.complain("a tier is closed while chunks move")
+            self._stage.format_problem("a tier is closed while chunks move")
 
     def calm_down(self) -> None:
         """Let nothing go wrong any more, and nothing hang."""
@@ -186,9 +188,9 @@ class MoodyTier(StorageTier):
             for other in batch.moves:
                 for move in moves:
                     if move.slot == other.slot and (writes or batch.writes):
-                        self._stage.complain(f"two batches touch slot {move.slot}")
+                        self._stage.format_problem(f"two batches touch slot {move.slot}")
                     if move.address == other.address and not (writes and batch.writes):
-                        self._stage.complain("two batches touch a buffer")
+                        self._stage.format_problem("two batches touch a buffer")
 
     def _go_on(self) -> None:
         """Do a little of what is to be done."""

@@ -35,7 +35,7 @@ from kvtier.keys import ChunkKey
 from kvtier.tiers.base import SlotOutcomes, TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab.direct_io import BlockIo, aligned_buffer
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["DiskFault", "FaultPlan", "FaultyTier", "FaultyTierConfig", "Injection", "install"]
 
@@ -220,11 +220,11 @@ class FaultyTier(SlabTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
-        plan = await self._plan("read", why)
-        moving = super().read(keys, slots, into, why=why)
-        return await self._suffer(plan, slots, moving, why)
+        plan = await self._plan("read", purpose)
+        moving = super().read(keys, slots, into, purpose=purpose)
+        return await self._suffer(plan, slots, moving, purpose)
 
     @override
     async def write(
@@ -233,18 +233,18 @@ class FaultyTier(SlabTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         epoch = self._epoch
-        plan = await self._plan("write", why)
+        plan = await self._plan("write", purpose)
         if epoch != self._epoch:
             return SlotOutcomes((Outcome.FAILED,) * len(keys), "the tier was reset meanwhile")
-        moving = super().write(keys, slots, sources, why=why)
-        return await self._suffer(plan, slots, moving, why)
+        moving = super().write(keys, slots, sources, purpose=purpose)
+        return await self._suffer(plan, slots, moving, purpose)
 
-    async def _plan(self, on: str, why: Why) -> FaultPlan | None:
+    async def _plan(self, on: str, purpose: Purpose) -> FaultPlan | None:
         """Return what is to befall a batch that moves this way."""
-        plan = await self._pool.run(self._read_plan, priority=int(why))
+        plan = await self._pool.run(self._read_plan, priority=int(purpose))
         return plan if plan is not None and plan.on == on else None
 
     async def _suffer(
@@ -252,7 +252,7 @@ class FaultyTier(SlabTier):
         plan: FaultPlan | None,
         slots: Sequence[int],
         moving: Awaitable[SlotOutcomes],
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """Move a batch on a disk that does as planned, and note what was done."""
         hit = [] if plan is None else self._draws.hit(plan, slots)
@@ -264,7 +264,7 @@ class FaultyTier(SlabTier):
             whole = plan.fault is DiskFault.STALL
             chunks = len(slots) if whole else len(illness.struck)
             injection = Injection(plan=plan.name, fault=plan.fault, chunks=chunks)
-            await self._pool.run(lambda: self._note(injection), priority=int(why))
+            await self._pool.run(lambda: self._note(injection), priority=int(purpose))
         return moved
 
     def _read_plan(self) -> FaultPlan | None:

@@ -17,7 +17,7 @@ from kvtier.tiers.base import (
     StorageTier,
     TierContext,
 )
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 
 __all__ = ["MemoryMedium", "MemoryTier", "MemoryTierConfig"]
 
@@ -132,7 +132,7 @@ class MemoryTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :class:`StorageTier`."""
         self._check(keys, slots, sources)
@@ -140,7 +140,7 @@ class MemoryTier(StorageTier):
             self.medium.held.pop(slot, None)
         epoch = self._epoch
         payloads = await self._pool.run(
-            lambda: list(map(self._take, slots, sources)), priority=int(why)
+            lambda: list(map(self._take, slots, sources)), priority=int(purpose)
         )
         outcomes: list[Outcome] = []
         for key, slot, payload in zip(keys, slots, payloads, strict=True):
@@ -158,12 +158,12 @@ class MemoryTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
         """See :class:`StorageTier`."""
         self._check(keys, slots, into)
         outcomes = await self._pool.run(
-            lambda: list(map(self._give, keys, slots, into)), priority=int(why)
+            lambda: list(map(self._give, keys, slots, into)), priority=int(purpose)
         )
         return _report(outcomes)
 

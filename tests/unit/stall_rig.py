@@ -17,7 +17,7 @@ from kvtier.testing.chunks import make_buffers, make_keys, make_payload
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine
-from kvtier.types import Job, JobId, LayoutFingerprint, Outcome, TransferResult, Why
+from kvtier.types import Job, JobId, LayoutFingerprint, Outcome, Purpose, TransferResult
 from tests.support.fakes import FakeSlotStatus
 from tests.support.faulty_io import FaultyIo
 
@@ -34,7 +34,7 @@ HANG_S = 60.0
 SOON_S = 0.1
 BACKOFF_S = 3600.0  # until a test says that it is over
 
-WAYS = {Why.PROMOTE: ("nvme", "ram"), Why.STORE: ("ram", "nvme")}
+WAYS = {Purpose.PROMOTE: ("nvme", "ram"), Purpose.STORE: ("ram", "nvme")}
 RUNNING: dict[str, dict[str, str]] = {
     "preadv": {},
     "pwritev": {},
@@ -63,7 +63,7 @@ class Rig:
     Args:
         directory: Where the store is.
         stack: Closes the rig.
-        truth: Where chunks that come up are announced.
+        slot_status: Where chunks that come up are announced.
         **options: Of the tier.
     """
 
@@ -71,7 +71,7 @@ class Rig:
         self,
         directory: Path,
         stack: contextlib.ExitStack,
-        truth: FakeSlotStatus | None = None,
+        slot_status: FakeSlotStatus | None = None,
         **options: Any,
     ) -> None:
         self.io = FaultyIo()
@@ -88,7 +88,7 @@ class Rig:
             "rig",
             {
                 ("ram", "nvme"): ToTier(self.ram, self.tier),
-                ("nvme", "ram"): FromTier(self.ram, self.tier, truth or FakeSlotStatus()),
+                ("nvme", "ram"): FromTier(self.ram, self.tier, slot_status or FakeSlotStatus()),
             },
             chunk_nbytes=SLOT,
             limits=EngineLimits(
@@ -129,12 +129,12 @@ class Rig:
         return gate
 
     def submit(
-        self, why: Why, keys: Sequence[ChunkKey], slots: Sequence[int], timeout_s: float
+        self, purpose: Purpose, keys: Sequence[ChunkKey], slots: Sequence[int], timeout_s: float
     ) -> Job:
-        source, destination = WAYS[why]
+        source, destination = WAYS[purpose]
         number = next(self._ids)
         stamps = [number + 1] * len(keys)
-        job = Job(number, why, source, destination, keys, slots, slots, timeout_s, stamps)
+        job = Job(number, purpose, source, destination, keys, slots, slots, timeout_s, stamps)
         self.engine.submit(job)
         return job
 
@@ -142,12 +142,12 @@ class Rig:
         keys = keys_in(slots, version)
         for slot, key in zip(slots, keys, strict=True):
             self.ram.slot(slot)[:] = make_payload(key, SLOT)
-        return self.submit(Why.STORE, keys, slots, timeout_s)
+        return self.submit(Purpose.STORE, keys, slots, timeout_s)
 
     def promote(self, *slots: int, version: int = 0, timeout_s: float = HANG_S) -> Job:
         for slot in slots:
             self.ram.slot(slot)[:] = bytes(SLOT)
-        return self.submit(Why.PROMOTE, keys_in(slots, version), slots, timeout_s)
+        return self.submit(Purpose.PROMOTE, keys_in(slots, version), slots, timeout_s)
 
     def holds(self, slot: int, version: int = 0) -> bool:
         """Whether a RAM slot has its chunk."""
@@ -175,17 +175,17 @@ class Rig:
         runner = self.engine._runner
         self.engine._loop.call_soon_threadsafe(runner._expire, runner._running[job_id])
 
-    def end_backoff(self, why: Why = Why.PROMOTE) -> None:
+    def end_backoff(self, purpose: Purpose = Purpose.PROMOTE) -> None:
         """Let the time pass for which a sick disk is left alone."""
-        self.engine._channels[WAYS[why]].breaker._closed_again_s = 0.0
+        self.engine._channels[WAYS[purpose]].breaker._closed_again_s = 0.0
 
-    def out_of_service(self, why: Why = Why.PROMOTE) -> bool:
-        return self.engine.statistics()[WAYS[why]].out_of_service
+    def out_of_service(self, purpose: Purpose = Purpose.PROMOTE) -> bool:
+        return self.engine.statistics()[WAYS[purpose]].out_of_service
 
-    def back_in_service(self, slot: int, why: Why = Why.PROMOTE) -> bool:
+    def back_in_service(self, slot: int, purpose: Purpose = Purpose.PROMOTE) -> bool:
         """End the back-off, move a chunk, and see that it is whole."""
-        self.end_backoff(why)
-        job = (self.promote if why is Why.PROMOTE else self.store)(slot)
+        self.end_backoff(purpose)
+        job = (self.promote if purpose is Purpose.PROMOTE else self.store)(slot)
         return self.settled(job)[job.job_id] == [DONE] and self.holds(slot)
 
 
@@ -201,7 +201,7 @@ def read_and_close(tier: SlabTier) -> set[ChunkKey]:
     async def read() -> list[Outcome]:
         buffers = make_buffers(len(found), SLOT)
         keys, slots = [key for key, _ in found], [slot for _, slot in found]
-        moved = await tier.read(keys, slots, buffers, why=Why.LOAD)
+        moved = await tier.read(keys, slots, buffers, purpose=Purpose.LOAD)
         assert buffers == [make_payload(key, SLOT) for key in keys]
         await tier.aclose()
         return list(moved.outcomes)

@@ -21,7 +21,7 @@ from kvtier.memory.slot_layout import shard_of
 from kvtier.memory.streams import Fence, open_stream
 from kvtier.os.iopool import IoPool
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, Purpose
 from tests.unit.kv_pages import block_bytes
 from tests.unit.regions import open_regions
 
@@ -260,7 +260,7 @@ def test_a_device_nobody_can_copy_to_is_refused() -> None:
 
 def load_job(plan: BlockCopyPlan, generations: Sequence[int]) -> Job:
     request = LoadRequest(plan, None, generations)
-    return Job(1, Why.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, request)
+    return Job(1, Purpose.LOAD, "ram", "gpu", (), plan.slots, plan.slots, 1.0, request)
 
 
 def store_job(*plans: BlockCopyPlan, stamp: int = 8) -> Job:
@@ -269,7 +269,7 @@ def store_job(*plans: BlockCopyPlan, stamp: int = 8) -> Job:
         StoreRequest(number, plan, None, [stamp] * len(plan.slots))
         for number, plan in enumerate(plans, start=1)
     ]
-    return Job(1, Why.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
+    return Job(1, Purpose.STORE, "gpu", "ram", (), slots, slots, 1.0, requests)
 
 
 class Device:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.tiers.slab import maintain
 from kvtier.tiers.slab.inspect import find_namespaces
 from tests.support.faulty_io import FaultyIo
@@ -20,14 +20,14 @@ from tests.unit.stores import KEYS, SLOTS, Store
 class TestEvict:
     def test_keys_leave_and_nothing_else(self, shell: Shell, store: Store) -> None:
         store.filled()
-        gone = [KEYS[2].hex(), short(KEYS[5])]
+        gone = [KEYS[2].hex(), short_key(KEYS[5])]
         ran = shell("evict", *gone, "--yes", store.root)
         assert (ran.code, ran.err) == (0, "")
         assert ran.out.splitlines()[-1] == "removed 2 chunks (16.0 KiB)"
         assert store.start() == [KEYS[slot] for slot in range(SLOTS) if slot not in {2, 5}]
 
     def test_a_chunk_named_twice_is_one_chunk(self, shell: Shell, store: Store) -> None:
-        ran = shell("evict", KEYS[2].hex(), short(KEYS[2]), "--yes", store.filled().root)
+        ran = shell("evict", KEYS[2].hex(), short_key(KEYS[2]), "--yes", store.filled().root)
         assert (ran.code, ran.out.splitlines()[-1]) == (0, "removed 1 chunk (8.00 KiB)")
 
     def test_what_was_not_used_for_long_leaves(self, shell: Shell, store: Store) -> None:

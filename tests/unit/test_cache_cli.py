@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from tests.unit.cache_shell import CHANGING, READING, ROOT, Ran, Shell, flat
@@ -40,7 +40,7 @@ class TestStat:
         assert "capacity 128 KiB, 16 slots of 8.00 KiB" in text
         assert "used 96.0 KiB, 12 chunks (75%)" in text
         assert "hits 3 by" in text
-        assert "left lately 1 evicted" in text
+        assert "removed lately 1 evicted" in text
         assert "model=some/model, tp_size=2" in text
         (report,) = shell.json("stat", store.root)["namespaces"]
         assert report["chunks"] == 12
@@ -288,17 +288,11 @@ class TestDisturbingNobody:
         store.stop()
         assert len(store.start()) == SLOTS
 
-    def test_an_index_of_version_1_is_read_and_not_upgraded(
-        self, shell: Shell, store: Store
-    ) -> None:
-        store.filled().become_version_1()
-        seen = store.seen()
-        (report,) = shell.json("stat", store.root)["namespaces"]
-        assert (report["chunks"], report["oldest_at"], report["departures"]) == (16, None, {})
-        assert "unknown" in shell("ls", store.root).out
-        assert "stored unknown" in flat(shell("explain", KEYS[2].hex(), store.root).out)
-        assert shell("verify", store.root).code == 0
-        assert store.seen() == seen
+    def test_an_index_of_another_version_is_refused(self, shell: Shell, store: Store) -> None:
+        store.filled().sql("PRAGMA user_version=9")
+        ran = shell("ls", store.root)
+        assert (ran.code, ran.out) == (2, "")
+        assert "it has version 9, and this kvtier reads 1; use the kvtier" in flat(ran.err)
 
 
 class TestLs:
@@ -328,8 +322,8 @@ class TestLs:
         ran = shell("ls", store.root, "--limit", 3)
         assert max(map(len, ran.out.splitlines())) <= 80
         assert ran.out.splitlines()[-1] == "3 of 16 chunks"
-        assert short(KEYS[15]) in ran.out
-        assert shell("explain", short(KEYS[15]), store.root).code == 0
+        assert short_key(KEYS[15]) in ran.out
+        assert shell("explain", short_key(KEYS[15]), store.root).code == 0
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from kvtier.keys import short
+from kvtier.keys import short_key
 from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
 from kvtier.tiers.slab.verify import verify
 from tests.support.faulty_io import FaultyIo
@@ -31,7 +31,7 @@ class TestVerify:
         store.filled().flip(slot=9)
         ran = shell("verify", store.root)
         assert ran.code == 1
-        assert f"{short(KEYS[9])} not the bytes stored 9" in flat(ran.out)
+        assert f"{short_key(KEYS[9])} not the bytes stored 9" in flat(ran.out)
         (found,) = shell.json("verify", store.root, code=1)
         assert found["bad_chunks"] == [
             {"key": KEYS[9].hex(), "slot": 9, "problem": "corrupt"},

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import (
-    Door,
     KvtierConfig,
     NvmeTierConfig,
     RamTierConfig,
+    VllmEntryPoint,
+    allocated_bytes,
     check_chunk_fits,
     check_environment,
     environment,
-    held_bytes,
     parse_config,
     resolve_load_path,
     vllm_transfer_config,
@@ -119,7 +119,7 @@ def test_a_directory_that_vanishes_while_it_is_measured_is_passed_over(
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scan_too_late)
-    held_bytes(tmp_path)
+    allocated_bytes(tmp_path)
     assert not vanishing.exists()
 
 
@@ -176,17 +176,17 @@ def test_every_tier_that_is_too_small_for_a_chunk_is_named() -> None:
     assert nvme.startswith("tiers[1].capacity = 8KiB: ")
 
 
-@pytest.mark.parametrize(("door", "path"), [("connector", "direct"), ("spec", "staged")])
+@pytest.mark.parametrize(("entry_point", "path"), [("connector", "direct"), ("spec", "staged")])
 def test_the_load_path_left_open_is_the_doors_and_one_asked_for_stays(
-    tmp_path: Path, door: str, path: str
+    tmp_path: Path, entry_point: str, path: str
 ) -> None:
     left_open = ladder(tmp_path)
-    resolved = resolve_load_path(left_open, Door(door))
+    resolved = resolve_load_path(left_open, VllmEntryPoint(entry_point))
     assert resolved.transfer.load_path == path
-    assert resolve_load_path(resolved, Door(door)) is resolved
+    assert resolve_load_path(resolved, VllmEntryPoint(entry_point)) is resolved
     assert left_open.transfer.load_path == "auto"
     staged = ladder(tmp_path, more="\ntransfer: {load_path: staged}")
-    assert resolve_load_path(staged, Door(door)).transfer.load_path == "staged"
+    assert resolve_load_path(staged, VllmEntryPoint(entry_point)).transfer.load_path == "staged"
 
 
 def test_the_engine_is_told_where_the_file_is_from_any_directory(

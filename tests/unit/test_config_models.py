@@ -107,4 +107,4 @@ def test_a_copy_still_knows_where_it_was_written() -> None:
 
 def test_a_long_value_is_cut_in_messages() -> None:
     origin = Origin("a.yaml", {"key": 1}, {"key": "x" * 1000})
-    assert len(origin.complain("key", "too long", "shorten it")) < 120
+    assert len(origin.format_problem("key", "too long", "shorten it")) < 120

@@ -12,7 +12,7 @@ from kvtier.connector.device import DeviceEngine
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.memory.copy import BlockCopier, KVBlocks
 from kvtier.memory.slot_layout import shard_of
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, Purpose
 from tests.unit.regions import open_regions
 
 BLOCKS, SLOTS, PAGE_NBYTES = 16, 8, 4096
@@ -68,8 +68,8 @@ def test_stores_wait_for_the_end_of_the_step_and_begin_together(
     assert submitted == [0]
     device.wait({0, 1, 2})
     results += device.poll()
-    assert [(each.job_id, each.why, each.is_whole) for each in results] == [
-        (number, Why.STORE, True) for number in range(3)
+    assert [(each.job_id, each.purpose, each.is_whole) for each in results] == [
+        (number, Purpose.STORE, True) for number in range(3)
     ]
     assert {each.nbytes for each in results} == {PAGE_NBYTES}
     assert [bytes(region.slot(number))[:1] for number in range(3)] == [b"\1", b"\2", b"\3"]

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
 from kvtier.tiers.base import TierContext
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_tier import (
     DiskFault,
     FaultPlan,
@@ -54,7 +54,7 @@ class Patient:
     async def read(self) -> Sequence[Outcome]:
         """Read all chunks in one batch; those that are DONE have their bytes."""
         into = make_buffers(CHUNKS, SLOT)
-        moved = await self.tier.read(KEYS, range(CHUNKS), into, why=Why.LOAD)
+        moved = await self.tier.read(KEYS, range(CHUNKS), into, purpose=Purpose.LOAD)
         for key, buffer, outcome in zip(KEYS, into, moved.outcomes, strict=True):
             assert (outcome is not Outcome.DONE) or buffer == make_payload(key, SLOT)
         return moved.outcomes
@@ -62,7 +62,7 @@ class Patient:
     async def write(self) -> Sequence[Outcome]:
         """Write all chunks in one batch, whose sources stay as they are."""
         sources = make_sources(KEYS, SLOT)
-        moved = await self.tier.write(KEYS, range(CHUNKS), sources, why=Why.STORE)
+        moved = await self.tier.write(KEYS, range(CHUNKS), sources, purpose=Purpose.STORE)
         assert sources == [make_payload(key, SLOT) for key in KEYS]
         return moved.outcomes
 

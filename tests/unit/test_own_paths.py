@@ -12,9 +12,9 @@ from kvtier.config import (
     KvtierConfig,
     NvmeTierConfig,
     check_environment,
-    has_paths_of_ranks,
-    own_paths,
+    has_rank_paths,
     parse_config,
+    resolve_rank_paths,
 )
 from kvtier.errors import ConfigError
 from kvtier.tiers.slab.inspect import find_namespaces
@@ -50,34 +50,34 @@ def test_a_rank_gets_its_number_wherever_it_stands_in_a_path(
     rank: int | None, store: str, recording: str
 ) -> None:
     config = ladder(f"/mnt/{PLACEHOLDER}/kv", record=f"/rec-{PLACEHOLDER}")
-    mine = own_paths(config, rank=rank)
+    mine = resolve_rank_paths(config, rank=rank)
     assert (path_of(mine), mine.trace.record) == (Path(store), Path(recording))
     assert path_of(config) == Path(f"/mnt/{PLACEHOLDER}/kv")
     assert mine.origin is config.origin
-    assert (has_paths_of_ranks(config), has_paths_of_ranks(mine)) == (True, False)
+    assert (has_rank_paths(config), has_rank_paths(mine)) == (True, False)
 
 
 def test_a_recording_alone_may_differ_between_ranks() -> None:
     text = f"tiers: [{{kind: ram, capacity: 1MiB}}]\ntrace: {{record: '/r/{PLACEHOLDER}'}}\n"
     config = parse_config(text, source="a.yaml")
-    assert has_paths_of_ranks(config)
-    assert own_paths(config, rank=3).trace.record == Path("/r/3")
+    assert has_rank_paths(config)
+    assert resolve_rank_paths(config, rank=3).trace.record == Path("/r/3")
 
 
 def test_an_engine_that_is_alone_may_write_its_path_out() -> None:
     config = ladder("/kv")
-    assert own_paths(config, rank=None) is config
+    assert resolve_rank_paths(config, rank=None) is config
 
 
 def test_ranks_need_no_paths_where_nothing_is_on_a_disk() -> None:
     config = parse_config("tiers: [{kind: ram, capacity: 1MiB}]", source="a.yaml")
-    assert own_paths(config, rank=1) is config
+    assert resolve_rank_paths(config, rank=1) is config
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_would_share_paths_are_refused_with_what_to_write(rank: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        own_paths(ladder("/var/lib/kvtier", record="/rec"), rank=rank)
+        resolve_rank_paths(ladder("/var/lib/kvtier", record="/rec"), rank=rank)
     what = "each data-parallel rank is an engine and needs a directory of its own; write"
     assert str(caught.value).splitlines() == [
         f"a.yaml:5: tiers[1].path = /var/lib/kvtier: {what} /var/lib/kvtier/{PLACEHOLDER}",

@@ -19,7 +19,7 @@ from kvtier.cli import _replay as replay_command
 from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.manager import LoadChoice, LoadWorth, SkipCause
+from kvtier.manager import CostModel, LoadChoice, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
@@ -27,7 +27,7 @@ from kvtier.replay import _replay as replay_module
 from kvtier.replay._batching import Batcher, BatchLimits
 from kvtier.replay._engine import WrongBytesError
 from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_requests
-from kvtier.sim.ladder import LadderResult, simulate_ladder
+from kvtier.sim.cache import CacheResult, simulate_cache
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.tiers.hosted.process import HostProcess
@@ -280,12 +280,12 @@ class TestReplay:
     ) -> None:
         live: list[Told] = []
 
-        def simulate(*args: Any, **options: Any) -> LadderResult:
+        def simulate(*args: Any, **options: Any) -> CacheResult:
             live.extend(PlainEar.heard)
             PlainEar.heard.clear()
-            return simulate_ladder(*args, **options)
+            return simulate_cache(*args, **options)
 
-        monkeypatch.setattr(replay_module, "simulate_ladder", simulate)
+        monkeypatch.setattr(replay_module, "simulate_cache", simulate)
         PlainEar.heard.clear()
         long = "x" * 1000
         sessions = ["a", "b", "", long + "1", long + "2", "a"]
@@ -305,12 +305,12 @@ class TestReplay:
     def test_loads_that_were_not_worth_it_are_told_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def estimate(worth: LoadWorth, sources: Sequence[int], **_: Any) -> LoadChoice:
+        def estimate(cost_model: CostModel, sources: Sequence[int], **_: Any) -> LoadChoice:
             chunks = len(sources)
             cause = SkipCause.SLOWER
             return LoadChoice(cause, 0, CHUNK_TOKENS, {1: chunks}, 0, 1.0, 0.1, 0, 0, 8.0)
 
-        monkeypatch.setattr(LoadWorth, "choose", estimate)
+        monkeypatch.setattr(CostModel, "choose", estimate)
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 2
         extra = "transfer:\n  load_path: staged\n"
         result = run(

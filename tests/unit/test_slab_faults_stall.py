@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.types import Job, Why
+from kvtier.types import Job, Purpose
 from tests.unit.stall_rig import (
     DONE,
     EXPIRED,
@@ -103,7 +103,7 @@ def test_a_store_that_hangs_anywhere_is_answered_late_and_is_whole(
     gate, stuck = hang(rig, call)
     behind = rig.store(3, timeout_s=SOON_S)
     assert rig.next_result() == (behind.job_id, [EXPIRED], True)
-    assert rig.out_of_service(Why.STORE)
+    assert rig.out_of_service(Purpose.STORE)
     refused = rig.store(4)
     assert rig.settled(refused) == {refused.job_id: [REFUSED]}, "at once, not at its deadline"
     assert not rig.engine.wait([stuck.job_id], timeout_s=SOON_S), "a thread is still in it"
@@ -117,7 +117,7 @@ def test_a_store_that_hangs_anywhere_is_answered_late_and_is_whole(
     again = rig.promote(0, version=1)
     assert rig.settled(again) == {again.job_id: [DONE]}
     assert rig.holds(0, version=1)
-    assert rig.back_in_service(3, Why.STORE)
+    assert rig.back_in_service(3, Purpose.STORE)
 
 
 def test_loads_go_on_while_the_index_hangs_in_noting_the_last_ones(rig: Rig) -> None:

@@ -24,7 +24,7 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import FaultyIo
 from tests.unit.ram_directory import ram_directory
 from tests.unit.stall_rig import SLOT, read_and_close
@@ -58,7 +58,7 @@ class Place:
 
         async def store() -> None:
             sources = make_sources(KEYS, SLOT)
-            moved = await tier.write(KEYS, range(SLOTS), sources, why=Why.STORE)
+            moved = await tier.write(KEYS, range(SLOTS), sources, purpose=Purpose.STORE)
             assert set(moved.outcomes) == {Outcome.DONE}
             await tier.aclose()
 

@@ -25,7 +25,7 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import store as slab
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, read_fully, write_fully
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_io import Fault, FaultyIo
 from tests.unit.warned import warnings_in
 
@@ -243,7 +243,7 @@ async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: Faulty
 
 @pytest.fixture
 def _looks_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.slab.location._INTERVAL_S", 0.0)
 
 
 async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will_be_lost(
@@ -323,7 +323,7 @@ async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_wa
     await shelf.put(KEYS[:2], [0, 1])
     io.fill_index()
     await shelf.tier.reset()
-    assert "does not survive a restart" in "".join(warnings_in(caplog))
+    assert "not survive a restart" in "".join(warnings_in(caplog))
     assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
     io.fill_index(full=False)
     assert await shelf.put(KEYS[2:3], [5]) == [DONE]
@@ -395,7 +395,9 @@ async def test_cancelling_waits_for_the_thread_that_fills_the_buffer(
     await shelf.put(KEYS[:1], [0])
     gate = io.stall()
     buffers = make_buffers(1, SLOT)
-    reading = asyncio.ensure_future(shelf.tier.read(KEYS[:1], [0], buffers, why=Why.LOAD))
+    reading = asyncio.ensure_future(
+        shelf.tier.read(KEYS[:1], [0], buffers, purpose=Purpose.LOAD)
+    )
     assert await pool.run(lambda: io.wait_until_stalled(timeout_s=10), priority=0)
     reading.cancel()
     await asyncio.wait([reading], timeout=0.05)
@@ -417,11 +419,11 @@ async def test_unaligned_buffers_never_reach_o_direct(
     for view, source in zip(views, sources, strict=True):
         view[:] = source
     stored = [view.toreadonly() for view in views] if read_only else views
-    result = await shelf.tier.write(KEYS, range(8), stored, why=Why.STORE)
+    result = await shelf.tier.write(KEYS, range(8), stored, purpose=Purpose.STORE)
     assert list(result.outcomes) == [DONE] * 8
     assert await shelf.get(KEYS, range(8)) == [DONE] * 8
     memory[:] = bytes(len(memory))
-    result = await shelf.tier.read(KEYS, range(8), views, why=Why.LOAD)
+    result = await shelf.tier.read(KEYS, range(8), views, purpose=Purpose.LOAD)
     assert list(result.outcomes) == [DONE] * 8
     assert views == sources
 

@@ -15,7 +15,7 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.types import LayoutFingerprint, Why
+from kvtier.types import LayoutFingerprint, Purpose
 from kvtier.vllm.identity import declared_identity
 from tests.unit.shell import Shell
 
@@ -78,7 +78,7 @@ def stop(tier: SlabTier) -> None:
 def warm(start: Start, model: str) -> None:
     tier = start(model)
     keys = make_keys(range(8))
-    asyncio.run(tier.write(keys, range(8), make_sources(keys, SLOT), why=Why.STORE))
+    asyncio.run(tier.write(keys, range(8), make_sources(keys, SLOT), purpose=Purpose.STORE))
     stop(tier)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.keys import group_of, make_key, without_adapter
+from kvtier.keys import group_of, make_key, strip_adapter
 from kvtier.vllm import adapters
 from kvtier.vllm.adapters import AdapterContent, AdapterContents
 
@@ -49,8 +49,8 @@ def test_a_key_keeps_both_ends_and_its_group_and_comes_out_as_it_went_in(
     assert own[:8] == key[:8]
     assert own[-8:] == key[-8:]
     assert group_of(own) == 3
-    assert without_adapter(own) == key
-    assert without_adapter(key) == key
+    assert strip_adapter(own) == key
+    assert strip_adapter(key) == key
 
 
 def test_an_adapter_is_known_by_its_content_in_every_engine(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from kvtier.cli._app import app
-from kvtier.keys import short
+from kvtier.keys import short_key
 from tests.unit.model_shapes import LLAMA_8B
 from tests.unit.stores import KEYS, Store
 
@@ -81,8 +81,8 @@ def test_every_command_but_replay_works_without_torch(
         ["cache", "stat", str(store.root)],
         ["cache", "ls", str(store.root)],
         ["cache", "verify", str(store.root)],
-        ["cache", "explain", short(KEYS[0]), str(store.root)],
-        ["cache", "evict", short(KEYS[0]), str(store.root), "--yes"],
+        ["cache", "explain", short_key(KEYS[0]), str(store.root)],
+        ["cache", "evict", short_key(KEYS[0]), str(store.root), "--yes"],
         ["cache", "compact-index", str(store.root)],
         ["sim", "run", trace, "--policy", "hedged-lhd", "--capacity", "10%"],
         ["sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB"],

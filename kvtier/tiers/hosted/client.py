@@ -32,7 +32,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.hosted.connection import Connection
 from kvtier.tiers.hosted.frames import Batch, Frame, decode_outcomes, unpack_keys
 from kvtier.tiers.hosted.process import HostProcess, Opened
-from kvtier.types import Outcome, SharedMemory, Why
+from kvtier.types import Outcome, Purpose, SharedMemory
 
 __all__ = ["HostedTier"]
 
@@ -120,9 +120,9 @@ class HostedTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
-        return await self.begin_write(keys, slots, sources, why=why)
+        return await self.begin_write(keys, slots, sources, purpose=purpose)
 
     @override
     async def read(
@@ -131,9 +131,9 @@ class HostedTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> SlotOutcomes:
-        return await self.begin_read(keys, slots, into, why=why)
+        return await self.begin_read(keys, slots, into, purpose=purpose)
 
     @override
     def begin_write(
@@ -142,9 +142,9 @@ class HostedTier(StorageTier):
         slots: Sequence[int],
         sources: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        return self._move("write", self._batch(keys, slots, sources), why)
+        return self._move("write", self._batch(keys, slots, sources), purpose)
 
     @override
     def begin_read(
@@ -153,9 +153,9 @@ class HostedTier(StorageTier):
         slots: Sequence[int],
         into: Sequence[memoryview],
         *,
-        why: Why,
+        purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        return self._move("read", self._batch(keys, slots, into), why)
+        return self._move("read", self._batch(keys, slots, into), purpose)
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
@@ -212,12 +212,14 @@ class HostedTier(StorageTier):
             logger.warning("tier %s: not closed cleanly: %s%s", self.name, problem, owed)
         self._reset_owed = False  # or a call that still waits would start a host for it
 
-    def _move(self, op: str, batch: Batch, why: Why) -> Coroutine[Any, Any, SlotOutcomes]:
+    def _move(
+        self, op: str, batch: Batch, purpose: Purpose
+    ) -> Coroutine[Any, Any, SlotOutcomes]:
         """Send ``batch`` now if there is a host, and return what waits for the outcomes."""
         connection = self._ready
         if connection is None:
-            return self._outcomes(self._send_later(op, batch, why), batch)
-        return self._outcomes(self._send(connection, op, batch, why), batch)
+            return self._outcomes(self._send_later(op, batch, purpose), batch)
+        return self._outcomes(self._send(connection, op, batch, purpose), batch)
 
     @property
     def _ready(self) -> Connection | None:
@@ -227,14 +229,14 @@ class HostedTier(StorageTier):
             return None
         return connection
 
-    async def _send_later(self, op: str, batch: Batch, why: Why) -> Frame:
-        return await self._send(await self._connect(), op, batch, why)
+    async def _send_later(self, op: str, batch: Batch, purpose: Purpose) -> Frame:
+        return await self._send(await self._connect(), op, batch, purpose)
 
     def _send(
-        self, connection: Connection, op: str, batch: Batch, why: Why
+        self, connection: Connection, op: str, batch: Batch, purpose: Purpose
     ) -> Coroutine[Any, Any, Frame]:
         self._send_notes()
-        return connection.call(op, lambda header: batch.frame({**header, "why": int(why)}))
+        return connection.call(op, lambda header: batch.frame({**header, "why": int(purpose)}))
 
     async def _outcomes(
         self, answering: Coroutine[Any, Any, Frame], batch: Batch
@@ -348,7 +350,7 @@ class HostedTier(StorageTier):
         if not self._start_failed:
             logger.warning("tier %s: starting its I/O process again", self.name)
         try:
-            host = await self._context.pool.run(self._host_again, priority=int(Why.LOAD))
+            host = await self._context.pool.run(self._host_again, priority=int(Purpose.LOAD))
         except KvtierError as error:
             self._start_failed = True
             raise TierUnavailableError(

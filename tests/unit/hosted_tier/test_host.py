@@ -25,7 +25,7 @@ from kvtier.testing.shelf import Shelf
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.tiers.hosted import HostedTier, client, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 from tests.unit.hosted_tier.hosting import DONE, FAILED, SLOT, kill
 from tests.unit.mappings import flags_of_mappings
 
@@ -232,14 +232,16 @@ async def test_a_buffer_outside_the_shared_memory_is_refused(
     shelf: Shelf[HostedTier],
 ) -> None:
     with pytest.raises(CapacityError, match="not in the shared memory"):
-        await shelf.tier.write(make_keys([1]), [0], make_buffers(1, SLOT), why=Why.STORE)
+        await shelf.tier.write(
+            make_keys([1]), [0], make_buffers(1, SLOT), purpose=Purpose.STORE
+        )
 
 
 async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
     shelf: Shelf[HostedTier],
 ) -> None:
     with pytest.raises(CapacityError, match="slots 99 to 99"):
-        await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), why=Why.STORE)
+        await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), purpose=Purpose.STORE)
 
 
 class Brief:
@@ -250,7 +252,7 @@ class Brief:
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self._outcomes = outcomes
 
-    async def read(self, *_: object, why: Why) -> SlotOutcomes:
+    async def read(self, *_: object, purpose: Purpose) -> SlotOutcomes:
         return SlotOutcomes(self._outcomes)
 
 
@@ -262,7 +264,7 @@ async def test_a_tier_that_does_not_answer_for_each_chunk_has_none_taken_for_who
     tier = cast("StorageTier", Brief(outcomes))
     server = host._Server(tier, memoryview(bytearray(2 * SLOT)), sent.append)
     batch = Batch(make_keys([1, 2]), np.array([0, 1]), np.array([0, SLOT]))
-    server.take(batch.frame({"op": "read", "call": 7, "why": int(Why.LOAD)}))
+    server.take(batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)}))
     await server.drain()
     (answer,) = sent
     assert "not one outcome per chunk" in answer.header["error"]["text"]
@@ -276,9 +278,9 @@ class Held(Brief):
         self.gate = asyncio.Event()
 
     @override
-    async def read(self, *_: object, why: Why) -> SlotOutcomes:
+    async def read(self, *_: object, purpose: Purpose) -> SlotOutcomes:
         await self.gate.wait()
-        return await super().read(why=why)
+        return await super().read(purpose=purpose)
 
 
 async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_closes() -> None:
@@ -289,7 +291,7 @@ async def test_a_host_whose_engine_is_gone_ends_what_it_was_doing_before_it_clos
 
     async def frames() -> AsyncIterator[Frame]:
         batch = Batch(make_keys([1]), np.array([0]), np.array([0]))
-        yield batch.frame({"op": "read", "call": 7, "why": int(Why.LOAD)})
+        yield batch.frame({"op": "read", "call": 7, "why": int(Purpose.LOAD)})
 
     ending = asyncio.create_task(host._until_closed(frames(), server))
     for _ in range(4):

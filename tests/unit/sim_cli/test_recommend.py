@@ -40,7 +40,7 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "problem"),
     [
         (("--ram", "1KiB", "--nvme", "1GiB"), "--ram: holds no chunk"),
         (("--ram", "64", "--nvme", "1GiB"), "--ram 64: 64 has no unit"),
@@ -51,7 +51,7 @@ def test_a_recommendation_is_a_file_that_loads_and_says_why(trace: Path) -> None
     ],
 )
 def test_what_cannot_be_recommended_for_is_refused(
-    trace: Path, arguments: tuple[str, ...], why: str
+    trace: Path, arguments: tuple[str, ...], problem: str
 ) -> None:
     text = refusal("sim", "recommend", trace, "--chunk-bytes", "1MiB", *arguments)
-    assert text.startswith(why)
+    assert text.startswith(problem)

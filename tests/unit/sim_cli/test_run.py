@@ -136,7 +136,7 @@ def test_hits_on_the_conversation_trace_are_the_references(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "problem"),
     [
         ((), "name either --policy or --config"),
         (("--policy", "lru", "--config", "x.yaml"), "name either --policy or --config"),
@@ -151,10 +151,10 @@ def test_hits_on_the_conversation_trace_are_the_references(
     ],
 )
 def test_a_wrong_option_is_one_clear_line(
-    trace: Path, arguments: tuple[str, ...], why: str
+    trace: Path, arguments: tuple[str, ...], problem: str
 ) -> None:
     text = refusal("sim", "run", trace, *arguments)
-    assert why in text
+    assert problem in text
     assert "\n" not in text
 
 

@@ -52,7 +52,7 @@ def test_two_traces_of_one_name_are_two(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "file", "why"),
+    ("option", "file", "problem"),
     [
         ("--csv", "no/such/x.csv", "cannot be written: there is no directory"),
         ("--csv", "", "cannot be written: is a directory"),
@@ -69,20 +69,20 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
     option: str,
     file: str,
-    why: str,
+    problem: str,
 ) -> None:
     ran: list[object] = []
     monkeypatch.setattr(_sim, "sweep", lambda *_, **__: ran.append(1))
     monkeypatch.setattr(_sim, "read", lambda *_: ran.append(0))
     csv_too = () if option == "--csv" else ("--csv", tmp_path / "x.csv")
     grid = ("--policies", "lru", "--capacities", "5%", *csv_too)
-    assert why in refusal("sim", "sweep", trace, *grid, option, tmp_path / file)
+    assert problem in refusal("sim", "sweep", trace, *grid, option, tmp_path / file)
     assert ran == []
     assert not (tmp_path / "x.csv").exists()
 
 
 @pytest.mark.parametrize(
-    ("files", "why"),
+    ("files", "problem"),
     [
         (("--csv", "chat.jsonl"), "--csv {}/chat.jsonl: is the trace itself; name another"),
         (("--csv", "link"), "--csv {}/link: is the trace itself; name another file"),
@@ -94,7 +94,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
     ],
 )
 def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
-    trace: Path, tmp_path: Path, files: tuple[str, ...], why: str
+    trace: Path, tmp_path: Path, files: tuple[str, ...], problem: str
 ) -> None:
     before = trace.read_bytes()
     (tmp_path / "y").mkdir()
@@ -102,7 +102,7 @@ def test_no_output_of_a_sweep_replaces_its_trace_or_another_output(
     (tmp_path / "hard").hardlink_to(trace)
     named = [name if name.startswith("--") else f"{tmp_path}/{name}" for name in files]
     grid = ("--policies", "lru", "--capacities", "5%")
-    assert refusal("sim", "sweep", trace, *grid, *named).startswith(why.format(tmp_path))
+    assert refusal("sim", "sweep", trace, *grid, *named).startswith(problem.format(tmp_path))
     assert trace.read_bytes() == before
 
 

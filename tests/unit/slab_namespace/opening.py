@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.testing.chunks import make_keys, make_sources
 from kvtier.tiers.slab import SlabTier
-from kvtier.types import LayoutFingerprint, Outcome, Why
+from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 SLOT = 4096
 KEYS = make_keys(range(8))
@@ -28,7 +28,7 @@ def close(tier: SlabTier) -> None:
 
 def fill(tier: SlabTier, count: int = 8) -> None:
     sources = make_sources(KEYS[:count], tier.slot_nbytes)
-    result = asyncio.run(tier.write(KEYS[:count], range(count), sources, why=Why.STORE))
+    result = asyncio.run(tier.write(KEYS[:count], range(count), sources, purpose=Purpose.STORE))
     assert set(result.outcomes) == {Outcome.DONE}
 
 

@@ -15,7 +15,7 @@ from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier, opening
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 from tests.unit.slab_namespace.opening import (
     KEYS,
     SLOT,
@@ -141,7 +141,7 @@ def test_values_of_another_type_are_no_chunk(open_tier: Opener, own: Path) -> No
     damage("UPDATE chunks SET checksum='x' WHERE slot=3")(own / "index.sqlite")
     tier = open_tier()
     sources = make_sources(KEYS, SLOT)
-    result = asyncio.run(tier.read(KEYS, range(8), sources, why=Why.LOAD))
+    result = asyncio.run(tier.read(KEYS, range(8), sources, purpose=Purpose.LOAD))
     expected = [Outcome.CORRUPT if slot == 3 else Outcome.DONE for slot in range(8)]
     assert list(result.outcomes) == expected
 

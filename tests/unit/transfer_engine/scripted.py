@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.tiers.base import SlotOutcomes
 from kvtier.transfer import EngineLimits, Route, TransferEngine
-from kvtier.types import Job, Outcome, TransferResult, Why
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 
 CHUNK_NBYTES = 4096
 UP, DOWN = ("nvme", "ram"), ("ram", "nvme")
@@ -52,11 +52,11 @@ class Scripted(Route):
         return SlotOutcomes(each, error)
 
 
-def job(why: Why = Why.PROMOTE, *, chunks: int = 1, timeout_s: float = 30.0) -> Job:
-    source, destination = ("ram", "nvme") if why is Why.DEMOTE else ("nvme", "ram")
+def job(purpose: Purpose = Purpose.PROMOTE, *, chunks: int = 1, timeout_s: float = 30.0) -> Job:
+    source, destination = ("ram", "nvme") if purpose is Purpose.DEMOTE else ("nvme", "ram")
     slots = list(range(chunks))
     keys = [bytes([slot]) for slot in slots]
-    return Job(next(IDS), why, source, destination, keys, slots, slots, timeout_s)
+    return Job(next(IDS), purpose, source, destination, keys, slots, slots, timeout_s)
 
 
 def outcomes(results: Iterable[TransferResult]) -> Seen:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvtier.errors import ClosedError, TierUnavailableError
-from kvtier.types import Outcome, Why
+from kvtier.types import Outcome, Purpose
 from tests.unit.transfer_engine.scripted import (
     DOWN,
     UP,
@@ -93,7 +93,7 @@ def test_what_is_done_exclusively_to_a_tier_that_hangs_keeps_no_other_tier_waiti
         tape_is_reset.set()
 
     def check_that_only_nvme_waits() -> None:
-        behind, beside = job(Why.DEMOTE), job()._replace(source="tape")
+        behind, beside = job(Purpose.DEMOTE), job()._replace(source="tape")
         engine.submit(behind, beside)
         assert wait_for(engine, beside)[beside.job_id] == ([Outcome.DONE], True)
         assert reset == ["tape"]

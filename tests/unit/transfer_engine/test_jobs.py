@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.keys import make_key
-from kvtier.types import Job, Outcome, Why
+from kvtier.types import Job, Outcome, Purpose
 from tests.unit.transfer_engine.scripted import (
     CHUNK_NBYTES,
     IDS,
@@ -52,7 +52,7 @@ def test_a_chunk_that_is_lost_is_named_as_an_operator_may_ask_for_it(
 
 def test_the_urgent_job_starts_first(make_engine: MakeEngine, route: Scripted) -> None:
     engine = make_engine()
-    first, slow, urgent = job(), job(Why.STORE), job(Why.LOAD)
+    first, slow, urgent = job(), job(Purpose.STORE), job(Purpose.LOAD)
     gate = route.hold(first)
     engine.submit(first)
     assert route.entered[first.job_id].wait(10)
@@ -68,7 +68,7 @@ def test_a_large_job_is_not_overtaken_by_small_ones_for_which_there_is_room(
 ) -> None:
     """There may always be some, until the large one's deadline has passed."""
     engine = make_engine(running_bytes=2 * CHUNK_NBYTES)
-    running, large, small, beside = job(), job(chunks=2), job(), job(Why.DEMOTE)
+    running, large, small, beside = job(), job(chunks=2), job(), job(Purpose.DEMOTE)
     gate = route.hold(running)
     engine.submit(running)
     assert route.entered[running.job_id].wait(10)
@@ -167,7 +167,7 @@ def test_a_tier_that_keeps_failing_is_taken_out_of_service(
         route.answers[failing.job_id] = Outcome.FAILED
         engine.submit(failing)
         wait_for(engine, failing)
-    refused, other = job(), job(Why.DEMOTE)
+    refused, other = job(), job(Purpose.DEMOTE)
     engine.submit(refused)
     engine.submit(other)
     seen = wait_for(engine, refused, other)
@@ -190,7 +190,7 @@ def test_what_fails_while_a_tier_is_out_of_service_fills_no_log(
     assert warned == [
         f"job {first.job_id}, nvme -> ram: {lost}",
         f"job {second.job_id}, nvme -> ram: {lost}",
-        "nvme -> ram is out of service after repeated failures, and tried again every 0.0 s",
+        "nvme -> ram is out of service after repeated failures; retrying every 0.0 s",
         "nvme -> ram is in service again",
     ]
 
@@ -304,7 +304,8 @@ def test_a_job_without_a_route_fails_and_those_beside_it_run(
     engine = make_engine(running_bytes=1 << 20)
     key = make_key(bytes(32), 0)
     strays = [
-        Job(next(IDS), Why.LOAD, "nvme", "tape", [key] * 2, (0, 1), (0, 1), 1.0) for _ in "ab"
+        Job(next(IDS), Purpose.LOAD, "nvme", "tape", [key] * 2, (0, 1), (0, 1), 1.0)
+        for _ in "ab"
     ]
     before, after = job(), job()
     engine.submit(before, *strays, after)

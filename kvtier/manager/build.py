@@ -1,0 +1,168 @@
+"""Builds the manager that a configuration describes, for a live engine or a simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.config import KvtierConfig
+from kvtier.manager.cost_model import CostModel
+from kvtier.manager.hits import GroupReach
+from kvtier.manager.plans import ManagerLimits, SlotStatus
+from kvtier.manager.tier import TierState
+from kvtier.manager.tiered import TieredOffloadingManager
+from kvtier.policies import (
+    Admission,
+    ConditionalPlacement,
+    Eviction,
+    LadderPlacement,
+    Placement,
+    build_admission,
+    build_eviction,
+    build_placement,
+)
+from kvtier.policies.admission import WriteBudget
+
+__all__ = ["build_manager", "build_tiers", "check_policies"]
+
+_MAX_QUEUE_S: Final = 1.0
+_JOB_CHUNKS: Final = 256
+_JOB_NBYTES: Final = 64 << 20
+"""Size of one job: large enough to merge into few large I/O calls; small enough that an urgent
+job never waits long behind it, and that the next one is queued before it ends."""
+
+
+def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
+    """Build the tiers that ``config`` describes, empty, fastest first.
+
+    Args:
+        config: The configuration.
+        capacities: Slots of each of its tiers.
+
+    Raises:
+        ConfigError: An eviction policy is not installed, or its constructor fails.
+    """
+    return [
+        TierState(
+            options.name,
+            number,
+            capacity,
+            _build_eviction(config, number, capacity),
+        )
+        for number, (options, capacity) in enumerate(zip(config.tiers, capacities, strict=True))
+    ]
+
+
+def build_manager(  # noqa: PLR0913 - one keyword for each part
+    config: KvtierConfig,
+    tiers: Sequence[TierState],
+    *,
+    slot_nbytes: int,
+    chunk_tokens: int,
+    slot_status: SlotStatus,
+    record_events: bool,
+    track_reuse: bool = True,
+    groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
+    counting_group: int = 0,
+) -> TieredOffloadingManager:
+    """Build the manager that ``config`` describes.
+
+    Args:
+        config: The configuration.
+        tiers: Its tiers, of :func:`build_tiers`.
+        slot_nbytes: Bytes a chunk takes in a tier.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        slot_status: What the workers report about RAM slots.
+        record_events: Whether residency events are taken.
+        track_reuse: Whether reuse gaps are taken.
+        groups: What each KV cache group needs of a prefix.
+        counting_group: Index of the KV cache group whose chunks stand for tokens.
+
+    Raises:
+        ConfigError: A placement or admission policy is not installed, or its constructor fails.
+    """
+    placement, transfer = config.placement, config.transfer
+    return TieredOffloadingManager(
+        tiers,
+        placement=_build_placement(config, tiers, slot_nbytes),
+        limits=ManagerLimits(
+            pin_budget=max(int(placement.pin_budget * tiers[0].slots.capacity), 1),
+            reserve=placement.clean_reserve,
+            queue=max(transfer.queue_limit_bytes // slot_nbytes, 1),
+            batch=min(max(_JOB_NBYTES // slot_nbytes, 1), _JOB_CHUNKS),
+            retained=int(placement.retain_quota * tiers[0].slots.capacity),
+            backlog=max(int(placement.backlog_limit * tiers[0].slots.capacity), 1),
+            max_queue_s=_MAX_QUEUE_S,
+            load_timeout_s=transfer.load_timeout_s,
+            store_timeout_s=transfer.store_timeout_s,
+            direct_loads=transfer.load_path == "direct",
+        ),
+        slot_status=slot_status,
+        record_events=record_events,
+        track_reuse=track_reuse,
+        cost_model=CostModel(
+            tiers=len(tiers),
+            chunk_nbytes=slot_nbytes,
+            chunk_tokens=chunk_tokens,
+            recompute_s_per_token=placement.recompute_per_token_s,
+            margin=math.inf if placement.load_if == "always" else 1.0,
+        ),
+        groups=groups,
+        counting_group=counting_group,
+    )
+
+
+def check_policies(config: KvtierConfig) -> None:
+    """Check that every policy that ``config`` names can be constructed.
+
+    Raises:
+        ConfigError: A policy is not installed, or its constructor fails.
+    """
+    tiers = build_tiers(config, [1] * len(config.tiers))
+    _build_placement(config, tiers, slot_nbytes=1)
+    for number, name in enumerate(config.shadow):
+        with config.origin.at(f"shadow[{number}]"):
+            build_eviction(name, capacity=1)
+
+
+def _build_eviction(config: KvtierConfig, number: int, capacity: int) -> Eviction:
+    with config.origin.at(f"tiers[{number}].eviction"):
+        return build_eviction(config.tiers[number].eviction, capacity=capacity)
+
+
+def _build_placement(
+    config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
+) -> Placement:
+    rules = config.placement
+    placement: Placement
+    if rules.policy == "ladder":
+        placement = LadderPlacement(
+            len(tiers),
+            write=rules.write,
+            write_after=rules.write_after,
+            promote=rules.promote,
+            promote_after=rules.promote_after,
+            min_chunks=rules.min_chunks,
+        )
+    else:
+        with config.origin.at("placement.policy"):
+            placement = build_placement(rules.policy, tiers=len(tiers))
+    conditions = _build_conditions(config, tiers, slot_nbytes)
+    return ConditionalPlacement(placement, conditions) if conditions else placement
+
+
+def _build_conditions(
+    config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
+) -> list[Admission]:
+    """Build the conditions for entering a slower tier; the write budget is asked last."""
+    rules = config.placement
+    conditions: list[Admission] = []
+    if rules.admit != "all":
+        chunks = tiers[0].slots.capacity + max(tier.slots.capacity for tier in tiers)
+        with config.origin.at("placement.admit"):
+            conditions.append(build_admission(rules.admit, capacity=chunks))
+    if rules.write_budget_per_day_bytes is not None:
+        budget = rules.write_budget_per_day_bytes
+        conditions.append(WriteBudget(bytes_per_day=budget, chunk_nbytes=slot_nbytes))
+    return conditions

@@ -1,0 +1,336 @@
+"""The whole ladder: a trace through the manager that a live engine runs, in model time.
+
+The manager is built from the same YAML by the same builder, and is told no lies: bytes are
+always whole, jobs end when the time model says. What it decides is therefore what it would
+decide live at that load.
+
+Requests are replayed at their times, with promotions and demotions in flight and requests that
+wait for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
+from kvtier.manager import TieredOffloadingManager, TierState
+from kvtier.manager.build import build_manager, build_tiers
+from kvtier.sim._engine import ModelEngine, ModelRequest
+from kvtier.sim._slot_status import ReliableSlotStatus
+from kvtier.sim._steps import StepEngine, StepModel
+from kvtier.sim._tiers import chunk_keys
+from kvtier.sim.single import Progress
+from kvtier.sim.timing import TimeModel, TransferModel, default_speed
+from kvtier.sim.traces import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "CacheResult",
+    "StepModel",
+    "TierResult",
+    "TierTraffic",
+    "default_time_model",
+    "simulate_cache",
+    "tier_traffic",
+    "wait_quantiles",
+]
+
+_DAY_S = 86_400.0
+_BUSY = 0.7
+_WINDOW = 0.1
+"""Share of a trace's time that says how busy the engine is at its busiest."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """What one tier did; the fields are a contract.
+
+    Attributes:
+        name: The tier's name.
+        kind: Its kind.
+        eviction: Its eviction policy.
+        capacity_chunks: Chunks it holds.
+        hits: Chunks loaded into the GPU whose bytes came from it.
+        hit_ratio: ``hits`` of all references.
+        chunks_written: Chunks that were stored or demoted into it; promotions excluded.
+        chunks_promoted: Chunks that came up from it to stay in RAM.
+        evictions: Chunks that left it to make room.
+    """
+
+    name: str
+    kind: str
+    eviction: str
+    capacity_chunks: int
+    hits: int
+    hit_ratio: float
+    chunks_written: int
+    chunks_promoted: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult(TierTraffic):
+    """What one tier did in model time, which also tells how its medium wears.
+
+    Attributes:
+        bytes_written_per_day: At the trace's pace; None for RAM or a trace without duration.
+        dwpd: The same in capacities per day: drive writes per day of a drive of that size.
+    """
+
+    bytes_written_per_day: float | None
+    dwpd: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheResult:
+    """What a ladder did with a trace; the fields are a contract.
+
+    Attributes:
+        trace: The trace's name.
+        trace_sha256: Of its file.
+        requests: Requests served.
+        refs: Chunk references.
+        chunk_bytes: Bytes of a chunk; in a tier it takes whole pages.
+        chunk_tokens: Tokens of a chunk.
+        load_path: How chunks in slower tiers are loaded: ``direct`` or ``staged``.
+        tiers: One result per tier, fastest first.
+        total_hit_ratio: Chunks loaded from any tier, of all references.
+        prefix_hit_ratio: Prompt tokens loaded from any tier, of all prompt tokens.
+        writes_per_ref: Chunks written to the slower tiers, per reference.
+        promotions_per_ref: Chunks promoted, per reference.
+        ttft_s: Time from arrival to the first token: ``p50``, ``p90``, ``p99``.
+        ttft_no_cache_s: The same of an engine that computes every prompt.
+        peak_load_no_cache: What that engine is asked for, of what it computes, in the busiest
+            tenth of the trace's time; above 1 its times are those of a queue that grows.
+        time_model: What the times were computed with.
+        seconds: Time the simulation took.
+        refs_per_second: ``refs / seconds``.
+    """
+
+    trace: str
+    trace_sha256: str
+    requests: int
+    refs: int
+    chunk_bytes: int
+    chunk_tokens: int
+    load_path: str
+    tiers: Sequence[TierResult]
+    total_hit_ratio: float
+    prefix_hit_ratio: float
+    writes_per_ref: float
+    promotions_per_ref: float
+    ttft_s: dict[str, float]
+    ttft_no_cache_s: dict[str, float]
+    peak_load_no_cache: float
+    time_model: TimeModel
+    seconds: float
+    refs_per_second: float
+
+
+def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
+    """Return a time model for want of a better one.
+
+    The tiers are as fast as the hardware of their kind usually is. Nothing says how fast the
+    engine is, so it is one sized for the trace: without a cache it would be computing prompts
+    70 % of the time.
+    """
+    duration_s = max(trace.duration_s, 1e-3)
+    return TimeModel(
+        prefill_tokens_per_s=max(int(trace.input_tokens.sum()) / duration_s / _BUSY, 1.0),
+        speeds={tier.name: default_speed(tier.kind) for tier in config.tiers},
+    )
+
+
+def simulate_cache(
+    trace: Trace,
+    config: KvtierConfig,
+    *,
+    chunk_bytes: int,
+    model: TimeModel | None = None,
+    progress: Progress | None = None,
+) -> CacheResult:
+    """Replay ``trace`` through the ladder that ``config`` describes.
+
+    Args:
+        trace: The trace.
+        config: The configuration; its directories are not touched. ``load_path: auto`` is
+            what it is behind kvtier's connector.
+        chunk_bytes: Bytes of one of the trace's chunks, over all ranks.
+        model: What things take; :func:`default_time_model` when omitted. A
+            :class:`StepModel` is of an engine that computes in steps.
+        progress: Told the share done now and then.
+
+    Raises:
+        ConfigError: A tier holds less than one chunk, or a policy is not installed.
+    """
+    begun = time.perf_counter()
+    config = resolve_load_path(config)
+    check_chunk_fits(config, chunk_bytes)
+    model = model or default_time_model(config, trace)
+    slot_bytes = slot_nbytes(chunk_bytes)
+    tiers = build_tiers(config, [tier.capacity_bytes // slot_bytes for tier in config.tiers])
+    slot_status = ReliableSlotStatus()
+    manager = build_manager(
+        config,
+        tiers,
+        slot_nbytes=slot_bytes,
+        chunk_tokens=trace.chunk_tokens,
+        slot_status=slot_status,
+        record_events=False,
+        track_reuse=False,
+    )
+    engine = _engine(config, model, manager, slot_status, trace.chunk_tokens, slot_bytes)
+    waits = np.zeros(trace.requests)
+    saved = 0
+    for done, request in enumerate(engine.serve(_requests(trace)), start=1):
+        waits[request.number] = request.first_token_s - request.arrival_s
+        saved += min(request.hits * trace.chunk_tokens, request.tokens)
+        if progress is not None and not done % 256:
+            progress(done / trace.requests)
+    seconds = time.perf_counter() - begun
+    results = _tier_results(config, tiers, trace, slot_bytes)
+    slower = results[1:]
+    return CacheResult(
+        trace=trace.name,
+        trace_sha256=trace.sha256,
+        requests=trace.requests,
+        refs=trace.refs,
+        chunk_bytes=chunk_bytes,
+        chunk_tokens=trace.chunk_tokens,
+        load_path=config.transfer.load_path,
+        tiers=results,
+        total_hit_ratio=sum(tier.hits for tier in results) / trace.refs,
+        prefix_hit_ratio=saved / max(int(trace.input_tokens.sum()), 1),
+        writes_per_ref=sum(tier.chunks_written for tier in slower) / trace.refs,
+        promotions_per_ref=sum(tier.chunks_promoted for tier in slower) / trace.refs,
+        ttft_s=wait_quantiles(waits),
+        ttft_no_cache_s=wait_quantiles(_waits_without_cache(trace, model)),
+        peak_load_no_cache=_peak_load(trace, model),
+        time_model=model,
+        seconds=seconds,
+        refs_per_second=trace.refs / seconds,
+    )
+
+
+def _engine(
+    config: KvtierConfig,
+    model: TimeModel,
+    manager: TieredOffloadingManager,
+    slot_status: ReliableSlotStatus,
+    chunk_tokens: int,
+    slot_bytes: int,
+) -> ModelEngine | StepEngine:
+    """Return the engine that ``model`` is of."""
+    transfers = TransferModel(model, ram=config.tiers[0].name, slot_nbytes=slot_bytes)
+    engine = (
+        partial(StepEngine, model=model)
+        if isinstance(model, StepModel)
+        else partial(ModelEngine, model=model)
+    )
+    return engine(
+        manager,
+        transfers=transfers,
+        slot_status=slot_status,
+        chunk_tokens=chunk_tokens,
+        retain_s=config.placement.retain_s or 0.0,
+    )
+
+
+def _requests(trace: Trace) -> Iterator[ModelRequest]:
+    key_of = chunk_keys(trace.distinct).__getitem__
+    arrivals = trace.timestamps_s.tolist()
+    tokens = trace.input_tokens.tolist()
+    outputs = np.maximum(trace.output_tokens, 1).tolist()
+    sessions = trace.session_names()
+    for number, chain in enumerate(trace.chains()):
+        # A chunk named twice in one prompt is stored once.
+        chunks = list(map(key_of, dict.fromkeys(chain)))
+        yield ModelRequest(
+            number,
+            arrivals[number],
+            tokens[number],
+            chunks,
+            session=sessions[number],
+            output_tokens=outputs[number],
+        )
+
+
+def _peak_load(trace: Trace, model: TimeModel) -> float:
+    """Return the load of the busiest window: tokens that arrive in it, of those computed.
+
+    The busiest window ends with an arrival, so only those are looked at. A trace without
+    duration comes all at once, which is no load that lasts.
+    """
+    window_s = trace.duration_s * _WINDOW
+    if not window_s:
+        return 0.0
+    arrivals = trace.timestamps_s
+    tokens = np.concatenate(([0], np.cumsum(trace.input_tokens)))
+    begins = np.searchsorted(arrivals, arrivals - window_s, side="right")
+    peak = int((tokens[1:] - tokens[begins]).max())
+    return peak / (window_s * model.prefill_tokens_per_s)
+
+
+def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
+    """Return every request's time to its first token when all prompts are computed."""
+    services = np.maximum(trace.input_tokens, 1) / model.prefill_tokens_per_s
+    waits = np.zeros(trace.requests)
+    free_s = 0.0
+    for number, (arrival, service) in enumerate(
+        zip(trace.timestamps_s.tolist(), services.tolist(), strict=True)
+    ):
+        free_s = max(free_s, arrival) + service
+        waits[number] = free_s - arrival
+    return waits
+
+
+def tier_traffic(
+    config: KvtierConfig, tiers: Sequence[TierState], *, refs: int
+) -> list[TierTraffic]:
+    """Return what each tier of a manager did with ``refs`` chunk references."""
+    promoted = sum(tier.counters.promoted for tier in tiers)
+    return [
+        TierTraffic(
+            name=tier.name,
+            kind=options.kind,
+            eviction=options.eviction,
+            capacity_chunks=tier.slots.capacity,
+            hits=tier.counters.hits,
+            hit_ratio=tier.counters.hits / refs,
+            chunks_written=tier.counters.stored - (0 if tier.index else promoted),
+            chunks_promoted=tier.counters.promoted,
+            evictions=tier.counters.evicted,
+        )
+        for options, tier in zip(config.tiers, tiers, strict=True)
+    ]
+
+
+def _tier_results(
+    config: KvtierConfig,
+    tiers: Sequence[TierState],
+    trace: Trace,
+    slot_bytes: int,
+) -> list[TierResult]:
+    results = []
+    replayed = tier_traffic(config, tiers, refs=trace.refs)
+    for index, (options, tier) in enumerate(zip(config.tiers, replayed, strict=True)):
+        per_day = None
+        if index and trace.duration_s:
+            per_day = tier.chunks_written * slot_bytes / trace.duration_s * _DAY_S
+        dwpd = None if per_day is None else per_day / options.capacity_bytes
+        results.append(TierResult(**asdict(tier), bytes_written_per_day=per_day, dwpd=dwpd))
+    return results
+
+
+def wait_quantiles(waits: NDArray[np.float64]) -> dict[str, float]:
+    """Return the ``p50``, ``p90`` and ``p99`` of times to the first token, in seconds."""
+    levels = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: float(np.quantile(waits, share)) for name, share in levels.items()}
