@@ -66,17 +66,12 @@ class Worker:
         enable_prefix_caching: bool = True,
     ) -> None:
         named = {f"layer.{number}": layer for number, layer in enumerate(layers or (FP8, FP8))}
-        together = {
-            "nnodes_within_dp": 1,
-            "distributed_executor_backend": "mp",
-            "enable_fault_tolerance": False,
-        }
         self.config = model_settings(
             {"dtype": dtype, **(model or {})},
             compilation_config=SimpleNamespace(static_forward_context=named),
             cache_config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
-            parallel_config=SimpleNamespace(**together | (parallel or {})),
         )
+        vars(self.config.parallel_config).update(parallel or {})
         self._load = vllm_with(
             vllm__model_executor__layers__mamba__mamba_utils=SimpleNamespace(
                 get_conv_state_layout=lambda: convolutions

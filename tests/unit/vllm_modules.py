@@ -51,11 +51,17 @@ def model_settings(
         "is_prefix_caching_supported": True,
         "enable_sleep_mode": False,
     }
+    parallel = {
+        "nnodes_within_dp": 1,
+        "distributed_executor_backend": "mp",
+        "enable_fault_tolerance": False,
+    }
     weights = {"load_format": "auto", "model_loader_extra_config": {}}
     everything = {
         "model_config": SimpleNamespace(**{**settings, **(model or {})}),
         "load_config": SimpleNamespace(**{**weights, **(loading or {})}),
         "speculative_config": None,
         "kernel_config": SimpleNamespace(moe_backend="auto"),
+        "parallel_config": SimpleNamespace(**parallel),
     }
     return SimpleNamespace(**{**everything, **others})
