@@ -284,14 +284,14 @@ def nothing_opened(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return how many chunks a namespace holds that engines are kept away from.
+    """Return how many chunks the next engine finds in a namespace that none has open.
 
     Returns:
-        None if the index cannot be read.
+        0 after a reset that the index notes; None if the index cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
-            return reader.chunks_from(0)
+            return 0 if reader.reset_at() is not None else reader.chunks_from(0)
     except IndexMissingError:
         return 0
     except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
