@@ -22,9 +22,9 @@ from kvtier.doctor._machine import Machine
 from kvtier.doctor._rates import MeasuredRates, check_rates, measure_tier_rates
 from kvtier.doctor._scratch import direct_io_refusal
 from kvtier.os.limits import huge_page_pool, memory_limits
-from kvtier.tiers.slab.examine import StoreExamination
+from kvtier.tiers.base import StoreExamination
 from kvtier.tiers.start import StartReport, examine_start
-from kvtier.transfer import relay_slots
+from kvtier.transfer import bounce_slots_for
 from kvtier.units import approximate_size
 
 __all__ = ["Examination", "examine", "examine_pages"]
@@ -136,7 +136,7 @@ def examine_pages(config: KvtierConfig, *, machine: Machine | None = None) -> Fi
 def _ram_bytes(config: KvtierConfig) -> int:
     """Return the memory of the RAM tier and of the relay, whose lanes are at least a piece."""
     piece = config.transfer.piece_bytes
-    return config.ram.capacity_bytes + relay_slots(config, piece) * piece
+    return config.ram.capacity_bytes + bounce_slots_for(config, piece) * piece
 
 
 def _check_start(

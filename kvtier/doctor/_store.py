@@ -13,9 +13,9 @@ from typing import Literal
 from kvtier.doctor._finding import Finding, Verdict
 from kvtier.errors import ConfigError
 from kvtier.os.ownership import Exposure, find_exposure
-from kvtier.tiers.slab.examine import StoreExamination
+from kvtier.tiers.base import StoreExamination
 from kvtier.tiers.slab.inspect import StoredNamespace, find_namespaces
-from kvtier.tiers.slab.namespace import find_strangers_file, is_named_as_one
+from kvtier.tiers.slab.namespace import find_foreign_file, has_namespace_name
 from kvtier.units import approximate_size
 
 __all__ = [
@@ -90,8 +90,8 @@ def find_intruder(path: Path) -> Exposure | None:
     """Return how another user can replace what is in the store at ``path``, or did."""
     if exposure := find_exposure(path):
         return exposure
-    for directory in filter(is_named_as_one, path.iterdir() if path.is_dir() else ()):
-        if stranger := find_strangers_file(directory):
+    for directory in filter(has_namespace_name, path.iterdir() if path.is_dir() else ()):
+        if stranger := find_foreign_file(directory):
             return Exposure(stranger, "an engine does not open it: move it away or remove it")
     return None
 

@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar
 
 from kvtier.keys import make_key
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
-from kvtier.policies.terms import session_terms
+from kvtier.policies.base import session_terms
 from kvtier.testing.probes import fields_of, impure_calls
 
 __all__ = [

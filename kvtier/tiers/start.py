@@ -1,8 +1,7 @@
-"""Whether kvtier could start with a configuration on this machine, found without an engine.
+"""Check without an engine whether kvtier could start with a configuration on this machine.
 
-``kvtier check``, ``doctor`` and ``vllm-args`` print what this finds. What a start does with the
-caches in a store is decided where the start decides it, in
-:mod:`kvtier.tiers.slab.start_plan`.
+``kvtier check``, ``doctor`` and ``vllm-args`` print the report. Every tier examines its own
+store (:meth:`kvtier.tiers.base.StorageTier.examine`); this adds up the stores of one disk.
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ from pathlib import Path
 from kvtier.config import (
     KvtierConfig,
     LocalStore,
-    NvmeTierConfig,
     Remark,
     TierConfig,
-    allocated_bytes,
     check_environment,
     resolve_rank_paths,
 )
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.examine import StoreExamination, examine_store
-from kvtier.tiers.slab.start_plan import Fields
+from kvtier.tiers.base import Fields, StoreExamination
+from kvtier.tiers.registry import examine_tier
 from kvtier.units import approximate_size, format_size
 
 __all__ = ["StartReport", "examine_start", "examine_stores"]
@@ -35,10 +31,10 @@ class StartReport:
     """What a start would find, in lines that name the place in the file and a remedy.
 
     Attributes:
-        problems: Why it would not start.
-        warnings: What works, but probably not as meant.
-        notes: What else is good to know.
-        stores: What is in the stores, by the tier's number: one for each rank.
+        problems: Reasons why it would not start.
+        warnings: Settings that work, but probably not as intended.
+        notes: Other remarks.
+        stores: Examined stores by the tier's number, one for each rank.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -53,7 +49,7 @@ def examine_start(config: KvtierConfig, identity: Fields, *, ranks: int = 1) -> 
     Args:
         config: The configuration, as its file has it.
         identity: The known part of the engine's identity.
-        ranks: Data-parallel ranks that are to run on this machine.
+        ranks: Data-parallel ranks on this machine.
 
     Raises:
         ConfigError: The ranks would share a path.
@@ -74,8 +70,8 @@ def examine_stores(
     Args:
         config: The configuration, as its file has it.
         identity: The known part of the engine's identity.
-        ranks: Data-parallel ranks that are to run on this machine.
-        only_existing: Whether to leave out stores that are not there yet.
+        ranks: Data-parallel ranks on this machine.
+        only_existing: Whether to leave out stores that do not exist yet.
 
     Raises:
         ConfigError: The ranks would share a path.
@@ -84,17 +80,17 @@ def examine_stores(
     engines = [resolve_rank_paths(config, rank=rank) for rank in numbers]
     examiner = _Examiner(config, identity, only_existing=only_existing)
     for number in range(len(config.tiers)):
-        examiner.look(number, [engine.tiers[number] for engine in engines])
+        examiner.examine(number, [engine.tiers[number] for engine in engines])
     return examiner.report
 
 
 @dataclass(slots=True)
 class _Disk:
-    """What the tiers before take of a disk.
+    """Room that earlier tiers take of a disk.
 
     Attributes:
-        nbytes: So much.
-        tiers: Their names.
+        nbytes: Bytes that they take.
+        tiers: Names of the tiers.
     """
 
     nbytes: int = 0
@@ -103,7 +99,7 @@ class _Disk:
 
 @dataclass(slots=True)
 class _Examiner:
-    """Looks at one tier after the other, each beside the ones before."""
+    """Examines the tiers in order and adds up the room they take of each disk."""
 
     config: KvtierConfig
     identity: Fields
@@ -111,8 +107,8 @@ class _Examiner:
     report: StartReport = field(default_factory=StartReport)
     disks: dict[int, _Disk] = field(default_factory=dict)
 
-    def look(self, number: int, tiers: Sequence[TierConfig]) -> None:
-        """Look at the stores of a tier, one for each rank."""
+    def examine(self, number: int, tiers: Sequence[TierConfig]) -> None:
+        """Examine the stores of a tier, one for each rank."""
         on_disk = dict[int, list[StoreExamination]]()
         for tier in tiers:
             store = tier.local_store()
@@ -122,11 +118,13 @@ class _Examiner:
             if device is None:
                 continue
             try:
-                found = self._examine(tier, store)
-            except ConfigError as error:
+                found = examine_tier(tier, self.identity)
+            except (ConfigError, OSError) as error:
                 key = f"tiers[{number}].{store.key}"
                 place = self.config.origin.locate(key, value=store.path)
                 self.report.problems.append(f"{place}: {error}")
+                continue
+            if found is None:
                 continue
             self._add(number, store, found)
             on_disk.setdefault(device, []).append(found)
@@ -134,18 +132,6 @@ class _Examiner:
             disk = self.disks.setdefault(device, _Disk())
             problems = _room_problem(self.config, number, found_there, disk)
             self.report.problems.extend(problems)
-
-    def _examine(self, tier: TierConfig, store: LocalStore) -> StoreExamination:
-        if isinstance(tier, NvmeTierConfig):
-            return examine_store(tier, self.identity)
-        # Nobody knows what a tier of another kind has reserved, or how its index grows.
-        held_nbytes = allocated_bytes(store.path)
-        place = store.path if store.path.exists() else store.path.parent
-        return StoreExamination(
-            free_nbytes=BlockIo().free_nbytes(place),
-            wanted_nbytes=max(tier.capacity_bytes - held_nbytes, 0),
-            own_nbytes=held_nbytes,
-        )
 
     def _add(self, number: int, store: LocalStore, found: StoreExamination) -> None:
         def lines(remarks: Sequence[Remark]) -> Iterator[str]:
@@ -161,18 +147,18 @@ class _Examiner:
 
 
 def _device_of(path: Path, *, only_existing: bool) -> int | None:
-    """Return the file system of the store at ``path``; None if there is nothing to look at."""
+    """Return the file system of the store at ``path``; None if it does not exist."""
     try:
         place = path if only_existing or path.exists() or path.is_symlink() else path.parent
         return place.stat().st_dev if place.is_dir() else None
-    except OSError:  # it vanished, or a directory above may not be entered
+    except OSError:  # it vanished, or permission is missing
         return None
 
 
 def _room_problem(
     config: KvtierConfig, number: int, stores: Sequence[StoreExamination], disk: _Disk
 ) -> Iterator[str]:
-    """Say if the disk has no room for ``stores``, and take what they need of it."""
+    """Yield a problem if the disk has too little room for ``stores``; then add them to it."""
     tier = config.tiers[number]
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]
     reclaimed_nbytes = sum(store.reclaimed_nbytes for store in stores)

@@ -20,9 +20,9 @@ from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvtier.connector.context import RequestContext
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
+from kvtier.connector.protocols import RequestContext
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
@@ -41,7 +41,7 @@ from kvtier.policies import (
     Promotion,
     build_eviction,
 )
-from kvtier.transfer import BetweenTiers, EngineLimits, FromTier, Relay, ToTier, routes
+from kvtier.transfer import BetweenTiers, BounceBuffer, EngineLimits, FromTier, ToTier, routes
 from tests.stateful.contents import BLOCK_NBYTES, Contents, block_name
 from tests.stateful.moody_tier import MoodyTier, digest
 from tests.stateful.paged_engine import (
@@ -305,7 +305,7 @@ class BytesWorld:
             stripe_nbytes=stripe_nbytes,
             stripes=self._ranks,
             ranks=self._ranks,
-            relay_slots=4 if len(capacities) > 2 else 0,
+            bounce_slots=4 if len(capacities) > 2 else 0,
         )
 
     def _make_memory_file(self) -> int:
@@ -361,7 +361,9 @@ class BytesWorld:
             ways[disk.name, "ram"] = FromTier(region, disk, region.control)
         if relay := self._geometry.relay:
             upper, lower = disks
-            ways[upper.name, lower.name] = BetweenTiers(upper, lower, Relay(region, relay))
+            ways[upper.name, lower.name] = BetweenTiers(
+                upper, lower, BounceBuffer(region, relay)
+            )
         slot_nbytes = self._geometry.slot_nbytes
         least = self._geometry.slots if self.stage.calm else 6
         engine = SteppedEngine(

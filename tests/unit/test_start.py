@@ -92,6 +92,20 @@ def test_a_cache_that_was_not_used_for_keep_for_is_named_before_it_is_removed(
     assert "removing the cache of model some/model" in "".join(report.warnings)
 
 
+def test_a_cache_that_the_next_start_would_empty_after_a_reset_does_not_refuse_another(
+    store: Store,
+) -> None:
+    store.start()
+    store.reset()
+    store.fill()
+    store.stop()
+    report = examine_start(config_of(store), OTHER)
+    assert report.problems == []
+    assert "(128 KiB with 0 chunks, used " in "".join(report.warnings)
+    assert store.start(model="another") == []
+    assert not store.directory.exists()
+
+
 def test_where_the_model_is_not_known_the_note_says_what_another_one_would_do(
     store: Store,
 ) -> None:
@@ -180,12 +194,21 @@ def test_what_leaves_gives_its_room(store: Store, offer: Callable[[int], None]) 
     assert examine_start(config, OTHER).problems == []
 
 
-def test_what_a_later_version_made_refuses_the_start(store: Store) -> None:
+def test_an_index_of_another_version_refuses_the_start_unless_it_may_go(store: Store) -> None:
+    store.filled().sql("PRAGMA user_version=9")
+    report = examine_start(config_of(store), FIELDS)
+    assert "tiers[1].on_mismatch: " in problems(report)
+    assert "it has version 9, and this kvtier reads 1; start the kvtier" in problems(report)
+    report = examine_start(config_of(store, more="on_mismatch: remove"), FIELDS)
+    assert report.problems == []
+
+
+def test_what_another_version_made_refuses_the_start(store: Store) -> None:
     store.filled()
     layout = store.directory / "layout.json"
     layout.write_text(layout.read_text().replace('"version": 1', '"version": 2'))
     report = examine_start(config_of(store), FIELDS)
-    assert "was made by a later version of kvtier" in problems(report)
+    assert "was made by another version of kvtier" in problems(report)
 
 
 def test_what_cannot_be_counted_is_a_warning(store: Store) -> None:
