@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier.sim._tiers import chunk_keys
 
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.errors import ConfigError
