@@ -15,13 +15,13 @@ from kvtier.cli._help import AsJson, Commands
 from kvtier.cli._outputs import check_outputs, write_output
 from kvtier.cli._progress import show_progress
 from kvtier.cli._quantity import quantity
-from kvtier.cli._sim_render import show_ladder, show_single, show_sweep
+from kvtier.cli._sim_render import show_cache, show_single, show_sweep
 from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
-from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.policies.registry import EVICTIONS
+from kvtier.sim.cache import default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
-from kvtier.sim.ladder import default_time_model, simulate_ladder
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
 from kvtier.sim.single import TouchOrder, simulate_single
@@ -90,7 +90,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Eviction policy of a single tier: {', '.join(sorted(BUILT_IN_EVICTIONS))}, "
+            help=f"Eviction policy of a single tier: {', '.join(EVICTIONS.built_in)}, "
             "an installed one, or module:Class.",
         ),
     ] = None,
@@ -129,10 +129,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
         ladder = load_config(config)
         model = _time_model(loaded, ladder, prefill_rate, tier_speed)
         with show_progress("replaying") as progress:
-            whole = simulate_ladder(
+            whole = simulate_cache(
                 loaded, ladder, chunk_bytes=nbytes, model=model, progress=progress
             )
-        show_ladder(whole, loaded, as_json=as_json)
+        show_cache(whole, loaded, as_json=as_json)
         return
     with show_progress("replaying") as progress:
         one = simulate_single(

@@ -14,13 +14,13 @@ from kvtier.cli._render import (
     show_tiers_apart,
 )
 from kvtier.cli._trace import show_assumptions
-from kvtier.sim.ladder import LadderResult
+from kvtier.sim.cache import CacheResult
 from kvtier.sim.single import SingleResult
 from kvtier.sim.sweep import SweepResult
 from kvtier.sim.traces import Trace
 from kvtier.units import approximate_rate, approximate_size
 
-__all__ = ["show_ladder", "show_single", "show_sweep"]
+__all__ = ["show_cache", "show_single", "show_sweep"]
 
 
 def show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def show_sweep(results: Sequence[SweepResult]) -> None:
         show_table(console, table)
 
 
-def show_ladder(result: LadderResult, trace: Trace, *, as_json: bool) -> None:
+def show_cache(result: CacheResult, trace: Trace, *, as_json: bool) -> None:
     """Print what a ladder did with ``trace``."""
     if as_json:
         show_json(asdict(result) | trace.reading())
@@ -79,7 +79,7 @@ def show_ladder(result: LadderResult, trace: Trace, *, as_json: bool) -> None:
     show_assumptions(trace)
 
 
-def _summary(result: LadderResult) -> list[str]:
+def _summary(result: CacheResult) -> list[str]:
     of = f"{result.refs:,} references, {result.prefix_hit_ratio:.4f} of the prompt tokens"
     moved = f"{result.writes_per_ref:.4f} chunks written to slower tiers"
     waits = f"{_waits(result.ttft_s)}; without a cache {_waits(result.ttft_no_cache_s)}"

@@ -16,7 +16,13 @@ from kvtier.config._checks import (
 from kvtier.config._engine_args import VllmEntryPoint, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
-from kvtier.config._kinds import TIER_GROUP, is_built_in, load_tier, options_of
+from kvtier.config._kinds import (
+    TIER_GROUP,
+    has_custom_policies,
+    is_built_in,
+    load_tier,
+    options_of,
+)
 from kvtier.config._load import load_config, parse_config, parse_tier
 from kvtier.config._models import (
     EngineConfig,
@@ -32,7 +38,6 @@ from kvtier.config._models import (
 )
 from kvtier.config._origin import Origin
 from kvtier.config._own_paths import has_rank_paths, resolve_rank_paths
-from kvtier.config._policies import has_custom_policies
 from kvtier.config._schema import schema
 
 __all__ = [

@@ -10,11 +10,24 @@ import re
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from kvtier.config._models import NvmeTierConfig, RamTierConfig, TierConfig
-from kvtier.config._policies import CLASS_PATTERN, remedy_for
+from kvtier.config._models import KvtierConfig, NvmeTierConfig, RamTierConfig, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.policies.registry import (
+    ADMISSIONS,
+    CLASS_PATTERN,
+    EVICTIONS,
+    PLACEMENTS,
+    path_remedy,
+)
 
-__all__ = ["TIER_GROUP", "installed_kinds", "is_built_in", "load_tier", "options_of"]
+__all__ = [
+    "TIER_GROUP",
+    "has_custom_policies",
+    "installed_kinds",
+    "is_built_in",
+    "load_tier",
+    "options_of",
+]
 
 TIER_GROUP: Final = "kvtier.tiers"
 """Entry points: a kind's name -> a class with ``Options: type[TierConfig]``."""
@@ -30,6 +43,17 @@ def installed_kinds() -> tuple[str, ...]:
 def is_built_in(kind: str) -> bool:
     """Return whether kvtier itself provides tiers of ``kind``."""
     return kind in _BUILT_IN
+
+
+def has_custom_policies(config: KvtierConfig) -> bool:
+    """Return whether ``config`` names a policy that is not kvtier's own."""
+    rules = config.placement
+    evictions = {*config.shadow, *(tier.eviction for tier in config.tiers)}
+    return not (
+        evictions <= EVICTIONS.built_in.keys()
+        and rules.policy in PLACEMENTS.built_in
+        and rules.admit in ADMISSIONS.built_in
+    )
 
 
 def options_of(kind: str) -> type[TierConfig]:
@@ -64,7 +88,7 @@ def load_tier(kind: str) -> Any:  # noqa: ANN401 - what somebody's package provi
         problem = f"tier kind {point.name} does not load: {error}"
         if point.name != point.value:
             problem = f"tier kind {point.name} ({point.value}) does not load: {error}"
-        remedy = remedy_for(point, error) or "repair or remove the package that provides it"
+        remedy = path_remedy(point, error) or "repair or remove the package that provides it"
         raise ConfigError(f"{problem}; {remedy}") from error
 
 

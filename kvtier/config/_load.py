@@ -19,15 +19,15 @@ from pydantic import BaseModel, ValidationError
 from kvtier.config._kinds import installed_kinds, options_of
 from kvtier.config._models import NAME_PATTERN, KvtierConfig, TierConfig
 from kvtier.config._origin import Origin
-from kvtier.config._policies import (
-    ADMISSION,
-    CLASS_PATTERN,
-    EVICTION,
-    PLACEMENT,
-    PolicyNames,
-)
 from kvtier.config._yaml import read_yaml
 from kvtier.errors import ConfigError, did_you_mean
+from kvtier.policies.registry import (
+    ADMISSIONS,
+    CLASS_PATTERN,
+    EVICTIONS,
+    PLACEMENTS,
+    PolicyRole,
+)
 from kvtier.units import UnitError
 
 if TYPE_CHECKING:
@@ -144,13 +144,13 @@ class _Reader:
             self._note("shadow", "not a list of policies", "write shadow: [arc, s3-fifo]")
             return []
         for at, name in enumerate(values):
-            self._check_policy(name, EVICTION, f"shadow[{at}]")
+            self._check_policy(name, EVICTIONS, f"shadow[{at}]")
         return values
 
     def _check_placement(self, values: object) -> None:
         if isinstance(values, dict):
-            self._check_policy(values.get("policy"), PLACEMENT, "placement.policy")
-            self._check_policy(values.get("admit"), ADMISSION, "placement.admit")
+            self._check_policy(values.get("policy"), PLACEMENTS, "placement.policy")
+            self._check_policy(values.get("admit"), ADMISSIONS, "placement.admit")
 
     def _tier(self, values: object, key: str) -> TierConfig | None:
         if not isinstance(values, dict):
@@ -159,7 +159,7 @@ class _Reader:
         if "kind" not in values:
             self._note(f"{key}.kind", "missing", f"add {_EXAMPLES['kind']}")
             return None
-        self._check_policy(values.get("eviction"), EVICTION, f"{key}.eviction")
+        self._check_policy(values.get("eviction"), EVICTIONS, f"{key}.eviction")
         kind = values["kind"]
         is_class = isinstance(kind, str) and re.match(CLASS_PATTERN, kind)
         if not is_class and not self._one_of(
@@ -170,14 +170,14 @@ class _Reader:
             options = options_of(kind)
         return self._section(options, values, key)
 
-    def _check_policy(self, name: object, names: PolicyNames, key: str) -> None:
+    def _check_policy(self, name: object, role: PolicyRole[Any], key: str) -> None:
         if not isinstance(name, str):
             return  # absent, or the section's own check says that it is no text
-        obstacle = names.obstacle(name)
+        obstacle = role.obstacle(name)
         if obstacle is not None:
             self._note(key, *obstacle)
         elif not re.fullmatch(CLASS_PATTERN, name):
-            self._one_of(name, names.installed(), key, names.what)
+            self._one_of(name, role.installed(), key, role.what)
 
     def _one_of(self, value: object, known: Sequence[str], key: str, what: str) -> bool:
         if value in known:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvtier.config._kinds import installed_kinds, options_of
 from kvtier.config._models import KvtierConfig, TierConfig
-from kvtier.config._policies import ADMISSION, CLASS_PATTERN, EVICTION, PLACEMENT
+from kvtier.policies.registry import ADMISSIONS, CLASS_PATTERN, EVICTIONS, PLACEMENTS
 
 __all__ = ["schema"]
 
@@ -32,10 +32,10 @@ def schema() -> dict[str, Any]:
     definitions["tier-class"] = _schema_of_classes()
     references.append({"$ref": "#/$defs/tier-class"})
     root["properties"]["tiers"]["items"] = {"oneOf": references}
-    root["properties"]["shadow"]["items"] = EVICTION.schema()
+    root["properties"]["shadow"]["items"] = EVICTIONS.schema()
     placement = definitions["PlacementConfig"]["properties"]
-    placement["policy"] |= PLACEMENT.schema()
-    placement["admit"] |= ADMISSION.schema()
+    placement["policy"] |= PLACEMENTS.schema()
+    placement["admit"] |= ADMISSIONS.schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **root,
@@ -48,7 +48,7 @@ def _schema_of_classes() -> dict[str, Any]:
     """Return the schema of a tier that is named as ``module:Class``; its keys are its own."""
     tier = TierConfig.model_json_schema(mode="serialization")
     tier["properties"]["kind"] |= {"pattern": CLASS_PATTERN}
-    tier["properties"]["eviction"] |= EVICTION.schema()
+    tier["properties"]["eviction"] |= EVICTIONS.schema()
     return {**tier, "additionalProperties": True, "title": "tier of a class"}
 
 
@@ -59,5 +59,5 @@ def _tier_schema(kind: str) -> dict[str, Any]:
     properties["kind"] = {"const": kind, "description": description}
     # A model may give its own kind a default; a file always names it.
     tier["required"] = ["kind", *(key for key in tier.get("required", ()) if key != "kind")]
-    properties["eviction"] |= EVICTION.schema()
+    properties["eviction"] |= EVICTIONS.schema()
     return {**tier, "title": f"{kind} tier"}

@@ -160,7 +160,7 @@ class Demoter:
         """
         target = self._ladder.tiers[index]
         policy = target.eviction
-        simple = not policy.hears_misses and not policy.leaf_only
+        simple = not policy.tracks_misses and not policy.leaf_only
         return simple and self._queued[index] <= target.room
 
     def _take(self, index: int, room: int) -> Run | None:

@@ -1,8 +1,8 @@
 """Children of the copies of a tier whose policy evicts leaves only.
 
 Such a policy strands nothing: it picks a chunk only when none that continues it is here. It
-reads ``copy.kids`` for that, which is kept here. A child may arrive before its parent, and stay
-when its parent was dropped, so the children of what is not here are counted too.
+reads ``copy.child_count`` for that, which is kept here. A child may arrive before its parent,
+and stay when its parent was dropped, so children of absent chunks are counted too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kids:
     def arrive(self, copies: Sequence[ChunkCopy]) -> None:
         """Count ``copies``, which become members of the order, and find their children."""
         for copy in copies:
-            copy.kids += self._of_absent.pop(copy.key, 0)
+            copy.child_count += self._of_absent.pop(copy.key, 0)
             self.enter(copy)
 
     def enter(self, copy: ChunkCopy) -> None:
@@ -50,9 +50,9 @@ class Kids:
 
     def orphan(self, copy: ChunkCopy) -> None:
         """Remember the children that ``copy``, which is gone, leaves behind."""
-        if copy.kids:
-            self._count_of_absent(copy.key, copy.kids)
-            copy.kids = 0
+        if copy.child_count:
+            self._count_of_absent(copy.key, copy.child_count)
+            copy.child_count = 0
 
     def pick_many(
         self, eviction: Eviction, count: int, evictable: Evictable, ctx: PolicyContext
@@ -72,7 +72,7 @@ class Kids:
             return
         parent = self._copies.get(copy.parent)
         if parent is not None:
-            parent.kids += change
+            parent.child_count += change
         else:
             self._count_of_absent(copy.parent, change)
 

@@ -148,7 +148,7 @@ class Ladder:
         count = len(newcomers)
         if count > tier.slots.free + tier.idle:
             return None
-        if tier.eviction.hears_misses:
+        if tier.eviction.tracks_misses:
             for key in newcomers:
                 tier.eviction.on_miss(key, self.ctx)
         taken = tier.take_slots(count, self.ctx)

@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._frequency import SketchFrequency
+from kvtier.policies.frequency import SketchFrequency
 
-__all__ = ["Admission", "SecondTouch", "TinyLfu", "WriteBudget"]
+__all__ = ["Admission", "AdmitAll", "SecondTouch", "TinyLfu", "WriteBudget"]
 
 _DAY_S = 86_400.0
 _BURSTS_PER_DAY = 25
@@ -63,6 +63,14 @@ class Admission(ABC):
     ) -> Sequence[bool]:
         """Do :meth:`admits` for ``copies``, in this order."""
         return [self.admits(copy, tier, ctx) for copy in copies]
+
+
+class AdmitAll(Admission):
+    """Refuses nothing."""
+
+    @override
+    def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
+        return True
 
 
 class SecondTouch(Admission):

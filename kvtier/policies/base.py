@@ -71,7 +71,7 @@ class ChunkCopy:
         parent: Key of the preceding chunk of the prefix, None at the root or where unknown.
         depth: Chunks before it in the prefix.
         terms: What the request that stored it asked for; shared by all that it stored.
-        kids: Copies in this tier whose parent this is; kept only for ``leaf_only`` policies.
+        child_count: Copies in this tier whose parent this is; only for ``leaf_only`` policies.
         queued: For the eviction policy: stale entries of its queue that name this copy.
         policy: For the eviction policy: anything else.
         grants: Waiting requests this copy is kept for; each is also a pin.
@@ -81,13 +81,13 @@ class ChunkCopy:
     """
 
     __slots__ = (
+        "child_count",
         "depth",
         "dirty",
         "generation",
         "grants",
         "hits",
         "key",
-        "kids",
         "origin",
         "parent",
         "pins",
@@ -116,7 +116,7 @@ class ChunkCopy:
         self.pins = 0
         self.dirty = 0
         self.hits = 0
-        self.kids = 0
+        self.child_count = 0
         self.queued = 0
         self.policy: Any = None
         self.grants = 0
@@ -194,14 +194,14 @@ class Eviction(ABC):
         capacity: Slots of the tier, at least 1; ``kvtier check`` makes it for 1.
 
     Attributes:
-        hears_misses: Whether :meth:`on_miss` does anything; if not, a driver may save the
+        tracks_misses: Whether :meth:`on_miss` does anything; if not, a driver may save the
             calls.
     """
 
     leaf_only: ClassVar[bool] = False
     """Whether only copies without resident children may be picked. The driver then keeps
-    ``copy.kids``: it counts a child before the child's insertion, and takes it off right after
-    the child was picked or removed."""
+    ``copy.child_count``: it counts a child before the child's insertion, and takes it off right
+    after the child was picked or removed."""
 
     insert_first: ClassVar[bool] = False
     """Whether a newcomer competes with the residents. A driver that moves no bytes then inserts
@@ -223,7 +223,7 @@ class Eviction(ABC):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.surplus = 0
-        self.hears_misses = type(self).on_miss is not Eviction.on_miss
+        self.tracks_misses = type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
         """Note that ``key`` was asked for, is not here, and is about to be let in.

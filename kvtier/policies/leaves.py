@@ -9,7 +9,7 @@ __all__ = ["is_unpinned_leaf", "pick_leaf"]
 
 def is_unpinned_leaf(copy: ChunkCopy) -> bool:
     """Return whether nobody needs ``copy`` and no resident chunk continues it."""
-    return not copy.pins and copy.kids <= 0
+    return not copy.pins and copy.child_count <= 0
 
 
 def pick_leaf(

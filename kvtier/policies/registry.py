@@ -1,12 +1,17 @@
-"""Policies by name: kvtier's own, those of installed packages, and any other class.
+"""Policies by name: kvtier's own, those of installed packages, and any class.
 
-All are made the same way: the class is called with one number that says how large the cache
-is. There are no options; a variant is a class of its own.
+A new eviction policy of kvtier's own is a module in ``kvtier/policies/eviction`` and a line in
+:data:`EVICTIONS`; nothing else lists the names. Classes are named as text, so that a
+configuration can be read without importing them.
+
+Every policy is made by calling its class with one number, the size of what it serves. There are
+no options: a variant is a class of its own.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,109 +19,106 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Generic, TypeVar, cast
 
 from kvtier.errors import ConfigError, did_you_mean
-from kvtier.policies import eviction
-from kvtier.policies.admission import Admission, SecondTouch, TinyLfu
+from kvtier.policies.admission import Admission
 from kvtier.policies.base import Eviction, Placement
-from kvtier.policies.placement import LadderPlacement
 
 __all__ = [
     "ADMISSIONS",
-    "BUILT_IN_EVICTIONS",
+    "CLASS_PATTERN",
     "EVICTIONS",
     "PLACEMENTS",
     "PolicyRole",
     "build_admission",
     "build_eviction",
     "build_placement",
+    "path_remedy",
 ]
 
 PolicyT = TypeVar("PolicyT")
 
-BUILT_IN_EVICTIONS: Final[dict[str, type[Eviction]]] = {
-    "arc": eviction.Arc,
-    "belady": eviction.Belady,
-    "fifo": eviction.Fifo,
-    "gdsf": eviction.Gdsf,
-    "hedged-lhd": eviction.HedgedLhd,
-    "lfu": eviction.Lfu,
-    "lirs": eviction.Lirs,
-    "lru": eviction.Lru,
-    "2q": eviction.TwoQ,
-    "prefix-lru": eviction.PrefixLru,
-    "s3-fifo": eviction.S3Fifo,
-    "sieve": eviction.Sieve,
-    "slru": eviction.Slru,
-    "slru-4": eviction.Slru4,
-    "w-tinylfu": eviction.WTinyLfu,
-    "w-tinylfu-exact": eviction.WTinyLfuExact,
-}
+CLASS_PATTERN: Final = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""The form ``module:Class``, for a class that no package registers under a name."""
+
+
+def path_remedy(point: EntryPoint, error: Exception) -> str:
+    """Return a remedy if Python does not find the module of ``module:Class``, else nothing."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
+        return f"put the directory of {point.module} on PYTHONPATH, the engine's too"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRole(Generic[PolicyT]):
-    """One of the things that a policy can be for.
+    """One kind of decision, and the policies that make it.
 
     Attributes:
-        what: What messages call such a policy.
-        group: Entry points: a policy's name -> its class.
-        base: What the class must be derived from.
+        what: The name of such a policy in messages.
+        group: The group of entry points in which packages register theirs.
+        base: The class that every policy derives from.
         state: Attributes that the base's constructor sets.
-        built_in: kvtier's own, by name.
+        built_in: kvtier's own policies: name to ``module:Class``.
+        simulated: Those of them that only a simulator can drive.
     """
 
     what: str
     group: str
     base: type[Any]
     state: tuple[str, ...]
-    built_in: Mapping[str, type[PolicyT]]
+    built_in: Mapping[str, str]
+    simulated: frozenset[str] = frozenset()
 
-    def named(self, name: str) -> type[PolicyT]:
+    def installed(self) -> tuple[str, ...]:
+        """Return every name that a configuration may give, sorted."""
+        return tuple(sorted({*self.built_in, *self._registered()} - self.simulated))
+
+    def obstacle(self, name: str) -> tuple[str, str] | None:
+        """Return why a configuration cannot name the policy ``name``, and a remedy.
+
+        A name outside :meth:`installed` is left to the caller. Nothing built in is imported.
+        """
+        if name in self.simulated:
+            return "a policy that must know the future", "use it with kvtier sim run --policy"
+        point = None if name in self.built_in else self._point(name)
+        if point is None:
+            return None
+        try:
+            point.load()
+        except Exception as error:  # noqa: BLE001 - importing it runs other people's code
+            remedy = "put its package on the path of Python, or repair it"
+            return f"does not load: {error}", path_remedy(point, error) or remedy
+        return None
+
+    def schema(self) -> dict[str, object]:
+        """Return the JSON Schema of a name."""
+        names = {"enum": list(self.installed())}
+        return {"type": "string", "anyOf": [names, {"pattern": CLASS_PATTERN}]}
+
+    def load(self, name: str) -> type[PolicyT]:
         """Return the class called ``name``.
 
         Args:
-            name: A built-in policy, the entry point of an installed package, or
+            name: A built-in policy, a registered name of an installed package, or
                 ``module:Class``.
 
         Raises:
-            ConfigError: There is no such policy, or it cannot be made.
+            ConfigError: There is no such policy, or its class is not usable.
         """
-        return self.built_in.get(name) or self._loaded(self._point(name))
-
-    def _point(self, name: str) -> EntryPoint:
-        if ":" in name:
-            return EntryPoint(name=name, value=name, group=self.group)
-        installed = entry_points(group=self.group)
-        if name not in installed.names:
-            known = sorted({*self.built_in, *installed.names})
+        point = self._point(name)
+        if point is None:
+            known = sorted({*self.built_in, *self._registered()})
             remedy = f"or name a class as module:Class{did_you_mean(name, known)}"
             problem = f"unknown {self.what} {name!r}; installed: {', '.join(known)}"
             raise ConfigError(f"{problem}; {remedy}")
-        return installed[name]
-
-    def _loaded(self, point: EntryPoint) -> type[PolicyT]:
-        policy = f"{self.what} {point.name!r}"
         try:
             loaded = point.load()
-        except Exception as error:  # importing it runs somebody's code
-            problem = f"{policy} ({point.value}) does not load: {error}"
-            remedy = "repair or remove the package that provides it"
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if point.name == point.value and f"{point.module}.".startswith(f"{missing}."):
-                remedy = f"put the directory of {point.module} on PYTHONPATH"
+        except Exception as error:  # importing it runs other people's code
+            problem = f"{self.what} {name!r} ({point.value}) does not load: {error}"
+            remedy = (
+                path_remedy(point, error) or "repair or remove the package that provides it"
+            )
             raise ConfigError(f"{problem}; {remedy}") from error
-        base = self.base.__name__
-        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
-            problem = f"{policy}: {point.value} is no {base}"
-            raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
-        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
-        if missing:
-            problem = f"{policy}: {point.value} leaves out {missing}"
-            raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")
-        try:
-            inspect.signature(loaded).bind(1)
-        except TypeError as error:
-            problem = f"{policy}: {point.value} cannot be made from one number: {error}"
-            raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
+        self._check_class(f"{self.what} {name!r}", point.value, loaded)
         return cast("type[PolicyT]", loaded)
 
     def make(self, name: str, size: int) -> PolicyT:
@@ -125,7 +127,7 @@ class PolicyRole(Generic[PolicyT]):
         Raises:
             ConfigError: There is no such policy, or it cannot be made.
         """
-        factory = cast("Callable[[int], PolicyT]", self.named(name))
+        factory = cast("Callable[[int], PolicyT]", self.load(name))
         with self.making(name):
             policy = factory(size)
         unset = ", ".join(each for each in self.state if not hasattr(policy, each))
@@ -136,34 +138,81 @@ class PolicyRole(Generic[PolicyT]):
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Turn what a policy called ``name`` raises when it is made into a ConfigError."""
+        """Turn any error in the constructor of the policy ``name`` into a ConfigError."""
         try:
             yield
-        except Exception as error:  # making it runs somebody's code
+        except Exception as error:  # making it runs other people's code
             problem = f"{self.what} {name!r} cannot be made: {error}"
             raise ConfigError(f"{problem}; repair the class") from error
+
+    def _check_class(self, policy: str, value: str, loaded: object) -> None:
+        base = self.base.__name__
+        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            problem = f"{policy}: {value} is no {base}"
+            raise ConfigError(f"{problem}; derive it from kvtier.policies.{base}")
+        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+        if missing:
+            problem = f"{policy}: {value} leaves out {missing}"
+            raise ConfigError(f"{problem}; kvtier.policies.{base} says what each must do")
+        try:
+            inspect.signature(loaded).bind(1)
+        except TypeError as error:
+            problem = f"{policy}: {value} cannot be made from one number: {error}"
+            raise ConfigError(f"{problem}; take what kvtier.policies.{base} takes") from error
+
+    def _registered(self) -> set[str]:
+        return entry_points(group=self.group).names
+
+    def _point(self, name: str) -> EntryPoint | None:
+        if value := self.built_in.get(name):
+            return EntryPoint(name, value, self.group)
+        if re.fullmatch(CLASS_PATTERN, name):
+            return EntryPoint(name, name, self.group)
+        return entry_points(group=self.group)[name] if name in self._registered() else None
 
 
 EVICTIONS: Final[PolicyRole[Eviction]] = PolicyRole(
     "eviction policy",
     "kvtier.eviction",
     Eviction,
-    ("capacity", "hears_misses", "surplus"),
-    BUILT_IN_EVICTIONS,
+    ("capacity", "surplus", "tracks_misses"),
+    {
+        "2q": "kvtier.policies.eviction.two_q:TwoQ",
+        "arc": "kvtier.policies.eviction.arc:Arc",
+        "belady": "kvtier.policies.eviction.belady:Belady",
+        "fifo": "kvtier.policies.eviction.fifo:Fifo",
+        "gdsf": "kvtier.policies.eviction.gdsf:Gdsf",
+        "hedged-lhd": "kvtier.policies.eviction.hedged_lhd:HedgedLhd",
+        "lfu": "kvtier.policies.eviction.lfu:Lfu",
+        "lirs": "kvtier.policies.eviction.lirs:Lirs",
+        "lru": "kvtier.policies.eviction.lru:Lru",
+        "prefix-lru": "kvtier.policies.eviction.prefix_lru:PrefixLru",
+        "s3-fifo": "kvtier.policies.eviction.s3_fifo:S3Fifo",
+        "sieve": "kvtier.policies.eviction.sieve:Sieve",
+        "slru": "kvtier.policies.eviction.slru:Slru",
+        "slru-4": "kvtier.policies.eviction.slru4:Slru4",
+        "w-tinylfu": "kvtier.policies.eviction.w_tinylfu:WTinyLfu",
+        "w-tinylfu-exact": "kvtier.policies.eviction.w_tinylfu:WTinyLfuExact",
+    },
+    simulated=frozenset({"belady"}),
 )
 PLACEMENTS: Final[PolicyRole[Placement]] = PolicyRole(
     "placement policy",
     "kvtier.placement",
     Placement,
     ("tiers",),
-    {"ladder": LadderPlacement},
+    {"ladder": "kvtier.policies.placement:LadderPlacement"},
 )
 ADMISSIONS: Final[PolicyRole[Admission]] = PolicyRole(
     "admission policy",
     "kvtier.admission",
     Admission,
     ("capacity",),
-    {"second-touch": SecondTouch, "tinylfu": TinyLfu},
+    {
+        "all": "kvtier.policies.admission:AdmitAll",
+        "second-touch": "kvtier.policies.admission:SecondTouch",
+        "tinylfu": "kvtier.policies.admission:TinyLfu",
+    },
 )
 
 
@@ -171,15 +220,14 @@ def build_eviction(name: str, *, capacity: int, future: bool = False) -> Evictio
     """Build the eviction policy called ``name`` for a tier of ``capacity`` slots.
 
     Args:
-        name: A built-in policy, the entry point of an installed package, or ``module:Class``.
+        name: A built-in policy, a registered name of an installed package, or ``module:Class``.
         capacity: Slots of the tier.
         future: Whether the caller sets ``ctx.next_use``, as a simulator can.
 
     Raises:
-        ConfigError: There is no such policy, it cannot be made, or it needs a future that
-            nobody knows.
+        ConfigError: There is no such policy, it cannot be made, or it must know the future.
     """
-    if EVICTIONS.named(name).needs_future and not future:
+    if EVICTIONS.load(name).needs_future and not future:
         problem = f"eviction policy {name!r} must know the future"
         raise ConfigError(f"{problem}; use it in kvtier sim, and another one in a live tier")
     return EVICTIONS.make(name, capacity)
@@ -198,7 +246,7 @@ def build_placement(name: str, *, tiers: int) -> Placement:
     placement = PLACEMENTS.make(name, tiers)
     with PLACEMENTS.making(name):
         if not isinstance(placement.min_chunks, int):
-            raise TypeError(f"min_chunks is {placement.min_chunks!r} and no int")
+            raise TypeError(f"min_chunks is {placement.min_chunks!r}, which is no int")
     return placement
 
 

@@ -27,7 +27,7 @@ from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, CopyState, Eviction, NoVictimError, PolicyContext
 from kvtier.policies.leaves import pick_leaf
 from kvtier.policies.registry import build_eviction
-from kvtier.policies.terms import NO_TERMS, RequestTerms, terms_of_session
+from kvtier.policies.terms import NO_TERMS, RequestTerms, session_terms
 
 __all__ = ["GhostFigures", "ShadowTier"]
 
@@ -90,7 +90,7 @@ class ShadowTier:
             return
         ctx = self._ctx
         ctx.now, ctx.request, ctx.session = now, request, session
-        terms = terms_of_session(session)
+        terms = session_terms(session)
         self._references += len(chain)
         for ghost in self._ghosts:
             ghost.serve(chain, ctx, terms)
@@ -165,7 +165,7 @@ class _Ghost:
             before = self._here.get(parent)
             if before is None:
                 return  # it would be stranded
-        if eviction.hears_misses:
+        if eviction.tracks_misses:
             eviction.on_miss(key, ctx)
         full = len(self._here) >= eviction.capacity
         competes = eviction.insert_first and not eviction.leaf_only
@@ -181,7 +181,7 @@ class _Ghost:
         copy.terms = self._terms
         self._here[key] = copy
         if eviction.leaf_only:
-            copy.kids = self._kids.get(key, 0)
+            copy.child_count = self._kids.get(key, 0)
             self._count_kid(parent, 1)
         eviction.on_insert(copy, ctx)
         if full and competes:
@@ -213,7 +213,7 @@ class _Ghost:
             self._kids.pop(parent, None)
         copy = self._here.get(parent)
         if copy is not None:
-            copy.kids = kids
+            copy.child_count = kids
 
 
 def _always(_: ChunkCopy) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["NO_TERMS", "RequestTerms", "terms_of_session"]
+__all__ = ["NO_TERMS", "RequestTerms", "session_terms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,6 @@ class RequestTerms:
 NO_TERMS = RequestTerms()
 
 
-def terms_of_session(session: str) -> RequestTerms:
+def session_terms(session: str) -> RequestTerms:
     """Return the terms of a request that says at most what it belongs to."""
     return RequestTerms(session=session) if session else NO_TERMS

@@ -26,7 +26,7 @@ from kvtier.manager.estimates import prompt_tokens
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batch, Batcher
 from kvtier.replay._requests import ReplayRequest
-from kvtier.sim.ladder import StepModel
+from kvtier.sim.cache import StepModel
 
 __all__ = ["Connector", "ReplayCounts", "ReplayEngine", "WrongBytesError"]
 

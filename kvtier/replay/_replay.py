@@ -43,11 +43,11 @@ from kvtier.replay._requests import (
     shorten_sessions,
     with_chains,
 )
-from kvtier.sim.ladder import (
-    LadderResult,
+from kvtier.sim.cache import (
+    CacheResult,
     StepModel,
     default_time_model,
-    simulate_ladder,
+    simulate_cache,
     wait_quantiles,
 )
 from kvtier.sim.timing import TierSpeed
@@ -151,7 +151,7 @@ class ReplayResult:
     tiers: tuple[ReplayedTraffic, ...]
     hit_ratio: float
     ttft_s: Mapping[str, float]
-    predicted: LadderResult
+    predicted: CacheResult
 
     def apart(self) -> dict[str, float]:
         """Return how far the prediction is from what happened, as a share of the latter."""
@@ -208,7 +208,7 @@ def replay_trace(
         model = replace(model, speeds=speeds)
         served, seconds = bench.serve(progress)
         kept = [int(request.request_id) for request in served]
-        predicted = simulate_ladder(
+        predicted = simulate_cache(
             pick_requests(trace, kept), own, chunk_bytes=options.chunk_bytes, model=model
         )
         waits = [request.first_token_s - request.arrival_s for request in served]

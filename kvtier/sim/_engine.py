@@ -23,7 +23,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import terms_of_session
+from kvtier.policies.terms import session_terms
 from kvtier.sim._truth import HonestTruth
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, Purpose, TransferResult
@@ -219,7 +219,7 @@ class ModelEngine(Engine[TimeModel]):
         while self._queue and self._open < self._model.concurrency:
             request = self._queue.popleft()
             self._open += 1
-            terms = terms_of_session(request.session)
+            terms = session_terms(request.session)
             self._manager.begin_request(request.req_id, terms)
             if not self._look(request):
                 self._deferred[request] = None

@@ -28,7 +28,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan
 from kvtier.manager.estimates import prompt_tokens
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import terms_of_session
+from kvtier.policies.terms import session_terms
 from kvtier.sim._engine import Engine, ModelRequest
 from kvtier.sim.timing import TimeModel
 from kvtier.types import Job, Purpose, TransferResult
@@ -109,7 +109,7 @@ class StepEngine(Engine[StepModel]):
                 self._rest(coming)
             while coming and coming[0].arrival_s <= self._now_s:
                 request = coming.popleft()
-                self._manager.begin_request(request.req_id, terms_of_session(request.session))
+                self._manager.begin_request(request.req_id, session_terms(request.session))
                 self._waiting.append(_Served(request))
             self._step()
             yield from (served.request for served in self._ended)

@@ -16,7 +16,7 @@ from kvtier.keys import GROUP_NBYTES, ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.policies.base import NoVictimError
 from kvtier.policies.leaves import pick_leaf
-from kvtier.policies.terms import NO_TERMS, terms_of_session
+from kvtier.policies.terms import NO_TERMS, session_terms
 from kvtier.sim.traces import Trace
 
 __all__ = ["Tier", "chunk_keys", "tier_for"]
@@ -75,7 +75,7 @@ class Tier:
         ctx.now = now
         ctx.request = request
         ctx.session = session
-        self._terms = terms_of_session(session)
+        self._terms = session_terms(session)
 
     def serve(self, chain: Sequence[int]) -> tuple[int, int, int]:
         """Access a request's chunks.
@@ -122,7 +122,7 @@ class Tier:
         """Access the chunks at ``places`` of ``chain``, one by one; return the hits."""
         here, keys, ctx, eviction = self._here, self._keys, self.ctx, self._eviction
         on_hit, on_insert, pick = eviction.on_hit, eviction.on_insert, eviction.pick
-        on_miss = eviction.on_miss if eviction.hears_misses else None
+        on_miss = eviction.on_miss if eviction.tracks_misses else None
         hits = 0
         for depth in places:
             number = chain[depth]
@@ -171,7 +171,7 @@ class _CarefulTier(Tier):
                 self._touch((copy,))
                 continue
             key = self._keys[chain[depth]]
-            if self._eviction.hears_misses:
+            if self._eviction.tracks_misses:
                 self._eviction.on_miss(key, self.ctx)
             copy = self._take(chain[depth])
             copy.depth = depth
@@ -281,7 +281,7 @@ class _TierWithKids(Tier):
             before = here[chain[depth - 1]] if depth else None
             if depth and before is None:
                 continue
-            if eviction.hears_misses:
+            if eviction.tracks_misses:
                 eviction.on_miss(keys[number], ctx)
             copy = self._take(number, before)
             if copy is None:
@@ -290,7 +290,7 @@ class _TierWithKids(Tier):
             copy.depth = depth
             copy.parent = before.key if before is not None else None
             copy.terms = self._terms
-            copy.kids = self._kids[number]
+            copy.child_count = self._kids[number]
             here[number] = copy
             self._count_kid(parents[number], 1)
             on_insert(copy, ctx)
@@ -321,7 +321,7 @@ class _TierWithKids(Tier):
         self._kids[parent] += change
         copy = self._here[parent]
         if copy is not None:
-            copy.kids += change
+            copy.child_count += change
 
 
 class _TierWithFuture(_CarefulTier):

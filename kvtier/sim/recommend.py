@@ -20,7 +20,7 @@ import yaml
 
 from kvtier.config import KvtierConfig, parse_config, slot_nbytes
 from kvtier.errors import ConfigError
-from kvtier.sim.ladder import LadderResult, default_time_model, simulate_ladder
+from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.single import Progress, SingleResult, simulate_single
 from kvtier.sim.timing import TierSpeed, TimeModel
 from kvtier.sim.traces import Trace
@@ -73,7 +73,7 @@ class _Tried:
     write: str
     promote_after: int
     text: str
-    result: LadderResult
+    result: CacheResult
 
 
 def recommend(trace: Trace, request: RecommendRequest, *, progress: Progress | None) -> str:
@@ -164,7 +164,7 @@ def _try(
     }
     text = yaml.safe_dump(document, sort_keys=False)
     config = parse_config(text, source="recommended")
-    result = simulate_ladder(
+    result = simulate_cache(
         trace,
         config,
         chunk_bytes=request.chunk_bytes,

@@ -116,7 +116,7 @@ class ModelTier:
     def _allowed(self, copy: ChunkCopy) -> bool:
         if copy.key in self.pinned:
             return False
-        return not self.eviction.leaf_only or not copy.kids
+        return not self.eviction.leaf_only or not copy.child_count
 
     def _insert(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         self.eviction.on_insert(self._enter(key, parent), self._ctx)
@@ -124,7 +124,7 @@ class ModelTier:
     def _enter(self, key: ChunkKey, parent: ChunkKey | None) -> ChunkCopy:
         copy = ChunkCopy(key, len(self.members), parent)
         copy.state = CopyState.RESIDENT
-        copy.kids = self._kids.get(key, 0)
+        copy.child_count = self._kids.get(key, 0)
         self.members[key] = copy
         self._count_kid(parent, 1)
         return copy
@@ -144,4 +144,4 @@ class ModelTier:
             return
         self._kids[parent] = self._kids.get(parent, 0) + change
         if parent in self.members:
-            self.members[parent].kids += change
+            self.members[parent].child_count += change

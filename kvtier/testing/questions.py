@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.keys import make_key
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
-from kvtier.policies.terms import terms_of_session
+from kvtier.policies.terms import session_terms
 
 __all__ = ["Question", "make_copies", "make_questions"]
 
@@ -52,7 +52,7 @@ def make_copies(
         )
         copy.state = CopyState.RESIDENT
         copy.hits = max(rng.randrange(-3, 4), 0)
-        copy.terms = terms_of_session(f"session {number // 64}")
+        copy.terms = session_terms(f"session {number // 64}")
         copies.append(copy)
     return copies
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext, build_eviction
 from kvtier.policies.eviction import Lru, PrefixLru
-from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.policies.registry import EVICTIONS
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.model_tier import ModelTier
 
@@ -20,7 +20,7 @@ EXACT = "w-tinylfu-exact"
 
 
 class TestBuiltIn(EvictionContract):
-    @pytest.fixture(params=sorted(BUILT_IN_EVICTIONS.keys() - {EXACT}), autouse=True)
+    @pytest.fixture(params=sorted(EVICTIONS.built_in.keys() - {EXACT}), autouse=True)
     def name(self, request: pytest.FixtureRequest) -> None:
         self._name: str = request.param
 
@@ -47,7 +47,7 @@ PINS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS))
+@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in))
 @given(steps=PINS, capacity=st.integers(1, 8))
 def test_what_is_pinned_stays_and_somebody_else_goes(
     name: str, steps: list[tuple[str, int]], capacity: int

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.config import parse_config
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
-from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.traces import generate
 from kvtier.testing.admission_contract import AdmissionContract
 from kvtier.testing.eviction_contract import EvictionContract
@@ -84,7 +84,7 @@ def test_the_page_s_policies_work_in_a_file_and_in_the_simulator(
     written = []
     for line in ("policy: ladder", key.replace(": ", ": kvtier_page:")):
         config = parse_config("\n".join([*lines, f"  {line}"]), source="a.yaml")
-        simulated = simulate_ladder(trace, config, chunk_bytes=4096)
+        simulated = simulate_cache(trace, config, chunk_bytes=4096)
         written.append(simulated.tiers[1].chunks_written)
     assert 0 < written[1] < written[0]
 

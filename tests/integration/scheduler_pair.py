@@ -58,7 +58,7 @@ class Reason(enum.StrEnum):
     LAST_TOKEN = "the last token does not count"
     DROPPED = "vLLM drops a block of a window that was given out again, to whomever"
     NO_END = "no hit ends where the chunk would be read"
-    COMPUTED_ANEW = "chunks are offered again after a failed load or a reset"
+    COMPUTED_ANEW = "chunks are offered again after a failed load, a preemption or a reset"
 
 
 class Books:
@@ -337,7 +337,7 @@ class PairedConnector(NotesConnector):
             )
         )
         for req_id in () if output is None else output.failed_requests:
-            self.world.failed.add(req_id)
+            self.world.computed_anew.add(req_id)
 
     @override
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
@@ -361,7 +361,7 @@ class PairedWorld(EngineWorld):
 
     def __init__(self, setup: Setup, model: Path, seed: int) -> None:
         self.reasons: Counter[Reason] = Counter()
-        self.failed: set[str] = set()
+        self.computed_anew: set[str] = set()
         """Requests that offer their chunks again."""
         self.most_computed: dict[str, int] = {}
         self.last_tables: dict[str, Sequence[list[int]]] = {}
@@ -376,7 +376,7 @@ class PairedWorld(EngineWorld):
 
     @override
     def reset(self) -> None:
-        self.failed.update(request.request_id for request in self.alive())
+        self.computed_anew.update(request.request_id for request in self.alive())
         super().reset()
 
     @override
@@ -385,6 +385,8 @@ class PairedWorld(EngineWorld):
         for req_id, request in self.requests.items():
             computed = max(self.most_computed.get(req_id, 0), request.num_computed_tokens)
             self.most_computed[req_id] = computed
+            if request.num_preemptions:
+                self.computed_anew.add(req_id)
 
     @property
     def has_windows(self) -> bool:
@@ -426,7 +428,7 @@ class PairedWorld(EngineWorld):
                 assert reason, f"{req_id}: kvtier did not offer {self._brief(req_id, key)}"
                 self.reasons[reason] += 1
             for key in ours - theirs.keys():
-                reason = Reason.COMPUTED_ANEW if req_id in self.failed else None
+                reason = Reason.COMPUTED_ANEW if req_id in self.computed_anew else None
                 reason = reason or self._no_end(req_id, key)
                 reason = Reason.DROPPED if (req_id, key) in self._dropped else reason
                 assert reason, f"{req_id}: only kvtier offered {self._brief(req_id, key)}"

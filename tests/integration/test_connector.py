@@ -122,7 +122,8 @@ def test_the_specification_refuses_a_model_with_a_sliding_window(
     windowed: Path, site: Site
 ) -> None:
     scenario = site.scenario((), ram_blocks=60, nvme_blocks=800)
-    scenario = through("spec", scenario.model_copy(update={"model": windowed}))
+    room = {"model": windowed, "gpu_blocks": GPU_BLOCKS, "context_tokens": CONTEXT_TOKENS}
+    scenario = through("spec", scenario.model_copy(update=room))
     with pytest.raises(
         EngineFailedError, match=r"UnsupportedError: this model has 2 .* use KVT"
     ):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kvtier.config import load_config
-from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.traces import Trace, read_trace
 from tests.demo.model import BLOCK_TOKENS, KV_NBYTES_PER_BLOCK
 from tests.demo.runner import run_engine
@@ -83,7 +83,7 @@ def test_a_recorded_run_can_be_simulated(reference: Reference, site: Site) -> No
     assert report.count("kvtier_trace_records") > 0
     config = load_config(site.directory / "kvtier.yaml")
     trace = assert_traffic_is_recorded(recorded(site), report)
-    simulated = simulate_ladder(trace, config, chunk_bytes=KV_NBYTES_PER_BLOCK)
+    simulated = simulate_cache(trace, config, chunk_bytes=KV_NBYTES_PER_BLOCK)
     assert simulated.total_hit_ratio > 0
     assert_shadows_saw(trace, report)
     site.assert_nothing_held()

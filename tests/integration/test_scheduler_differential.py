@@ -123,7 +123,7 @@ STREAMS = [
     Stream("chunks of four blocks", 1),
     Stream("no room", 1, frozenset({"preemptions"})),
     Stream(
-        "copies fail", 0, frozenset({"loads that failed"}), frozenset({Reason.COMPUTED_ANEW})
+        "copies fail", 6, frozenset({"loads that failed"}), frozenset({Reason.COMPUTED_ANEW})
     ),
     Stream("window", 2, differs=frozenset({Reason.GONE})),
     Stream("window, sparse", 1, differs=frozenset({Reason.NO_END})),
@@ -131,7 +131,7 @@ STREAMS = [
     Stream("window of chunks", 0, differs=frozenset({Reason.LAST_TOKEN})),
     Stream(
         "blocks of two sizes",
-        1,
+        8,
         differs=frozenset({Reason.ENDS_IN_BLOCK, Reason.DROPPED}),
     ),
     Stream("large blocks for the window", 1),

@@ -194,7 +194,6 @@ def assert_bytes_add_up(last: Scrape) -> None:
     assert last.value("kvtier_hit_tokens_total") == hits * BLOCK_TOKENS
     moved = "kvtier_kv_offload_total_bytes_total"
     assert last.value(moved, transfer_type="ram_to_gpu") == hits * nbytes
-    assert last.value("vllm:kv_offload_load_bytes_total") == hits * nbytes
     stored = last.value("kvtier_stored_chunks_total", tier="ram")
     promoted = last.value("kvtier_read_bytes_total", tier="nvme") / nbytes
     assert last.value(moved, transfer_type="gpu_to_ram") == (stored - promoted) * nbytes

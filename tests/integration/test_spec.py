@@ -97,7 +97,7 @@ def vllm_config(kept: KVCacheSpec = FULL, lora_config: object = None) -> SimpleN
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         **vars(model_settings({"dtype": torch.float32})),
-        cache_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         lora_config=lora_config,
     )
 
@@ -228,6 +228,7 @@ def file(tmp_path: Path) -> Path:
         f"tiers:\n- kind: ram\n  capacity: {8 * CHUNK_NBYTES}B\n"
         f"- kind: nvme\n  path: {tmp_path / 'store'}\n  capacity: {64 * CHUNK_NBYTES}B\n"
         "  own_process: false\n"
+        "  on_mismatch: remove\n"
     )
     return path
 

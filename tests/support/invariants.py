@@ -174,7 +174,10 @@ def _check_kids(tier: TierState) -> None:
     for copy in tier.copies.values():
         if copy.state == CopyState.RESIDENT:
             _expect(
-                "children equal a recount", repr(copy), counted=kids[copy.key], noted=copy.kids
+                "children equal a recount",
+                repr(copy),
+                counted=kids[copy.key],
+                noted=copy.child_count,
             )
 
 

@@ -435,8 +435,8 @@ def test_the_help_loads_the_commands_names_only() -> None:
     }
 
 
-def test_a_check_of_kvtier_s_own_policies_loads_no_policy(config: Path) -> None:
+def test_a_check_of_kvtier_s_own_policies_loads_no_manager(config: Path) -> None:
     loaded = packages_loaded_by("check", str(config))
     assert "kvtier.config" in loaded
-    heavy = {"torch", "vllm", "kvtier.manager", "kvtier.policies", "kvtier.sim"}
+    heavy = {"torch", "vllm", "kvtier.manager", "kvtier.sim"}
     assert not heavy & loaded

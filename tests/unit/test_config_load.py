@@ -126,11 +126,11 @@ def test_text_that_is_not_a_configuration_is_refused(text: str, message: str) ->
         ),
         (
             f"{RAM}    eviction: lur\n",
-            "a.yaml:4: tiers[0].eviction = lur: no such policy is installed; installed: ",
+            "a.yaml:4: tiers[0].eviction = lur: no such eviction policy is installed; inst",
         ),
         (
             f'{RAM}    eviction: "shutil:Error\\n"\n',
-            r"a.yaml:4: tiers[0].eviction = shutil:Error\n: no such policy is installed",
+            r"a.yaml:4: tiers[0].eviction = shutil:Error\n: no such eviction policy is inst",
         ),
         (
             "tiers:\n  - kind: ram\n    capacity: 1B\n",

@@ -10,7 +10,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, PolicyContext
 from kvtier.policies.eviction import Lru, PrefixLru
-from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.policies.registry import EVICTIONS
 from tests.support.workbench import Workbench, prefix
 
 
@@ -52,7 +52,7 @@ def serve(bench: Workbench, keys: list[ChunkKey], req_id: str) -> int:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("write", ["through", "evict"])
-@pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS.keys() - {"belady"}))
+@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in.keys() - {"belady"}))
 def test_a_ladder_keeps_its_books_with_every_policy(name: str, write: str) -> None:
     bench = Workbench(6, 14, write="through" if write == "through" else "evict", eviction=name)
     rng, hits = random.Random(name), 0

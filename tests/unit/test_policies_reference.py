@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.policies.registry import EVICTIONS
 from kvtier.sim.single import SingleResult, TouchOrder, simulate_single
 from kvtier.sim.traces import Trace, read_trace
 from tests.unit.sim_traces import ROOT, TRACES, needs_traces
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 def test_every_policy_is_compared_with_something() -> None:
     # Tested in test_hedged_lhd and test_evictions, and one that approximates.
     others = {"hedged-lhd", "prefix-lru", "w-tinylfu"}
-    assert set(TEXTBOOK) == set(NAMES.values()) == set(BUILT_IN_EVICTIONS) - others
+    assert set(TEXTBOOK) == set(NAMES.values()) == set(EVICTIONS.built_in) - others
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.config import parse_config, schema
-from kvtier.config._policies import ADMISSION, EVICTION, PLACEMENT, PolicyNames
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager.building import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     ConditionalPlacement,
     Eviction,
+    LadderPlacement,
     Placement,
     build_admission,
     build_eviction,
@@ -25,9 +23,9 @@ from kvtier.policies.admission import WriteBudget
 from kvtier.policies.eviction import Belady, Lru
 from kvtier.policies.registry import (
     ADMISSIONS,
-    BUILT_IN_EVICTIONS,
     EVICTIONS,
     PLACEMENTS,
+    PolicyRole,
 )
 from kvtier.policies.shadow import ShadowTier
 from kvtier.sim.single import TouchOrder, simulate_single
@@ -155,43 +153,33 @@ def placed_by(*lines: str) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("role", "names", "unnamed"),
-    [
-        (EVICTIONS, EVICTION, set[str]()),
-        (PLACEMENTS, PLACEMENT, set[str]()),
-        (ADMISSIONS, ADMISSION, {"all"}),
-    ],
+    "role", [EVICTIONS, PLACEMENTS, ADMISSIONS], ids=lambda role: role.what
 )
-def test_what_is_built_in_is_what_the_package_provides_and_a_file_may_name(
-    role: Any, names: PolicyNames, unnamed: set[str]
-) -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        provided = tomllib.load(file)["project"]["entry-points"][role.group]
-    loaded = {
-        name: EntryPoint(name, value, role.group).load() for name, value in provided.items()
-    }
-    assert loaded == role.built_in
-    assert names.group == role.group
-    assert set(names.installed()) == (role.built_in.keys() - names.offline) | unnamed
+def test_every_built_in_policy_loads_and_a_file_may_name_it(role: PolicyRole[Any]) -> None:
+    for name in role.built_in:
+        assert issubclass(role.load(name), role.base)
+        assert role.make(name, 3)
+    assert set(role.installed()) >= role.built_in.keys() - role.simulated
+    assert not role.simulated & set(role.installed())
 
 
 def test_the_schema_has_the_names_and_takes_any_class() -> None:
     definitions = schema()["$defs"]
     for field, names in (
-        (definitions["tier-ram"]["properties"]["eviction"], EVICTION),
-        (definitions["PlacementConfig"]["properties"]["policy"], PLACEMENT),
-        (definitions["PlacementConfig"]["properties"]["admit"], ADMISSION),
+        (definitions["tier-ram"]["properties"]["eviction"], EVICTIONS),
+        (definitions["PlacementConfig"]["properties"]["policy"], PLACEMENTS),
+        (definitions["PlacementConfig"]["properties"]["admit"], ADMISSIONS),
     ):
         known, pattern = field["anyOf"]
         assert set(known["enum"]) == set(names.installed())
         assert set(pattern) == {"pattern"}
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN_EVICTIONS.keys() - {"belady"}))
+@pytest.mark.parametrize("name", sorted(EVICTIONS.built_in.keys() - EVICTIONS.simulated))
 def test_every_policy_but_belady_may_order_a_live_tier(name: str) -> None:
     config = parse_config(with_eviction(name), source="a.yaml")
     built = build_eviction(config.tiers[0].eviction, capacity=3)
-    assert (type(built), built.capacity) == (BUILT_IN_EVICTIONS[name], 3)
+    assert (type(built), built.capacity) == (EVICTIONS.load(name), 3)
 
 
 @pytest.mark.usefixtures("mine")
@@ -229,13 +217,16 @@ def test_a_policy_of_ones_own_that_needs_the_future_is_refused_too() -> None:
         ("lruu", r"unknown eviction policy 'lruu'; .*; did you mean lru\?$"),
         ("gone", r"'gone' .*does not load: No module.*repair or remove"),
         ("kvtier_mine:Absent", r"does not load: .*Absent.*repair or remove"),
-        ("kvtier_away:Lru", r"No module.*; put the directory of kvtier_away on PYTHONPATH$"),
+        (
+            "kvtier_away:Lru",
+            r"No module.*; put the directory of kvtier_away on PYTHONPATH, the engine's too$",
+        ),
         ("wrong", r"'wrong': kvtier_mine:Wrong is no Eviction; derive it from"),
         ("kvtier_mine:PLUGIN", r"does not load"),
         ("kvtier_mine:k", r"no attribute 'k'; repair or remove"),
         (
             "kvtier_mine:Uninitialised",
-            r"'kvtier_mine:Uninitialised' has no hears_misses, surplus; its __init__ must call",
+            r"'kvtier_mine:Uninitialised' has no surplus, tracks_misses; its __init__ must c",
         ),
     ],
 )
@@ -276,7 +267,7 @@ def test_a_policy_of_another_package_may_admit_whoever_places(name: str, policy:
 
 
 def test_without_conditions_nothing_stands_before_the_ladder() -> None:
-    assert type(placed_by("admit: all")) is PLACEMENTS.built_in["ladder"]
+    assert type(placed_by("admit: all")) is LadderPlacement
 
 
 @pytest.mark.usefixtures("mine")

@@ -28,7 +28,7 @@ from kvtier.replay import _replay as replay_module
 from kvtier.replay._batching import Batcher, BatchLimits
 from kvtier.replay._engine import WrongBytesError
 from kvtier.replay._requests import Phase, ReplayRequest, make_requests, pick_requests
-from kvtier.sim.ladder import LadderResult, simulate_ladder
+from kvtier.sim.cache import CacheResult, simulate_cache
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
 from kvtier.tiers.hosted.process import HostProcess
@@ -305,12 +305,12 @@ class TestReplay:
     ) -> None:
         live: list[Told] = []
 
-        def simulate(*args: Any, **options: Any) -> LadderResult:
+        def simulate(*args: Any, **options: Any) -> CacheResult:
             live.extend(PlainEar.heard)
             PlainEar.heard.clear()
-            return simulate_ladder(*args, **options)
+            return simulate_cache(*args, **options)
 
-        monkeypatch.setattr(replay_module, "simulate_ladder", simulate)
+        monkeypatch.setattr(replay_module, "simulate_cache", simulate)
         PlainEar.heard.clear()
         long = "x" * 1000
         sessions = ["a", "b", "", long + "1", long + "2", "a"]

@@ -23,8 +23,8 @@ from kvtier.connector.worker import ConnectorWorker
 from kvtier.replay import ReplayOptions, replay_trace
 from kvtier.replay import _engine as engine_module
 from kvtier.replay import _replay as replay_module
-from kvtier.sim import ladder as ladder_module
-from kvtier.sim.ladder import wait_quantiles
+from kvtier.sim import cache as cache_module
+from kvtier.sim.cache import wait_quantiles
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import generate
 from kvtier.types import TransferResult
@@ -94,7 +94,7 @@ class Machine:
         ):
             monkeypatch.setattr(replay_module, name, self.noted(kind))
         monkeypatch.setattr(replay_module, "_measure_copies", lambda *_: AT_ONCE)
-        for module in (replay_module, ladder_module):
+        for module in (replay_module, cache_module):
             monkeypatch.setattr(module, "wait_quantiles", self.note_waits)
 
     def noted(

@@ -29,7 +29,7 @@ from kvtier.policies.admission import SecondTouch
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
 from kvtier.sim._truth import HonestTruth
-from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
 from tests.support.invariants import check_manager
@@ -94,7 +94,7 @@ def leading_hits(chains: Iterable[Sequence[int]], capacity: int) -> int:
 @given(chains=CHAINS.filter(any), capacity=st.integers(6, 20))
 def test_ram_alone_at_leisure_is_one_lru(chains: list[list[int]], capacity: int) -> None:
     trace = trace_of(chains, every_s=1000.0)
-    result = simulate_ladder(trace, ladder(capacity), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, ladder(capacity), chunk_bytes=CHUNK, model=MODEL)
     assert result.tiers[0].hits == leading_hits(chains, capacity)
     assert result.total_hit_ratio == result.tiers[0].hits / trace.refs
     assert result.writes_per_ref == result.promotions_per_ref == 0
@@ -107,7 +107,7 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
 ) -> None:
     trace = trace_of(chains, every_s=1000.0)
     config = ladder(14, 1000, write=write, pin_budget="100%", clean_reserve="50%")
-    result = simulate_ladder(trace, config, chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
     assert sum(tier.hits for tier in result.tiers) == leading_hits(chains, 10**6)
     nvme = result.tiers[1]
     assert nvme.chunks_promoted == nvme.hits
@@ -119,11 +119,11 @@ def test_a_disk_that_holds_everything_forgets_nothing_at_leisure(
 def test_what_is_retained_is_hit_for_as_long_and_no_longer() -> None:
     chains = [[0], [1], [2], [3], [0], [4], [5], [6], [0]]
     trace = trace_of(chains, every_s=10.0)
-    forgetful = simulate_ladder(trace, ladder(3), chunk_bytes=CHUNK, model=MODEL)
+    forgetful = simulate_cache(trace, ladder(3), chunk_bytes=CHUNK, model=MODEL)
     assert forgetful.tiers[0].hits == 0
     for retain, hits in (("45s", 2), ("15s", 0)):
         config = ladder(3, retain_quota="34%", retain=retain)
-        result = simulate_ladder(trace, config, chunk_bytes=CHUNK, model=MODEL)
+        result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
         assert result.tiers[0].hits == hits
 
 
@@ -276,7 +276,7 @@ def test_two_tiers_do_what_the_reference_did(row: dict[str, str]) -> None:
 
 def test_a_hit_in_ram_costs_its_copy_and_the_rest_is_computed() -> None:
     trace = trace_of([[0, 1], [0, 1, 2]], tokens=[32, 48], every_s=100.0)
-    result = simulate_ladder(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
     first, second = 32 / RATE, 2 * CHUNK / 1e9 + 0.001 + 16 / RATE
     assert result.ttft_s["p50"] == pytest.approx((first + second) / 2)
     assert result.ttft_no_cache_s["p50"] == pytest.approx((32 + 48) / 2 / RATE)
@@ -286,10 +286,10 @@ def test_a_hit_in_ram_costs_its_copy_and_the_rest_is_computed() -> None:
 def test_the_busiest_tenth_says_how_much_an_engine_without_a_cache_is_asked_for() -> None:
     busy = [1600 if 40 <= number < 50 else 16 for number in range(101)]
     trace = trace_of([[number] for number in range(101)], tokens=busy)
-    result = simulate_ladder(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
     assert result.peak_load_no_cache == pytest.approx(10 * 1600 / (10 * RATE))
     at_once = trace_of([[0], [1]], every_s=0.0)
-    result = simulate_ladder(at_once, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(at_once, ladder(9), chunk_bytes=CHUNK, model=MODEL)
     assert result.peak_load_no_cache == 0
 
 
@@ -299,7 +299,7 @@ def test_a_hit_below_waits_for_the_disk_first(load_path: str) -> None:
     chains = [[0, 1], [2, 3], [4, 5], [0, 1]]
     config = ladder(4, 50, pin_budget="100%", load_path=load_path)
     trace = trace_of(chains, every_s=100.0)
-    result = simulate_ladder(trace, config, chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=MODEL)
     assert result.tiers[1].hits == 2
     copy_s = 2 * CHUNK / 1e9 + 0.001
     promotion_s = 2 * CHUNK / 1e8 + 0.01
@@ -315,7 +315,7 @@ def test_the_load_path_left_open_is_that_of_the_connector() -> None:
     auto, direct, staged = (
         asdict(
             replace(
-                simulate_ladder(
+                simulate_cache(
                     trace,
                     ladder(60, 300, load_path=path, pin_budget="100%"),
                     chunk_bytes=CHUNK,
@@ -335,19 +335,19 @@ def test_the_load_path_left_open_is_that_of_the_connector() -> None:
 
 def test_requests_wait_for_each_other() -> None:
     trace = trace_of([[0], [1], [2]], tokens=[1000, 1000, 1000], every_s=0.0)
-    result = simulate_ladder(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, ladder(9), chunk_bytes=CHUNK, model=MODEL)
     assert result.ttft_s["p50"] == pytest.approx(2.0)
     assert result.ttft_s == result.ttft_no_cache_s
 
 
 def test_wear_is_what_was_written_at_the_traces_pace() -> None:
     trace = trace_of([[0], [1], [2]], every_s=43_200.0)
-    result = simulate_ladder(trace, ladder(9, 50), chunk_bytes=CHUNK, model=MODEL)
+    result = simulate_cache(trace, ladder(9, 50), chunk_bytes=CHUNK, model=MODEL)
     ram, nvme = result.tiers
     assert ram.bytes_written_per_day is None
     assert nvme.bytes_written_per_day == 3 * CHUNK
     assert nvme.dwpd == 3 / 50
-    hurried = simulate_ladder(trace_of([[0]]), ladder(9, 50), chunk_bytes=CHUNK, model=MODEL)
+    hurried = simulate_cache(trace_of([[0]]), ladder(9, 50), chunk_bytes=CHUNK, model=MODEL)
     assert hurried.tiers[1].dwpd is None
 
 
@@ -357,7 +357,7 @@ def test_a_disk_too_slow_for_the_deadline_means_computing_again(load_path: str) 
     chains = [[0, 1], [2, 3], [4, 5], [0, 1], [0, 1]]
     trace = trace_of(chains, every_s=100.0)
     config = ladder(4, 50, pin_budget="100%", load_path=load_path)
-    result = simulate_ladder(trace, config, chunk_bytes=CHUNK, model=stuck)
+    result = simulate_cache(trace, config, chunk_bytes=CHUNK, model=stuck)
     assert result.tiers[1].hits == 0
     assert 9.0 < result.ttft_s["p99"] < 11.0
     # What the stuck read is to bring keeps its slots, so the last request finds nothing either.
@@ -453,4 +453,4 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
 
 def test_a_tier_smaller_than_a_chunk_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tiers\[1\].capacity"):
-        simulate_ladder(trace_of([[0]]), ladder(9, 1), chunk_bytes=2 * CHUNK)
+        simulate_cache(trace_of([[0]]), ladder(9, 1), chunk_bytes=2 * CHUNK)

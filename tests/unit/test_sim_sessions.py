@@ -10,7 +10,7 @@ from kvtier.config import parse_config
 from kvtier.policies.shadow import ShadowTier
 from kvtier.replay._requests import pick_requests
 from kvtier.sim._tiers import chunk_keys
-from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import generate, read_trace, write_trace
 from tests.unit.listening import EARS, Ear, Told
@@ -55,7 +55,7 @@ def test_a_simulated_ladder_tells_its_policy_of_requests_and_sessions(ear: type[
     config = parse_config(
         f"tiers: [{{kind: ram, capacity: 8MiB, eviction: '{name_of(ear)}'}}]", source="test"
     )
-    simulate_ladder(TRACE, config, chunk_bytes=1 << 20)
+    simulate_cache(TRACE, config, chunk_bytes=1 << 20)
     assert set(ear.heard) == EXPECTED
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.policies.registry import BUILT_IN_EVICTIONS
+from kvtier.policies.registry import EVICTIONS
 from kvtier.sim.capacity import parse_capacity, parse_chunk_bytes
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.traces import generate
@@ -76,7 +76,7 @@ def test_lru_hits_what_the_definition_says(
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("policy", BUILT_IN_EVICTIONS)
+@pytest.mark.parametrize("policy", EVICTIONS.built_in)
 @settings(max_examples=settings().max_examples // 3)
 @given(chains=CHAINS, capacity=st.integers(1, 20))
 def test_no_policy_hits_more_than_an_infinite_cache_or_less_than_nothing(

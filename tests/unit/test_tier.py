@@ -180,9 +180,9 @@ def test_with_a_leaf_only_policy_a_parent_leaves_after_its_children() -> None:
     root, middle, leaf = fill(tier, prefix(3))
     (other,) = fill(tier, prefix(1, of=1))
     tier.touch([root], CTX)
-    assert (root.kids, middle.kids, leaf.kids) == (1, 1, 0)
+    assert (root.child_count, middle.child_count, leaf.child_count) == (1, 1, 0)
     assert make_room(tier, 2) == [leaf, middle]
-    assert root.kids == 0
+    assert root.child_count == 0
     assert make_room(tier, 4) == [other, root]
 
 
@@ -194,11 +194,11 @@ def test_with_a_leaf_only_policy_a_pinned_leaf_keeps_its_ancestors_and_nothing_c
     (other,) = fill(tier, prefix(1, of=1))
     tier.pin(leaf)
     assert make_room(tier, 2) is None
-    assert (root.kids, middle.kids, tier.idle, tier.slots.free) == (1, 1, 3, 0)
+    assert (root.child_count, middle.child_count, tier.idle, tier.slots.free) == (1, 1, 3, 0)
     assert make_room(tier, 1) == [other]
     tier.unpin(leaf)
     tier.drop(leaf)
-    assert middle.kids == 0
+    assert middle.child_count == 0
 
 
 def test_a_snapshot_does_not_change_afterwards() -> None:

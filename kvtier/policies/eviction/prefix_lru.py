@@ -80,7 +80,7 @@ class PrefixLru(LazyQueue):
                 continue
             if copy.state == GONE:
                 continue
-            if copy.kids > 0:
+            if copy.child_count > 0:
                 copy.queued = _ASIDE
                 aside[copy.key] = copy
             elif evictable(copy):

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._frequency import ExactFrequency, Frequency, SketchFrequency
 from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.frequency import ExactFrequency, Frequency, SketchFrequency
 
 __all__ = ["WTinyLfu", "WTinyLfuExact"]
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.config import parse_config
-from kvtier.sim.ladder import simulate_ladder
+from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import TouchOrder, simulate_single
 from kvtier.sim.sweep import sweep
 from kvtier.sim.traces import Trace, generate, read_trace
@@ -110,7 +110,7 @@ def ladders(trace: Trace, rounds: int) -> Iterator[Figure]:
             "transfer: {queue_limit: 4GiB}\n"
         )
         config = parse_config(text, source="bench")
-        run = partial(simulate_ladder, trace, config, chunk_bytes=CHUNK)
+        run = partial(simulate_cache, trace, config, chunk_bytes=CHUNK)
         what = f"ladder 1 % + 10 %, write: {write}"
         yield Figure(what, refs_per_s(trace, run, rounds), LADDER_BAR, "refs/s")
 

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "LadderResult",
-    "ReplayedTier",
+    "CacheResult",
     "StepModel",
     "TierResult",
+    "TierTraffic",
     "default_time_model",
-    "replayed_tiers",
-    "simulate_ladder",
+    "simulate_cache",
+    "tier_traffic",
     "wait_quantiles",
 ]
 
@@ -50,7 +50,7 @@ _WINDOW = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayedTier:
+class TierTraffic:
     """What one tier did; the fields are a contract.
 
     Attributes:
@@ -77,7 +77,7 @@ class ReplayedTier:
 
 
 @dataclass(frozen=True, slots=True)
-class TierResult(ReplayedTier):
+class TierResult(TierTraffic):
     """What one tier did in model time, which also tells how its medium wears.
 
     Attributes:
@@ -90,7 +90,7 @@ class TierResult(ReplayedTier):
 
 
 @dataclass(frozen=True, slots=True)
-class LadderResult:
+class CacheResult:
     """What a ladder did with a trace; the fields are a contract.
 
     Attributes:
@@ -149,14 +149,14 @@ def default_time_model(config: KvtierConfig, trace: Trace) -> TimeModel:
     )
 
 
-def simulate_ladder(
+def simulate_cache(
     trace: Trace,
     config: KvtierConfig,
     *,
     chunk_bytes: int,
     model: TimeModel | None = None,
     progress: Progress | None = None,
-) -> LadderResult:
+) -> CacheResult:
     """Replay ``trace`` through the ladder that ``config`` describes.
 
     Args:
@@ -198,7 +198,7 @@ def simulate_ladder(
     seconds = time.perf_counter() - begun
     results = _tier_results(config, tiers, trace, slot_bytes)
     slower = results[1:]
-    return LadderResult(
+    return CacheResult(
         trace=trace.name,
         trace_sha256=trace.sha256,
         requests=trace.requests,
@@ -292,13 +292,13 @@ def _waits_without_cache(trace: Trace, model: TimeModel) -> NDArray[np.float64]:
     return waits
 
 
-def replayed_tiers(
+def tier_traffic(
     config: KvtierConfig, tiers: Sequence[TierState], *, refs: int
-) -> list[ReplayedTier]:
+) -> list[TierTraffic]:
     """Return what each tier of a manager did with ``refs`` chunk references."""
     promoted = sum(tier.counters.promoted for tier in tiers)
     return [
-        ReplayedTier(
+        TierTraffic(
             name=tier.name,
             kind=options.kind,
             eviction=options.eviction,
@@ -320,7 +320,7 @@ def _tier_results(
     slot_bytes: int,
 ) -> list[TierResult]:
     results = []
-    replayed = replayed_tiers(config, tiers, refs=trace.refs)
+    replayed = tier_traffic(config, tiers, refs=trace.refs)
     for index, (options, tier) in enumerate(zip(config.tiers, replayed, strict=True)):
         per_day = None
         if index and trace.duration_s:
