@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from kvtier.cli._choice import choice, finite
-from kvtier.cli._help import AsJson, Commands
-from kvtier.cli._outputs import check_outputs, write_output
+from kvtier.cli._options import AsJson, Commands, choice, finite
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
+from kvtier.errors import ConfigError
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
     FORMAT_NAMES,
@@ -24,7 +25,17 @@ from kvtier.sim.traces import (
     write_trace,
 )
 
-__all__ = ["FormatOption", "TokensPerId", "TraceFile", "read", "show_assumptions", "trace_app"]
+_REMEDY = "name a file in a directory you may write to"
+__all__ = [
+    "FormatOption",
+    "TokensPerId",
+    "TraceFile",
+    "check_outputs",
+    "read",
+    "show_assumptions",
+    "trace_app",
+    "write_output",
+]
 
 trace_app = Commands(help="Describe, convert and generate traces.")
 
@@ -163,3 +174,70 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:
+    """Make sure that the files can be written, and that nothing is lost by it.
+
+    Args:
+        outputs: The files, by option; None where the option is not given.
+        traces: What the command reads.
+
+    Raises:
+        ConfigError: One cannot be written, is one of the traces, or is named twice.
+    """
+    taken = [(trace, "the trace itself") for trace in traces]
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        _check_writable(option, path)
+        for other, what in taken:
+            if _is_one_file(path, other):
+                raise ConfigError(f"{option} {path}: is {what}; name another file")
+        taken.append((path, f"the file of {option} as well"))
+
+
+def write_output(option: str, path: Path, write: Callable[[Path], None]) -> None:
+    """Write one file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        write(path)
+    except OSError as error:
+        raise _refusal(option, path, error.strerror or str(error)) from error
+
+
+def _check_writable(option: str, path: Path) -> None:
+    try:
+        problem = _obstacle(path)
+    except OSError as error:  # a directory above may not be entered, or the name is too long
+        raise _refusal(option, path, error.strerror or str(error)) from error
+    if problem:
+        raise _refusal(option, path, problem)
+
+
+def _obstacle(path: Path) -> str:
+    """Return why ``path`` cannot be written; empty if it can."""
+    if path.is_dir():
+        return "is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "permission denied"
+    return ""
+
+
+def _is_one_file(path: Path, other: Path) -> bool:
+    """Return whether both name one file, through links or not; devices keep nothing."""
+    try:
+        if path.exists() and other.exists():
+            return path.is_file() and path.samefile(other)
+        return path.resolve() == other.resolve()
+    except OSError:  # the trace may not be looked at, which reading it says
+        return False
+
+
+def _refusal(option: str, path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{option} {path}: cannot be written: {problem}; {_REMEDY}")

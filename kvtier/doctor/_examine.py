@@ -123,10 +123,10 @@ class _Examiner:
         if not usable or place is None:
             return
         look = partial(self.stores.examine, number, sections)
-        self._add(f"{tier.name}: cache", look)
+        usable = self._add(f"{tier.name}: cache", look)
         self._add(f"{tier.name}: file system", partial(self._check_mount, tier, place))
         self._add(f"{tier.name}: device", partial(self._check_device, tier, place))
-        if self.measure_s is not None:
+        if usable and self.measure_s is not None:
             look = partial(self._measure, number, tier.name, store, place, self.measure_s)
             self._add(f"{tier.name}: rates", look)
 

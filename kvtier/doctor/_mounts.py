@@ -32,15 +32,14 @@ _UNSUITED: Final = (
     (
         re.compile("|".join(sorted(_COPY_ON_WRITE))),
         "copies on write: slots scatter, and writes fail on a full disk",
-        "use ext4 or xfs; on btrfs, run chattr +C on the empty directory before the first start",
+        "use ext4 or xfs; on btrfs, run chattr +C on the directory while it is empty",
     ),
     (
         re.compile(
             r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|glusterfs|afs|9p|virtiofs"
             r"|fuse(blk)?(\..*)?"
         ),
-        "a network file system: its pauses delay loads, and its locks may not exclude a second "
-        "engine",
+        "a network file system: its pauses delay loads, its locks may fail",
         "name a directory on a local ext4 or xfs",
     ),
 )

@@ -25,7 +25,7 @@ _SPARE_NBYTES: Final = 256 << 20
 
 
 def store_place(path: Path) -> Path | None:
-    """Return ``path``, or its parent if ``path`` does not exist; None if that is no directory."""
+    """Return ``path`` if it exists, else its parent; None if that is no directory."""
     try:
         place = path if path.exists() or path.is_symlink() else path.parent
         return place if place.is_dir() else None
@@ -120,8 +120,7 @@ class StoreExaminer:
         by_disk = dict[int, list[StoreExamination]]()
         for tier in tiers:
             store = tier.local_store()
-            place = store and store_place(store.path)
-            if store is None or place is None:
+            if store is None or (place := store_place(store.path)) is None:
                 continue
             try:
                 found = _examine(tier, store, self.identity)
@@ -193,10 +192,7 @@ def _check_room(
     needed_nbytes = sum(store.wanted_nbytes for store in stores) - reclaimed_nbytes
     frees = [store.free_nbytes for store in stores if store.free_nbytes is not None]
     needed = approximate_size(tier.capacity_bytes * len(stores))
-    if len(stores) > 1:
-        needed = f"{len(stores)} ranks need {needed}"
-    else:
-        needed = f"needs {needed}"
+    needed = f"{len(stores)} ranks need {needed}" if len(stores) > 1 else f"needs {needed}"
     if index_nbytes := sum(store.index_nbytes for store in stores):
         needed = f"{needed} and {approximate_size(index_nbytes)} for the index"
     left_nbytes = min(frees, default=1 << 62) - disk.nbytes - needed_nbytes
