@@ -54,12 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def make_record_without_frames(*args: Any, **kwargs: Any) -> logging.LogRecord:
-    """Make a log record that keeps a traceback's text only.
+    """Make a log record that keeps the text of an exception only.
 
-    pytest keeps what a test logs until its fixtures are torn down. Of a traceback that would be
-    every frame with its buffers, and :func:`_nothing_is_left_behind` would find them.
+    pytest keeps log records until the fixtures of a test are torn down. An exception refers to
+    every frame below it with its buffers, and :func:`_nothing_is_left_behind` would find them.
     """
     record = logging.LogRecord(*args, **kwargs)
+    if any(isinstance(each, BaseException) for each in record.args or ()):
+        record.msg, record.args = record.getMessage(), None
     if record.exc_info:
         record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip()
         record.exc_info = None

@@ -290,14 +290,14 @@ class CacheService:
             if self._waits.any_waits:
                 for req_id in started:
                     self._waits.end(req_id)
-            if self._manager.has_orders:
+            if self._manager.has_output:
                 self._hand_over()
             if now >= self._logs_due_s:
                 self._note_logs(now)
             if self._observer is not None:
                 self._observer.started(started, now)
             # Steps are counted while events wait, so that nobody steps for ever for their sake.
-            self.rests = self._manager.is_at_rest and not self._manager.has_events
+            self.rests = self._manager.is_idle and not self._manager.has_events
         except Exception as error:  # noqa: BLE001 - the top of a call from the engine
             self.rests = False
             self.note_internal_error("end_step", error)
@@ -449,7 +449,7 @@ class CacheService:
     @answered_with(_nothing)
     def _learn(self, tokens: int, seconds: float) -> None:
         """Tell the manager how long a step took that computed ``tokens`` prompt tokens."""
-        self._manager.computed(tokens, seconds)
+        self._manager.record_prefill(tokens, seconds)
 
     @answered_with(_nothing)
     def _start_now(self) -> None:
@@ -460,7 +460,7 @@ class CacheService:
         """Tell the operator what the manager could not do, if anything is new."""
         self._logs_due_s = now + _LOGS_EVERY_S
         self._pressure.note(self._manager.dropped, now)
-        self._worth.note(self._manager.worth, now)
+        self._worth.note(self._manager.cost_model, now)
 
     def _no_load(self, chunks: int, req_id: str) -> LoadPlan:
         """Return a load that fails, and see that its request asks for no other."""
@@ -470,7 +470,7 @@ class CacheService:
     @answered_with(_nothing)
     def _give_up(self, req_id: str) -> None:
         """Answer MISS from now on; a policy that failed may fail again in letting go."""
-        self._manager.give_up(req_id)
+        self._manager.fail_request(req_id)
 
     def _note_service(self) -> None:
         """Tell the manager which tiers are not to be read from for now."""

@@ -13,7 +13,7 @@ from typing import Final
 from kvtier.doctor._findings import Finding, Status
 from kvtier.doctor._memory import Machine
 from kvtier.doctor._mounts import Mount
-from kvtier.os.limits import words_of
+from kvtier.os.limits import read_kernel_text
 from kvtier.units import approximate_size
 
 __all__ = ["BlockQueue", "check_queues", "find_queues"]
@@ -153,15 +153,15 @@ def _disks(entry: Path) -> Iterator[Path]:
 
 def _read_queue(disk: Path) -> BlockQueue:
     queue = disk / "queue"
-    schedulers = words_of(queue / "scheduler")
+    schedulers = read_kernel_text(queue / "scheduler")
     chosen = re.search(r"\[(\S+)\]", schedulers)
     return BlockQueue(
         name=disk.name,
-        logical_block_nbytes=int(words_of(queue / "logical_block_size") or 512),
-        max_request_kb=int(words_of(queue / "max_sectors_kb")),
-        max_hardware_request_kb=int(words_of(queue / "max_hw_sectors_kb")),
-        requests=int(words_of(queue / "nr_requests")),
+        logical_block_nbytes=int(read_kernel_text(queue / "logical_block_size") or 512),
+        max_request_kb=int(read_kernel_text(queue / "max_sectors_kb")),
+        max_hardware_request_kb=int(read_kernel_text(queue / "max_hw_sectors_kb")),
+        requests=int(read_kernel_text(queue / "nr_requests")),
         scheduler=chosen[1] if chosen else schedulers,
-        rotational=words_of(queue / "rotational") == "1",
-        write_cache=words_of(queue / "write_cache"),
+        rotational=read_kernel_text(queue / "rotational") == "1",
+        write_cache=read_kernel_text(queue / "write_cache"),
     )

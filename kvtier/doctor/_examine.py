@@ -11,7 +11,7 @@ from kvtier.config import KvtierConfig, LocalStore, TierConfig, resolve_rank_pat
 from kvtier.doctor import _devices, _file, _memory, _mounts, _stores
 from kvtier.doctor._findings import Examination, Finding, Status
 from kvtier.os.limits import huge_page_pool, memory_limits
-from kvtier.transfer import relay_slots
+from kvtier.transfer import bounce_slots_for
 
 __all__ = ["examine", "examine_existing_stores"]
 
@@ -172,7 +172,7 @@ class _Examiner:
     def _examine_memory(self, config: KvtierConfig) -> None:
         machine, ram = self.machine, config.ram
         piece_nbytes = config.transfer.piece_bytes
-        bounce_nbytes = relay_slots(config, piece_nbytes) * piece_nbytes
+        bounce_nbytes = bounce_slots_for(config, piece_nbytes) * piece_nbytes
         ram_nbytes = (ram.capacity_bytes + bounce_nbytes) * len(self.engines)
 
         def check() -> Iterator[Finding]:

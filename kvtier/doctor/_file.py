@@ -60,7 +60,7 @@ def check_classes(config: KvtierConfig) -> Iterator[Finding]:
     checks: list[Callable[[KvtierConfig], None]] = []
     # Importing the manager takes 0.2 s. Built-in policies and tiers always load.
     if has_custom_policies(config):
-        from kvtier.manager.building import check_policies  # noqa: PLC0415
+        from kvtier.manager.build import check_policies  # noqa: PLC0415
 
         checks.append(check_policies)
     if not all(is_built_in(tier.kind) for tier in config.tiers):

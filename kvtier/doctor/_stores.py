@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvtier.config import KvtierConfig, LocalStore, NvmeTierConfig, Remark, TierConfig
+from kvtier.config import KvtierConfig, Remark, TierConfig
 from kvtier.doctor._findings import Finding, Status
 from kvtier.errors import ConfigError
 from kvtier.os.ownership import find_exposure
 from kvtier.printable import printable
-from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.examine import StoreExamination, examine_store
-from kvtier.tiers.slab.start_plan import Fields
+from kvtier.tiers.base import Fields, StoreExamination
+from kvtier.tiers.registry import examine_tier
 from kvtier.units import approximate_size
 
 __all__ = ["StoreExaminer", "check_directories", "store_place"]
@@ -123,11 +122,14 @@ class StoreExaminer:
             if store is None or (place := store_place(store.path)) is None:
                 continue
             try:
-                found = _examine(tier, store, self.identity)
-            except ConfigError as error:
-                reason, _, remedy = str(error).rpartition("; ")
+                found = examine_tier(tier, self.identity)
+            except (ConfigError, OSError) as error:
+                reason, _, remedy = str(error).partition("; ")
+                remedy = remedy or "run this as the user that runs the engine"
                 key = f"tiers[{number}].{store.key}"
                 yield Finding(f"{tier.name}: cache", Status.PROBLEM, reason, remedy, key)
+                continue
+            if found is None:
                 continue
             yield from self._report(number, tier, found)
             by_disk.setdefault(place.stat().st_dev, []).append(found)
@@ -154,34 +156,6 @@ class StoreExaminer:
             if holder not in named:
                 remedy = "stop it before another engine with this model starts"
                 yield Finding(f"{tier.name}: cache", Status.NOTE, f"in use by {holder}", remedy)
-
-
-def _examine(tier: TierConfig, store: LocalStore, identity: Fields) -> StoreExamination:
-    if isinstance(tier, NvmeTierConfig):
-        return examine_store(tier, identity)
-    # Another kind reports neither what it has reserved nor how its index grows.
-    held_nbytes = _allocated_nbytes(store.path)
-    return StoreExamination(
-        free_nbytes=BlockIo().free_nbytes(store_place(store.path) or store.path),
-        wanted_nbytes=max(tier.capacity_bytes - held_nbytes, 0),
-        own_nbytes=held_nbytes,
-    )
-
-
-def _allocated_nbytes(directory: Path) -> int:
-    """Return the bytes that the files below ``directory`` take on their disk."""
-
-    def allocated(path: Path) -> int:
-        try:
-            return path.lstat().st_blocks * 512
-        except OSError:  # removed meanwhile, or not readable for this user
-            return 0
-
-    return sum(
-        allocated(Path(parent, name))
-        for parent, directories, files in os.walk(directory)
-        for name in (*directories, *files)
-    )
 
 
 def _check_room(

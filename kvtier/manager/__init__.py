@@ -1,63 +1,59 @@
-"""Bookkeeping of all tiers: pure decisions, no I/O.
+"""The manager: decides where every chunk is. Pure decisions, no I/O.
 
-:mod:`~kvtier.manager.tiered` is what an engine calls. Behind it, by what happens to a chunk:
+An engine calls :class:`~kvtier.manager.tiered.TieredOffloadingManager`. Behind it:
 
-* It is stored: :mod:`~kvtier.manager.storer`.
-* It goes down: :mod:`~kvtier.manager.placing` says where to, the
-  :mod:`~kvtier.manager.demoter` queues what goes at once, the
-  :mod:`~kvtier.manager.reserves` send victims ahead of need, by
-  :mod:`~kvtier.manager.demotion_jobs`.
-* It is looked up: :mod:`~kvtier.manager.hits` are the rules, :mod:`~kvtier.manager.lookup`
-  applies them and reserves room.
-* It comes up: the :mod:`~kvtier.manager.promoter` says whose turn it is,
-  :mod:`~kvtier.manager.worth` and :mod:`~kvtier.manager.weighing` how much pays by the
-  :mod:`~kvtier.manager.estimates`, :mod:`~kvtier.manager.grants` keep it, and
-  :mod:`~kvtier.manager.promotion_jobs` bring it.
-* It is loaded: :mod:`~kvtier.manager.loader`.
-* It outlives its turn, or a reset: :mod:`~kvtier.manager.retention`,
-  :mod:`~kvtier.manager.quarantine`.
+* :mod:`~kvtier.manager.lookup` answers lookups by the rules of :mod:`~kvtier.manager.hits`, and
+  reserves slots for direct loads.
+* :mod:`~kvtier.manager.store` and :mod:`~kvtier.manager.load` plan what the workers do.
+* :mod:`~kvtier.manager.promote` brings chunks of slower tiers to RAM for waiting requests,
+  :mod:`~kvtier.manager.grants` pins them until they are loaded, and
+  :mod:`~kvtier.manager.cost_model` decides which loads are worth their time, by
+  :mod:`~kvtier.manager.estimates`.
+* :mod:`~kvtier.manager.demote` copies chunks to slower tiers.
+* :mod:`~kvtier.manager.retention` keeps chunks until a deadline; :mod:`~kvtier.manager.reset`
+  keeps slots out of use after a reset.
 
-What they share is the :mod:`~kvtier.manager.ladder`: its tiers (:mod:`~kvtier.manager.tier`,
-:mod:`~kvtier.manager.holds`, :mod:`~kvtier.manager.kids`, :mod:`~kvtier.manager.slots`), the
-:mod:`~kvtier.manager.ledger` of jobs in flight, and the :mod:`~kvtier.manager.events`. Values
-that pass between them are in ``plans``, ``requests``, ``run``, ``found`` and ``counters``;
-``reuse`` measures, and ``building`` makes a manager of a configuration.
+They share the :mod:`~kvtier.manager.tier_stack`: its tiers (:mod:`~kvtier.manager.tier` and
+:mod:`~kvtier.manager.slots`), the :mod:`~kvtier.manager.jobs` in flight, the residency
+:mod:`~kvtier.manager.events` and the :mod:`~kvtier.manager.reuse` gaps. ``plans``, ``requests``
+and ``runs`` have the values that they exchange. ``build`` makes a manager of a configuration.
 """
 
 from __future__ import annotations
 
-from kvtier.manager.counters import TierCounters, TierSnapshot
-from kvtier.manager.estimates import LoadPrice
+from kvtier.manager.cost_model import CostFigures, CostModel, LoadChoice, SkipCause
+from kvtier.manager.estimates import LoadCost, prompt_tokens
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.plans import (
     LoadPlan,
     ManagerLimits,
     ManagerSnapshot,
-    SlotTruth,
+    SlotStatus,
     StorePlan,
+    TierCounters,
+    TierSnapshot,
 )
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.weighing import LoadChoice, SkipCause
-from kvtier.manager.worth import LoadWorth, WorthFigures
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 
 __all__ = [
     "NO_TERMS",
+    "CostFigures",
+    "CostModel",
     "LoadChoice",
+    "LoadCost",
     "LoadPlan",
-    "LoadPrice",
-    "LoadWorth",
     "ManagerLimits",
     "ManagerSnapshot",
     "RequestTerms",
     "ResidencyEvent",
     "SkipCause",
-    "SlotTruth",
+    "SlotStatus",
     "StorePlan",
     "TierCounters",
     "TierSnapshot",
     "TierState",
     "TieredOffloadingManager",
-    "WorthFigures",
+    "prompt_tokens",
 ]

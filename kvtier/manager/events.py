@@ -1,12 +1,12 @@
-"""What became resident where, for those who route requests to where their chunks are.
+"""Residency events: which chunks each tier has, for routers of requests.
 
-Whoever replays the events, in order, from the first one on, knows exactly which chunks each
-tier has: what survived a restart is announced when the cache is opened, and a reset announces
-every removal. A removal stands before the arrival that takes the room.
+A listener that replays all events in order knows exactly which chunks each tier has. Chunks
+that survived a restart are announced when the cache is opened, and a reset announces every
+removal. A removal precedes the arrival that takes its slot.
 
-A restart or a reset concerns a million chunks at once, and a listener serializes what it is
-given between two steps of the engine. So events of one kind in a row are one event, no event is
-long, and no more is handed out at a time than takes some milliseconds; the rest comes later.
+A restart or a reset concerns a million chunks at once, and a listener serializes events between
+two steps of the engine. So consecutive events of one kind are merged, events have bounded
+length, and :meth:`EventLog.take` returns only what is serialized in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from kvtier.keys import ChunkKey
 
 __all__ = ["EventLog", "ResidencyEvent"]
 
-_LONGEST: Final = 1024
-"""Chunks of one event."""
-_MOST: Final = 8192
-"""Chunks handed out at a time."""
+_MAX_EVENT_CHUNKS: Final = 1024
+_MAX_TAKEN_CHUNKS: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyEvent:
-    """Chunks that became resident in a tier, or left it.
+    """Chunks that became resident in a tier, or were removed from it.
 
     Attributes:
         tier: Index of the tier.
         keys: The chunks.
-        removed: Whether they left.
+        removed: Whether they were removed.
     """
 
     tier: int
@@ -42,27 +40,27 @@ class ResidencyEvent:
 
 
 class EventLog:
-    """Events that nobody took yet, oldest first.
+    """Events that were not taken yet, oldest first.
 
     Attributes:
-        listened_to: Whether somebody takes them; if not, none are kept.
+        has_listener: Whether events are taken; if not, none are kept.
     """
 
-    def __init__(self, *, listened_to: bool) -> None:
-        self.listened_to = listened_to
+    def __init__(self, *, has_listener: bool) -> None:
+        self.has_listener = has_listener
         self._events: deque[tuple[int, bool, list[ChunkKey]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._events)
 
     def add(self, tier: int, keys: Sequence[ChunkKey], *, removed: bool) -> None:
-        """Note that ``keys`` became resident in a tier, or left it."""
-        if not self.listened_to:
+        """Record that ``keys`` became resident in a tier, or were removed from it."""
+        if not self.has_listener:
             return
         at = 0
         while at < len(keys):
             last = self._open_event(tier, removed=removed)
-            room = _LONGEST - len(last)
+            room = _MAX_EVENT_CHUNKS - len(last)
             last += keys[at : at + room]
             at += room
 
@@ -70,7 +68,7 @@ class EventLog:
         """Return the oldest events; none if all were taken."""
         taken: list[ResidencyEvent] = []
         chunks = 0
-        while self._events and chunks < _MOST:
+        while self._events and chunks < _MAX_TAKEN_CHUNKS:
             tier, removed, keys = self._events.popleft()
             taken.append(ResidencyEvent(tier, keys, removed))
             chunks += len(keys)
@@ -80,8 +78,8 @@ class EventLog:
         """Return the keys of the newest event if more of its kind fit, else of a new one."""
         if self._events:
             last_tier, last_removed, keys = self._events[-1]
-            if (last_tier, last_removed) == (tier, removed) and len(keys) < _LONGEST:
+            if (last_tier, last_removed) == (tier, removed) and len(keys) < _MAX_EVENT_CHUNKS:
                 return keys
-        fresh: list[ChunkKey] = []
-        self._events.append((tier, removed, fresh))
-        return fresh
+        new: list[ChunkKey] = []
+        self._events.append((tier, removed, new))
+        return new

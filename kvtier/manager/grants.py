@@ -1,20 +1,25 @@
-"""What is kept in RAM for requests until they load it, and who waits for what of it.
+"""Requests that wait for promotions: their phases, and the RAM copies pinned for them.
 
-A promotion that nobody protects is evicted by the next one. So whatever a waiting request is
-to load is *granted* to it: pinned, whether it is whole or still on its way. A chunk may be kept
-for many requests, each of which pins it and is told when it is whole or will not be in time.
-A request whose chunks have all arrived or failed is *settled*.
+A promoted chunk that nothing pins is evicted by the next promotion. So every chunk that a
+waiting request will load is *granted* to it: pinned, whether it is whole or still on its way.
+A chunk may be granted to many requests. A request is *settled* when all its chunks have arrived
+or failed. Its grants end when its load is planned, which pins for itself, when it starts
+without a load, is preempted or ends, and when no lookup asks for it for a number of steps: the
+engine may have forgotten it silently.
+
+Only :class:`Grants` changes a request's phase and a copy's grants.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
-from kvtier.manager.ladder import Ladder
-from kvtier.manager.requests import Phase, RequestState
+from kvtier.keys import ChunkKey
+from kvtier.manager.requests import BudgetUse, Phase, RequestState
+from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
 
 __all__ = ["Grants"]
@@ -24,30 +29,114 @@ _Waiters: TypeAlias = tuple[RequestState, ...]
 
 
 class Grants:
-    """The RAM copies that are kept for requests.
+    """The requests that wait for chunks or have them granted.
 
     Attributes:
-        granted: RAM slots held for waiting requests.
-        streaming: RAM slots of chunks that loads in flight brought up; of the same budget.
-        waiting: Requests some of whose chunks are on their way.
-        settled: Requests that are kept all that they will be.
-        changes: Counts what was kept or given back: while it stands still, so does what each
-            slot is held for.
+        queued: Requests that wait for their turn, first come first.
+        waiting: Requests with granted chunks on their way.
+        settled: Requests whose granted chunks have arrived or failed.
+        granted: RAM slots held by grants.
+        direct: RAM slots that direct loads in flight fill; they share the budget.
     """
 
-    def __init__(self, ladder: Ladder) -> None:
-        self._ladder = ladder
-        self._ram = ladder.ram
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._ram = stack.ram
         self._waiters: dict[ChunkCopy, _Waiters] = {}
+        self.queued: dict[RequestState, None] = {}
         self.waiting: dict[RequestState, None] = {}
         self.settled: dict[RequestState, None] = {}
+        self._members = {
+            Phase.QUEUED: self.queued,
+            Phase.WAITING: self.waiting,
+            Phase.SETTLED: self.settled,
+        }
         self.granted = 0
-        self.streaming = 0
-        self.changes = 0
+        self.direct = 0
+        self._changes = 0
 
-    def keep(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
-        """Keep ``copies``, whole in RAM or on their way there, for ``request``."""
-        self.changes += 1
+    def __bool__(self) -> bool:
+        return bool(self.queued or self.waiting or self.settled)
+
+    @property
+    def used_budget(self) -> int:
+        """RAM slots of the pin budget that are in use."""
+        return self.granted + self.direct + self._stack.jobs.late_slots
+
+    @property
+    def budget_use(self) -> BudgetUse:
+        """What uses the pin budget: while it is constant, so is every slot's purpose."""
+        return self._changes, self.direct, self._stack.jobs.late_slots
+
+    # -- phases -----------------------------------------------------------------------------
+
+    def enqueue(self, request: RequestState, keys: Iterable[ChunkKey]) -> None:
+        """Queue ``request`` for the chunks that its load needs."""
+        request.wanted = list(dict.fromkeys(keys))  # each chunk is granted once
+        request.wanted_since_s = self._stack.ctx.now
+        self._enter(request, Phase.QUEUED)
+
+    def await_arrival(self, request: RequestState) -> None:
+        """Take ``request`` out of the queue; it settles once its grants are whole."""
+        request.wanted.clear()
+        self._enter(request, Phase.WAITING)
+        if not request.pending:
+            self._settle(request)
+
+    def release(self, request: RequestState) -> None:
+        """End the grants of ``request`` and cancel jobs for it alone; it may ask again."""
+        if request.phase in (Phase.OPEN, Phase.FAILED):
+            return  # neither has any
+        if request.granted:
+            self.withdraw(request, list(request.granted))
+        request.pending = 0
+        jobs = self._stack.jobs
+        for job_id in request.jobs:
+            record = jobs.find(job_id)
+            if record is not None and not any(copy.grants for copy in record.destinations):
+                jobs.cancel(job_id)
+        request.jobs.clear()
+        request.wanted.clear()
+        request.refused_at = None
+        self._enter(request, Phase.OPEN)
+
+    def fail(self, request: RequestState) -> None:
+        """End the grants of ``request``, one of whose loads failed; it is a miss from now on.
+
+        Otherwise it would be looked up, and fail, for as long as the cause lasts.
+        """
+        self.release(request)
+        self._enter(request, Phase.FAILED)
+        request.tails.clear()  # it offers its chunks again from the root
+
+    def end_step(self) -> None:
+        """Settle requests that waited too long, and release settled ones without lookups.
+
+        Promotions have deadlines, so a long wait is for a chunk that another request's worker
+        stores. A settled request may stand behind others in the engine's queue, where its
+        grants hold the slots that those need.
+        """
+        limits = self._stack.limits
+        for request in list(self.waiting):
+            request.deferred_steps += 1
+            if request.deferred_steps >= limits.max_arrival_steps:
+                self._settle(request)
+        if self.settled:
+            oldest = self._stack.step - limits.max_idle_grant_steps
+            for request in [each for each in self.settled if each.looked_up_at < oldest]:
+                self.release(request)
+
+    def clear(self) -> None:
+        """Release every request; for a reset of the cache."""
+        for request in [*self.queued, *self.waiting, *self.settled]:
+            self.release(request)
+        self.direct = 0
+
+    # -- grants -----------------------------------------------------------------------------
+
+    def grant(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """Pin ``copies``, whole in RAM or on their way there, for ``request``."""
+        self._changes += 1
         coming = []
         for copy in copies:
             if not copy.grants:
@@ -55,40 +144,33 @@ class Grants:
             copy.grants += 1
             if copy.state != _RESIDENT:
                 coming.append(copy)
-        self._ram.pin_many(copies)
+        self._ram.pin(copies)
         request.granted.update(dict.fromkeys(copies))
         if coming:
             request.pending += len(coming)
-            self._rewait(coming, lambda others: (*others, request))
+            self._change_waiters(coming, lambda others: (*others, request))
 
-    def keep_coming(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`keep` for copies whose promotion was just planned, for this request."""
-        self.changes += 1
+    def grant_planned(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`grant` for copies whose promotion was just planned for ``request``."""
+        self._changes += 1
         for copy in copies:
             copy.grants = 1
-            copy.pins += 1
+        self._ram.pin(copies)
         self.granted += len(copies)
         request.granted.update(dict.fromkeys(copies))
         request.pending += len(copies)
         self._waiters.update(dict.fromkeys(copies, (request,)))
 
-    def await_arrival(self, request: RequestState) -> None:
-        """Settle ``request`` once what is kept for it is whole."""
-        request.phase = Phase.WAITING
-        self.waiting[request] = None
-        if not request.pending:
-            self._settle_request(request)
-
-    def hand_over(self, request: RequestState, copies: Sequence[ChunkCopy]) -> bool:
-        """Let the pins that keep ``copies`` for ``request`` be its load's from now on.
+    def transfer(self, request: RequestState, copies: Sequence[ChunkCopy]) -> bool:
+        """Turn the grants of ``copies`` into pins of a load.
 
         Returns:
-            Whether it was kept exactly these, all whole; if not, nothing changed.
+            Whether exactly these were granted, and all whole; if not, nothing changed.
         """
         granted = request.granted
         if len(granted) != len(copies) or request.pending or granted.keys() != set(copies):
             return False
-        self.changes += 1
+        self._changes += 1
         for copy in copies:
             copy.grants = grants = copy.grants - 1
             if not grants:
@@ -96,113 +178,91 @@ class Grants:
         granted.clear()
         return True
 
-    def give_back(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
-        """Keep ``copies`` no longer for ``request``."""
-        self.changes += 1
+    def withdraw(self, request: RequestState, copies: Sequence[ChunkCopy]) -> None:
+        """End the grants of ``copies`` to ``request``."""
+        self._changes += 1
         for copy in copies:
             del request.granted[copy]
         if request.pending:
             coming = [copy for copy in copies if copy.state != _RESIDENT]
             request.pending -= len(coming)
-            self._rewait(
+            self._change_waiters(
                 coming, lambda others: tuple(each for each in others if each is not request)
             )
         for copy in copies:
             copy.grants -= 1
             if not copy.grants:
                 self.granted -= 1
-        self._ram.unpin_many(copies)
-        self._ladder.drop_passed(copies)
+        self._ram.unpin(copies)
+        self._stack.drop_transient(copies)
 
-    def take_from_all(self, copy: ChunkCopy) -> None:
-        """End the grants of a whole copy that must leave; it will be a miss for everybody."""
+    def withdraw_from_all(self, copy: ChunkCopy) -> None:
+        """End all grants of a whole copy that is about to be dropped."""
         for request in (*self.waiting, *self.settled):
             if copy in request.granted:
-                self.give_back(request, (copy,))
+                self.withdraw(request, (copy,))
 
-    def release(self, request: RequestState) -> None:
-        """Keep nothing for ``request``, and tell it nothing more."""
-        self.waiting.pop(request, None)
-        self.settled.pop(request, None)
-        if request.granted:
-            self.give_back(request, list(request.granted))
-        request.pending = 0
-
-    def settle_missing(self, copy: ChunkCopy) -> None:
-        """Tell the requests that wait for ``copy`` that it will not be whole in time."""
+    def record_missing(self, copy: ChunkCopy) -> None:
+        """End all grants of a copy that is not whole and will not be in time."""
         for request in self._waiters.pop(copy, ()):
-            request.pending -= 1
             del request.granted[copy]
-            if not request.pending and request.phase == Phase.WAITING:
-                self._settle_request(request)
+            self._reduce_pending(request, 1)
         if copy.grants:
-            self.changes += 1
-            copy.pins -= copy.grants
+            self._changes += 1
+            self._ram.unpin([copy] * copy.grants)
             copy.grants = 0
             self.granted -= 1
 
-    def settle_arrived(self, copies: Sequence[ChunkCopy]) -> None:
-        """Tell the requests that wait for ``copies`` that they are whole."""
+    def record_arrived(self, copies: Sequence[ChunkCopy]) -> None:
+        """Settle the requests whose last pending chunks are among ``copies``, now whole."""
         if not self._waiters:
             return
         waiting = list(map(self._waiters.pop, copies, repeat(())))
         if waiting and waiting.count(waiting[0]) == len(waiting):
-            self._arrived_for(waiting[0], len(waiting))
+            for request in waiting[0]:
+                self._reduce_pending(request, len(waiting))
             return
         by_id = {id(waiters): waiters for waiters in waiting}
         for each, chunks in Counter(map(id, waiting)).items():
-            self._arrived_for(by_id[each], chunks)
+            for request in by_id[each]:
+                self._reduce_pending(request, chunks)
 
-    def end_waits(self) -> None:
-        """Settle requests that have waited too long for chunks on their way.
+    # -- internals --------------------------------------------------------------------------
 
-        Promotions have deadlines. What has none is a chunk that another request's worker is
-        storing: it is acknowledged within a few steps, or the engine is in trouble.
-        """
-        for request in list(self.waiting):
-            request.lookups += 1
-            if request.lookups >= self._ladder.limits.patience_arrivals:
-                self._settle_request(request)
+    def _enter(self, request: RequestState, phase: int) -> None:
+        """Move ``request`` to ``phase``; the only place that changes phases."""
+        members = self._members.get(request.phase)
+        if members is not None:
+            del members[request]
+        if request.phase == Phase.QUEUED or phase == Phase.OPEN:
+            request.deferred_steps = 0
+        request.phase = phase
+        members = self._members.get(phase)
+        if members is not None:
+            members[request] = None
 
-    def lapsed(self) -> list[RequestState]:
-        """Return the settled requests that nobody has asked about for long."""
-        oldest = self._ladder.step - self._ladder.limits.patience_grants
-        return [request for request in self.settled if request.asked_at < oldest]
+    def _settle(self, request: RequestState) -> None:
+        """Show ``request`` what is in RAM, and nothing else, from now on."""
+        request.looked_up_at = self._stack.step
+        self._enter(request, Phase.SETTLED)
 
-    def clear(self) -> None:
-        """Forget every grant and who waits; for a reset of the cache."""
-        self.waiting.clear()
-        self.settled.clear()
-        self._waiters.clear()
-        self.granted = 0
-        self.changes += 1
+    def _reduce_pending(self, request: RequestState, chunks: int) -> None:
+        request.pending -= chunks
+        if not request.pending and request.phase == Phase.WAITING:
+            self._settle(request)
 
-    def _arrived_for(self, waiters: _Waiters, chunks: int) -> None:
-        """Tell ``waiters`` that ``chunks`` of what they wait for are whole."""
-        for request in waiters:
-            request.pending -= chunks
-            if not request.pending and request.phase == Phase.WAITING:
-                self._settle_request(request)
-
-    def _settle_request(self, request: RequestState) -> None:
-        """Let ``request`` have what is in RAM, and nothing else."""
-        request.phase = Phase.SETTLED
-        request.asked_at = self._ladder.step
-        self.waiting.pop(request, None)
-        self.settled[request] = None
-
-    def _rewait(
+    def _change_waiters(
         self, copies: Sequence[ChunkCopy], change: Callable[[_Waiters], _Waiters]
     ) -> None:
-        """Let those wait for ``copies`` that ``change`` makes of those who did.
+        """Apply ``change`` to the requests that wait for each of ``copies``.
 
-        Chunks that the same requests wait for share one tuple, and still do afterwards: a chunk
-        that many requests wait for costs each of them no more than one that is its alone.
+        Chunks that the same requests wait for share one tuple, and still do afterwards. So a
+        chunk that many requests wait for costs each of them no more than one of its own.
         """
         changed: dict[int, tuple[_Waiters, _Waiters]] = {}
         for copy in copies:
             before = self._waiters.get(copy, ())
-            # The old tuple is kept along, so that no other is given its id.
+            # The old tuple is kept, so that no other tuple gets its id.
             _, after = changed.get(id(before)) or changed.setdefault(
                 id(before), (before, change(before))
             )

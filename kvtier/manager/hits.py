@@ -1,7 +1,7 @@
 """How much of a prompt can be loaded: the longest prefix that every KV cache group can serve.
 
-A model's layers fall into KV cache groups, and each kind of group needs other chunks of a
-prefix that ends at token ``end``:
+A model's layers form KV cache groups. Each kind of group needs other chunks of a prefix that
+ends at token ``end``:
 
 ==========  ======================================================================
 reach       chunks that a group needs
@@ -9,14 +9,14 @@ reach       chunks that a group needs
 ``PREFIX``  all of them: full attention reads the whole prefix
 ``WINDOW``  those of the last ``window_tokens - 1`` tokens: a sliding window
 ``LOCAL``   those since the last multiple of ``window_tokens``: chunked local attention
-``STATE``   the one that ends at ``end``: recurrent layers carry one state
+``STATE``   the one that ends at ``end``: recurrent layers have one state
 ==========  ======================================================================
 
 A hit ends where every group has the end of a chunk, at a multiple of the least common multiple
-of their chunk lengths, as in vLLM's own prefix cache. A hit shorter than that is none. The
-search only ever shortens the prefix: ``PREFIX`` groups cut it to their first missing chunk, and
-a chunk that another group misses cuts it to the start of that chunk. Then all groups are asked
-again, so it ends after at most as many rounds as there are chunks.
+of their chunk lengths, as in vLLM's own prefix cache. Anything shorter is a miss. The search
+only shortens the prefix: ``PREFIX`` groups cut it to their first missing chunk, and a chunk
+that another group misses cuts it to the start of that chunk. Then all groups are checked again,
+so the search ends after at most as many rounds as there are chunks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class GroupReach:
     Attributes:
         chunk_tokens: Tokens of a chunk.
         reach: Which chunks its layers read.
-        window_tokens: Of a sliding window, or of a chunk of local attention; the token that
-            reads is counted.
+        window_tokens: Length of the sliding window, or of a chunk of local attention,
+            including the token that reads.
     """
 
     chunk_tokens: int
@@ -68,12 +68,12 @@ class GroupReach:
 
 
 class Prompt(NamedTuple):
-    """The chunks of a request that could be loaded.
+    """The chunks that a request may load.
 
     Attributes:
         keys: Keys of its whole chunks, per group, root to leaf.
-        local_tokens: Tokens that the engine has in its own prefix cache.
-        limit_tokens: Longest prefix that is of use.
+        local_tokens: Tokens in the engine's own prefix cache.
+        limit_tokens: Longest useful prefix.
     """
 
     keys: Sequence[Sequence[ChunkKey]]
@@ -82,13 +82,13 @@ class Prompt(NamedTuple):
 
 
 class Presence(Protocol):
-    """Which chunks there are."""
+    """Which chunks can be loaded."""
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many leading ``keys`` there are."""
+        """Return the number of leading ``keys`` that can be loaded."""
 
     def has(self, key: ChunkKey) -> bool:
-        """Return whether there is ``key``."""
+        """Return whether ``key`` can be loaded."""
 
 
 class HitRules:
@@ -98,8 +98,8 @@ class HitRules:
         groups: The groups, in the order of :attr:`Prompt.keys`.
 
     Attributes:
-        groups: The same.
-        alignment_tokens: Every hit ends at a multiple of it.
+        groups: The groups.
+        alignment_tokens: Every hit ends at a multiple of this.
     """
 
     def __init__(self, groups: Sequence[GroupReach]) -> None:

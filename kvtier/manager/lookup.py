@@ -1,84 +1,196 @@
-"""Answers how much of a waiting request can be loaded, and reserves what a load will take.
+"""Decides how much of a waiting request can be loaded, and reserves the slots of its load.
 
-The engine asks once per step for each request that waits. At first all tiers count:
+The engine looks a waiting request up once per step. At first all tiers count:
 
-* Every chunk is whole in RAM: the request can load at once.
-* Some are in a slower tier and loads are direct: RAM slots are reserved for them until the step
-  ends, and the request can load at once. ``prepare_load`` turns the reservation into slots.
-* Otherwise the request joins the queue of the :class:`~kvtier.manager.promoter.Promoter` and is
-  deferred until what it was granted has arrived. From then on only RAM counts.
+* All chunks are resident in RAM: the request can load now.
+* Some are in a slower tier, and loads are direct: RAM slots are reserved until the step ends,
+  and the request can load now. ``prepare_load`` turns the reservation into slots.
+* Otherwise the request is queued for promotion and deferred until its chunks have arrived.
+  From then on only RAM counts.
 
-A reservation is a number, not a slot: nothing is evicted for a request that may not be
-scheduled. Reservations, direct loads in flight and the slots of stuck reads share
-``pin_budget``, so a tier that does not answer leaves RAM to others. What other requests of the
-step are to read from RAM counts as taken. Which copies a direct load evicts is up to the policy
-nevertheless, so an engine should plan each load right after its lookup. If a chunk has no slot
-then, the plan says so, and that load fails alone.
+A reservation is a number of slots: nothing is evicted for a request that may not be scheduled.
+Reservations, direct loads in flight and late promotions share ``pin_budget``, so a tier that
+hangs leaves RAM to others. RAM copies that other requests of the step will read count as taken.
+The policy still chooses the victims, so an engine should plan each load right after its lookup.
+If a chunk has no slot then, its load plan says so and that load fails alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from kvtier.keys import ChunkKey
-from kvtier.manager.found import Found, survey
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.grants import Grants
 from kvtier.manager.hits import HitRules, Presence, Prompt
-from kvtier.manager.ladder import Ladder, first_whole
-from kvtier.manager.promoter import Promoter
 from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.policies.base import is_idle
 
-__all__ = ["HitLookup"]
+__all__ = ["HitLookup", "LookupResult", "find_leading"]
 
 _RESIDENT = CopyState.RESIDENT
 _WRITING = CopyState.WRITING
+_LATE = CopyState.LATE
+
+
+class LookupResult(NamedTuple):
+    """Chunks that a lookup found, in the order of the request's load.
+
+    Attributes:
+        copies: A copy of each: in RAM, or else one to promote.
+        tiers: Index of the tier of each.
+    """
+
+    copies: Sequence[ChunkCopy]
+    tiers: Sequence[int]
+
+    @property
+    def groups(self) -> int:
+        """Number of KV cache groups."""
+        return len(self._chunks_per_group())
+
+    @property
+    def counted(self) -> int:
+        """How many chunks stand for tokens: those of the group with most chunks.
+
+        That group reads the whole prefix; a sliding window needs only the last chunks.
+        """
+        return max(self._chunks_per_group().values())
+
+    def _chunks_per_group(self) -> Counter[bytes]:
+        copies = self.copies
+        if copies and is_single_group((copies[0].key, copies[-1].key)):
+            return Counter({copies[0].key[-GROUP_NBYTES:]: len(copies)})
+        return Counter(copy.key[-GROUP_NBYTES:] for copy in copies)
+
+    @property
+    def cost(self) -> int:
+        """RAM slots that granting the chunks adds to those in use."""
+        return sum([bool(tier or not copy.grants) for copy, tier in zip(*self, strict=True)])
+
+    def head(self, chunks: int) -> LookupResult:
+        """Return the first ``chunks`` chunks."""
+        return LookupResult(self.copies[:chunks], self.tiers[:chunks])
+
+    def in_ram(self) -> LookupResult:
+        """Return the chunks that are in RAM."""
+        copies = [copy for copy, tier in zip(*self, strict=True) if not tier]
+        return LookupResult(copies, [0] * len(copies))
+
+    def affordable(self, budget: int) -> LookupResult:
+        """Return the longest useful head with a cost of at most ``budget``.
+
+        With several groups a head is useless, except for the chunks in RAM.
+        """
+        found = self if self.groups == 1 else self.in_ram()
+        for end, (copy, tier) in enumerate(zip(*found, strict=True)):
+            if tier or not copy.grants:
+                budget -= 1
+                if budget < 0:
+                    return found.head(end)
+        return found
+
+    def unreachable(self, promoted: int) -> list[ChunkCopy]:
+        """Return the RAM copies behind the first chunk that is not promoted.
+
+        Args:
+            promoted: How many chunks of slower tiers are promoted.
+        """
+        if promoted == len(self.tiers) - self.tiers.count(0):
+            return []
+        behind: list[ChunkCopy] = []
+        for copy, tier in zip(*self, strict=True):
+            if tier:
+                promoted -= 1
+            elif promoted < 0:
+                behind.append(copy)
+        return behind
+
+
+def find_leading(
+    keys: Sequence[ChunkKey], ram: TierState, readable: Sequence[TierState]
+) -> LookupResult:
+    """Find ``keys`` in RAM or else in ``readable``, up to the first that is in none."""
+    copies = ram.leading(keys)
+    tiers = [0] * len(copies)
+    rest = keys[len(copies) :]
+    if readable and ram.copies.keys().isdisjoint(rest):
+        copies += readable[0].leading(rest)
+        tiers += [readable[0].index] * (len(copies) - len(tiers))
+    for key in keys[len(copies) :]:
+        copy = ram.copies.get(key)
+        if copy is None:
+            found = first_resident(readable, key)
+            if found is None:
+                break
+            tier, copy = found
+            tiers.append(tier.index)
+        elif copy.state == _LATE:
+            break
+        else:
+            tiers.append(0)
+        copies.append(copy)
+    return LookupResult(copies, tiers)
+
+
+class _Reservation(NamedTuple):
+    """RAM slots that one load will take.
+
+    Attributes:
+        fills: Slots that it fills from slower tiers.
+        reads: Resident RAM copies that it reads.
+    """
+
+    fills: int
+    reads: Sequence[ChunkCopy]
+
+    @property
+    def slots(self) -> int:
+        """Slots that are available now and will not be after the load is planned."""
+        return self.fills + sum(map(is_idle, self.reads))
 
 
 class HitLookup:
     """Looks waiting requests up.
 
     Args:
-        ladder: The tiers.
+        stack: The tiers.
         rules: What a hit needs.
-        grants: What is kept for requests.
-        promoter: Queues requests whose chunks must be promoted first.
+        grants: Queues requests whose chunks must be promoted first.
     """
 
-    def __init__(
-        self, ladder: Ladder, rules: HitRules, grants: Grants, promoter: Promoter
-    ) -> None:
-        self._ladder = ladder
-        self._ram = ladder.ram
+    def __init__(self, stack: TierStack, rules: HitRules, grants: Grants) -> None:
+        self._stack = stack
+        self._ram = stack.ram
         self._rules = rules
         self._grants = grants
-        self._promoter = promoter
-        self._in_ram = _InRam(ladder.ram)
+        self._in_ram = _InRam(stack.ram)
         self._reserved: dict[RequestState, _Reservation] = {}
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
-        """Return how many tokens can be loaded now, or None to be asked at the next step."""
+        """Return how many tokens can be loaded now; None to look up again in the next step."""
         self._reserved.pop(request, None)
         if request.phase in DEFERRED:
             return None
         if request.phase == Phase.FAILED:
             return 0
-        presence, readable = self._find_for(request)
+        presence, readable = self._presence_for(request)
         end = self._rules.longest(prompt, presence)
         if end + self._rules.alignment_tokens <= prompt.limit_tokens:
-            self._note_missing(request, prompt, end)
+            self._record_missing(request, prompt, end)
         if end == prompt.local_tokens:
             return 0
         needed = self._rules.needed(prompt, end)
-        copies = self._ram.lead_of(needed)
+        copies = self._ram.leading(needed)
         if len(copies) == len(needed):
-            self._ram.keep(copies, self._ladder.ctx)
+            self._ram.restore(copies, self._stack.ctx)
             self._reserved[request] = _Reservation(0, copies)
-        elif not self._can_load(request, survey(needed, self._ram, readable)):
+        elif not self._can_load(request, find_leading(needed, self._ram, readable)):
             return None
         return end - prompt.local_tokens
 
@@ -90,122 +202,106 @@ class HitLookup:
         """
         if request.phase == Phase.FAILED:
             return None
-        presence, readable = self._find_for(request)
-        if request.phase == Phase.ASKING:
-            self._ladder.asked((key,))
+        presence, readable = self._presence_for(request)
+        if request.phase == Phase.OPEN:
+            self._stack.record_wanted((key,))
         if not presence.has(key):
             self._count_miss(request)
             return None
         copy = self._ram.copies.get(key)
         if copy is None:
-            found = first_whole(readable, key)
+            found = first_resident(readable, key)
             return None if found is None else found[0].index
-        self._ram.keep((copy,), self._ladder.ctx)
+        self._ram.restore((copy,), self._stack.ctx)
         return 0 if copy.state == _RESIDENT else 1
 
     def redeem(self, request: RequestState | None) -> None:
-        """Release what was reserved for ``request``: its load has its slots, or none."""
+        """End the reservation of ``request``, whose load is planned."""
         if request is not None:
             self._reserved.pop(request, None)
 
     def end_step(self) -> None:
-        """Release what was reserved in this step and not used."""
+        """End the reservations that were not used in this step."""
         if self._reserved:
             self._reserved.clear()
 
-    def _find_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
-        """Return what there is for ``request``, and the slower tiers that it may load from."""
-        within = request.terms.load_tiers
+    def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
+        """Return what ``request`` may find, and the slower tiers that it may load from."""
+        allowed = request.terms.load_tiers
         readable: Sequence[TierState] = ()
         presence: Presence = self._in_ram
         if request.phase == Phase.SETTLED:
-            request.asked_at = self._ladder.step
+            request.looked_up_at = self._stack.step
         else:
-            readable = self._ladder.readable(within)
+            readable = self._stack.readable(allowed)
             presence = _Anywhere(self._ram, readable)
-        if within is not None:
-            presence = _Within(presence, self._ladder, within)
+        if allowed is not None:
+            presence = _Allowed(presence, self._stack, allowed)
         return presence, readable
 
-    def _can_load(self, request: RequestState, found: Found) -> bool:
+    def _can_load(self, request: RequestState, found: LookupResult) -> bool:
         """Return whether a load of ``found`` can be planned now; queue the request if not.
 
         Some of ``found`` are in slower tiers or on their way to RAM.
         """
-        self._ladder.asked([copy.key for copy in compress(*found)])
-        here = found.in_ram().copies
-        self._ram.keep(here, self._ladder.ctx)
-        whole = all(copy.state == _RESIDENT for copy in here)
-        if whole and self._reserve(request, found, here):
+        self._stack.record_wanted([copy.key for copy in compress(*found)])
+        in_ram = found.in_ram().copies
+        self._ram.restore(in_ram, self._stack.ctx)
+        are_whole = all(copy.state == _RESIDENT for copy in in_ram)
+        if are_whole and self._reserve(request, found, in_ram):
             return True
-        self._promoter.enqueue(request, [copy.key for copy in found.copies])
+        self._grants.enqueue(request, [copy.key for copy in found.copies])
         return False
 
-    def _reserve(self, request: RequestState, found: Found, here: Sequence[ChunkCopy]) -> bool:
+    def _reserve(
+        self, request: RequestState, found: LookupResult, in_ram: Sequence[ChunkCopy]
+    ) -> bool:
         """Reserve RAM slots for a direct load of ``found``, if it is worth its time.
 
         Args:
             request: Who loads.
             found: All that it loads.
-            here: The part that is whole in RAM.
+            in_ram: The part that is resident in RAM.
         """
-        ladder, grants = self._ladder, self._grants
-        if not ladder.limits.streams:
+        stack = self._stack
+        if not stack.limits.direct_loads:
             return False
-        reserved = self._reserved.values()
-        wanted = _Reservation(len(found.tiers) - len(here), here)
-        held = grants.granted + grants.streaming + ladder.ledger.stuck
-        held += sum(other.fills for other in reserved)
-        if wanted.fills > ladder.limits.pin_budget - held:
+        others = self._reserved.values()
+        reservation = _Reservation(len(found.tiers) - len(in_ram), in_ram)
+        used = self._grants.used_budget + sum(other.fills for other in others)
+        if reservation.fills > stack.limits.pin_budget - used:
             return False
-        if wanted.room > self._ram.room - sum(other.room for other in reserved):
+        if reservation.slots > self._ram.available - sum(other.slots for other in others):
             return False
-        now = ladder.ctx.now
-        if ladder.worth.choose(found.tiers, counted=found.counted, now=now) is not None:
+        now = stack.ctx.now
+        if stack.cost_model.choose(found.tiers, counted=found.counted, now=now) is not None:
             return False
-        self._reserved[request] = wanted
+        self._reserved[request] = reservation
         return True
 
-    def _note_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
-        """Note what ``request`` misses first: the chunks behind a hit of ``end`` tokens."""
+    def _record_missing(self, request: RequestState, prompt: Prompt, end: int) -> None:
+        """Record the first chunk of each group behind a hit of ``end`` tokens as wanted."""
         for group, keys in zip(self._rules.groups, prompt.keys, strict=True):
             first = end // group.chunk_tokens
-            self._ladder.asked(keys[first : first + 1])
+            self._stack.record_wanted(keys[first : first + 1])
         self._count_miss(request)
 
     def _count_miss(self, request: RequestState) -> None:
-        """Count a request once that is not there as a whole, if it may load from any tier."""
-        if not request.missed and request.terms.load_tiers is None:
-            request.missed = True
-            for tier in self._ladder.tiers:
+        """Count the first miss of a request that may load from every tier."""
+        if not request.is_miss_counted and request.terms.load_tiers is None:
+            request.is_miss_counted = True
+            for tier in self._stack.tiers:
                 tier.counters.misses += 1
 
 
-class _Reservation(NamedTuple):
-    """RAM slots that one load will take.
-
-    Attributes:
-        fills: Slots that it fills from slower tiers.
-        reads: Copies that it reads, whole in RAM.
-    """
-
-    fills: int
-    reads: Sequence[ChunkCopy]
-
-    @property
-    def room(self) -> int:
-        """Slots that are free or could be made free, and will not be."""
-        return self.fills + sum(map(is_idle, self.reads))
-
-
 class _InRam:
-    """What is whole in RAM."""
+    """Chunks resident in RAM."""
 
     def __init__(self, ram: TierState) -> None:
         self._ram = ram
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
-        return len(self._ram.lead_of(keys))
+        return len(self._ram.leading(keys))
 
     def has(self, key: ChunkKey) -> bool:
         copy = self._ram.copies.get(key)
@@ -213,35 +309,29 @@ class _InRam:
 
 
 class _Anywhere:
-    """What is in RAM, on its way there, or whole in one of the ``readable`` tiers."""
+    """Chunks in RAM, on their way there, or resident in one of the ``readable`` tiers."""
 
     def __init__(self, ram: TierState, readable: Sequence[TierState]) -> None:
         self._ram = ram
         self._readable = readable
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
-        lead = len(self._ram.lead_of(keys))
-        rest = keys[lead:]
-        if self._readable and self._ram.copies.keys().isdisjoint(rest):
-            lead += len(self._readable[0].lead_of(rest))
-        while lead < len(keys) and self.has(keys[lead]):
-            lead += 1
-        return lead
+        return len(find_leading(keys, self._ram, self._readable).copies)
 
     def has(self, key: ChunkKey) -> bool:
         copy = self._ram.copies.get(key)
         if copy is not None:
             return copy.state in (_RESIDENT, _WRITING)
-        return first_whole(self._readable, key) is not None
+        return first_resident(self._readable, key) is not None
 
 
-class _Within:
-    """What the tiers that a request may load from have, or sent to RAM."""
+class _Allowed:
+    """Those chunks of ``presence`` that are in, or came from, the tiers a request allows."""
 
-    def __init__(self, presence: Presence, ladder: Ladder, within: frozenset[int]) -> None:
+    def __init__(self, presence: Presence, stack: TierStack, allowed: frozenset[int]) -> None:
         self._presence = presence
-        self._ladder = ladder
-        self._tiers = within
+        self._stack = stack
+        self._tiers = allowed
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         lead = 0
@@ -250,4 +340,4 @@ class _Within:
         return lead
 
     def has(self, key: ChunkKey) -> bool:
-        return self._presence.has(key) and self._ladder.held_within(key, self._tiers)
+        return self._presence.has(key) and self._stack.is_from(key, self._tiers)

@@ -1,15 +1,16 @@
-"""The values the manager answers with."""
+"""The values that the manager takes and returns: plans, limits, counters, snapshots."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.counters import TierSnapshot
-from kvtier.manager.worth import WorthFigures
+from kvtier.manager.cost_model import CostFigures
+from kvtier.types import Outcome
 
 __all__ = [
     "NOTHING_TO_STORE",
@@ -18,25 +19,27 @@ __all__ = [
     "LoadPlan",
     "ManagerLimits",
     "ManagerSnapshot",
-    "SlotTruth",
+    "SlotStatus",
     "StorePlan",
+    "TierCounters",
+    "TierSnapshot",
 ]
 
 
 NO_SLOT: Final = -1
-"""Stands for a slot in a :class:`LoadPlan`; the load of its chunk fails."""
+"""Stands for a missing slot in a :class:`LoadPlan`; the load of its chunk fails."""
 NO_GENERATION: Final = 0
-"""The stamp of no write."""
+"""A stamp that no write has."""
 
 
 class StorePlan(NamedTuple):
-    """Where a request's new chunks go.
+    """Where the new chunks of a request go.
 
     Attributes:
         keys: The chunks to store, in the order they were offered.
         slots: RAM slot of each.
-        generation: Stamp the worker writes beside each slot once its bytes are whole.
-        evicted: Keys that left RAM to make room; announce them before the stores.
+        generation: Stamp that the worker writes beside each slot once its bytes are whole.
+        evicted: Keys that were evicted from RAM; announce them before the stores.
     """
 
     keys: Sequence[ChunkKey]
@@ -49,15 +52,14 @@ NOTHING_TO_STORE: Final = StorePlan((), (), NO_GENERATION, ())
 
 
 class LoadPlan(NamedTuple):
-    """Where a request's chunks are.
+    """Where the chunks of a request are.
 
     Attributes:
-        slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` for one that has
-            none after all.
-        generations: Stamp each slot must bear; a worker that finds another must not load it.
-            :data:`NO_GENERATION` where there is no slot: the load of that chunk fails.
-        origins: Index of the tier each chunk's bytes come from.
-        wait_s: How long a slot may take to bear its stamp; 0 if all do now.
+        slots: RAM slot of each chunk, in the order asked; :data:`NO_SLOT` if it has none.
+        generations: Stamp that each slot must have; a worker must not load from a slot with
+            another one. :data:`NO_GENERATION` where there is no slot.
+        origins: Index of the tier that each chunk's bytes come from.
+        wait_s: Longest time until all slots have their stamps; 0 if they have them now.
     """
 
     slots: Sequence[int]
@@ -68,24 +70,24 @@ class LoadPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """Bounds the manager keeps to, in chunks unless the name says otherwise.
+    """Bounds of the manager, in chunks unless the name says otherwise.
 
     Attributes:
-        pin_budget: RAM slots that chunks kept for waiting requests may hold.
-        reserve: Share of a tier's slots that write-on-evict keeps free ahead of need.
+        pin_budget: RAM slots that may be held for waiting requests.
+        reserve: Share of a tier's slots that write-on-evict keeps free.
         queue: Chunks that may be on their way to one slower tier at a time.
         batch: Most chunks of one job.
-        retained: RAM slots that chunks kept until a deadline may hold.
-        backlog: Chunks that may wait for one slower tier or be on their way there; newer ones
-            stay in RAM only.
+        retained: RAM slots that may be retained until a deadline.
+        backlog: Chunks that may be queued for one slower tier or on their way there. Newer
+            chunks then stay in RAM only.
         load_timeout_s: Deadline of a promotion.
         store_timeout_s: Deadline of a demotion.
-        patience_lookups: Steps a request may wait for its turn to be promoted, ...
-        patience_s: ... and seconds; it waits until both have passed.
-        patience_arrivals: Steps a request may wait for chunks on their way.
-        patience_grants: Steps for which chunks are kept for a request nobody asks about.
-        patience_stores: Refusals after which a request's store is cut to what fits.
-        streams: Whether a chunk in a slower tier is a hit at once, to be loaded as it arrives.
+        max_queue_steps: Steps that a request may wait for its turn to be promoted, ...
+        max_queue_s: ... and seconds; it waits until both have passed.
+        max_arrival_steps: Steps that a request may wait for chunks on their way.
+        max_idle_grant_steps: Steps after which grants end that no lookup asked for.
+        max_store_refusals: Refusals after which a request's store is cut to what fits.
+        direct_loads: Whether chunks in slower tiers are hits at once and loaded as they arrive.
     """
 
     pin_budget: int
@@ -96,12 +98,103 @@ class ManagerLimits:
     backlog: int = sys.maxsize
     load_timeout_s: float = 10.0
     store_timeout_s: float = 60.0
-    patience_lookups: int = 256
-    patience_s: float = 0.0
-    patience_arrivals: int = 20_000
-    patience_grants: int = 256
-    patience_stores: int = 16
-    streams: bool = False
+    max_queue_steps: int = 256
+    max_queue_s: float = 0.0
+    max_arrival_steps: int = 20_000
+    max_idle_grant_steps: int = 256
+    max_store_refusals: int = 16
+    direct_loads: bool = False
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in one tier since the manager was made; all in chunks."""
+
+    hits: int = 0
+    """Chunks whose bytes came from this tier and that an engine loaded."""
+    prompt_hits: int = 0
+    """Hits of the counting group, whose chunks stand for prompt tokens."""
+    misses: int = 0
+    """Chunks looked up and not here: one per request for the first that no tier has. RAM also
+    counts chunks promoted from a slower tier."""
+    stored: int = 0
+    """Chunks that became resident, from any source."""
+    evicted: int = 0
+    """Chunks evicted to free slots."""
+    followed: int = 0
+    """Evicted chunks whose next lookup is tracked: of a large tier a sample."""
+    refused: int = 0
+    """Chunks refused for lack of slots or by the placement policy."""
+    failed: int = 0
+    """Chunks whose transfer into this tier failed."""
+    read_failed: int = 0
+    """Chunks whose transfer out of this tier failed."""
+    expired: int = 0
+    """Chunks whose transfer to or from this tier missed its deadline."""
+    shut_out: int = 0
+    """Chunks whose transfer to or from this tier was refused: out of service or queue full."""
+    load_failed: int = 0
+    """Chunks that were here and that a worker could not load into the GPU."""
+    corrupt: int = 0
+    """Chunks dropped because their bytes were not the bytes stored."""
+    lost: int = 0
+    """Chunks that did not reach the slower tier they were meant for."""
+    dropped: int = 0
+    """Chunks not sent to this tier because it did not keep up. In RAM: chunks refused because
+    others waited for a slower tier."""
+    promoted: int = 0
+    """Chunks of this tier promoted to RAM to stay there."""
+    demoted: int = 0
+    """Chunks of this tier that arrived in a slower one."""
+    stranded: int = 0
+    """Chunks that were here but had to be computed, because no tier had one before them."""
+    unretained: int = 0
+    """Chunks that were to be retained and were not, or not until their deadline."""
+
+    def record_failure(self, outcome: Outcome, *, reading: bool) -> None:
+        """Count a chunk that did not arrive, by cause; a cancelled one did not fail."""
+        if outcome is Outcome.EXPIRED:
+            self.expired += 1
+        elif outcome is Outcome.REFUSED:
+            self.shut_out += 1
+        elif outcome is Outcome.CANCELLED:
+            return
+        elif reading:
+            self.read_failed += 1
+        else:
+            self.failed += 1
+
+    def snapshot(self) -> TierCounters:
+        """Return a copy, in half the time of :func:`dataclasses.replace`."""
+        return TierCounters(*_values_of(self))
+
+
+_values_of = operator.attrgetter(*(field.name for field in fields(TierCounters)))
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """One tier at one moment.
+
+    Attributes:
+        name: The tier's name.
+        capacity: Slots.
+        used: Slots that are not free.
+        resident: Chunks that are hits.
+        held: Copies that cannot be evicted now: pinned, dirty or being written.
+        dirty: Copies that a slower tier must still receive.
+        quarantined: Slots kept out of use until a worker acknowledged its jobs.
+        counters: A copy of the counters.
+    """
+
+    name: str
+    capacity: int
+    used: int
+    resident: int
+    held: int
+    dirty: int
+    quarantined: int
+    counters: TierCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +205,10 @@ class ManagerSnapshot:
         tiers: One per tier, fastest first.
         requests: Requests that began and did not end.
         waiting: Requests that wait for promotions, or for their turn.
-        granted: RAM slots kept for waiting requests.
-        retained: RAM slots of chunks kept until a deadline.
+        granted: RAM slots held for waiting requests.
+        retained: RAM slots retained until a deadline.
         jobs: Storage jobs in flight.
-        worth: What loading and computing take, and what was therefore not loaded.
+        cost_model: Estimated load and compute times, and the loads skipped because of them.
     """
 
     tiers: Sequence[TierSnapshot]
@@ -124,30 +217,30 @@ class ManagerSnapshot:
     granted: int
     retained: int
     jobs: int
-    worth: WorthFigures
+    cost_model: CostFigures
 
 
-class SlotTruth(Protocol):
-    """What the workers say about RAM slots, read without asking them.
+class SlotStatus(Protocol):
+    """What the workers report about RAM slots, read without asking them.
 
-    vLLM's offloading contract has no way to report a failed job: the workers acknowledge every
-    job and write what really happened into memory shared with the scheduler.
+    vLLM's offloading contract has no way to report a failed job. So the workers acknowledge
+    every job, and write its outcome into memory that they share with the scheduler.
     """
 
     def issue(self, slots: Sequence[int]) -> None:
-        """Note that the workers are about to be given one more job on each of ``slots``."""
+        """Record that the workers get one more job on each of ``slots``."""
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Take the stamps off ``slots``: their bytes are about to change, so none may load."""
+        """Clear the stamps of ``slots``, whose bytes are about to change."""
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether every rank's bytes of that generation are whole."""
+        """Return for each slot whether every rank stored all bytes of that generation."""
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> Sequence[bool]:
-        """Return for each slot whether no rank failed to load the bytes of that generation."""
+        """Return for each slot whether no rank failed to load that generation."""
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Forget who could not load from ``slots``, where no load is: the bytes were late."""
+        """Forget failed loads from ``slots``, from which nothing is being loaded."""
 
     def quiet(self, slots: Sequence[int]) -> Sequence[bool]:
         """Return for each slot whether all ranks acknowledged every job issued on it."""

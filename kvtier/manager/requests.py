@@ -1,4 +1,4 @@
-"""What the manager remembers about a request."""
+"""What the manager remembers about one request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final, TypeAlias
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
-from kvtier.manager.order import by_group
+from kvtier.manager.runs import by_group
 from kvtier.policies import ChunkCopy
 from kvtier.policies.terms import RequestTerms
 from kvtier.types import JobId
@@ -14,107 +14,122 @@ from kvtier.types import JobId
 __all__ = ["DEFERRED", "BudgetUse", "Phase", "RequestState"]
 
 BudgetUse: TypeAlias = tuple[int, int, int]
-"""Changes of what is kept for requests, slots of streams, slots of reads that are stuck."""
+"""Changes of grants, RAM slots of direct loads, RAM slots of late promotions."""
 
 
 class Phase:
-    """Where a request stands between being looked up and being loaded."""
+    """Where a request stands between its first lookup and its load."""
 
-    ASKING: ClassVar[int] = 0
+    OPEN: ClassVar[int] = 0
     """Lookups see every tier."""
     QUEUED: ClassVar[int] = 1
-    """Wants chunks brought up and waits for its turn."""
+    """It needs chunks promoted and waits for its turn."""
     WAITING: ClassVar[int] = 2
-    """Its chunks are on their way."""
+    """Its chunks are on their way to RAM."""
     SETTLED: ClassVar[int] = 3
-    """Answers show RAM alone: hits are kept for it, all else is recomputed."""
+    """Lookups see RAM only: its hits are pinned, the rest is recomputed."""
     FAILED: ClassVar[int] = 4
-    """A load of its did not work: every answer is a miss until it ends."""
+    """One of its loads failed: every lookup is a miss until it ends."""
 
 
 DEFERRED: Final = (Phase.QUEUED, Phase.WAITING)
-"""In these a request is asked about in vain."""
+"""In these phases a lookup has no result yet."""
 
 
 class RequestState:
     """One request from its first lookup to its end.
 
+    :class:`~kvtier.manager.grants.Grants` writes its phase and what is granted to it.
+
     Attributes:
         req_id: The engine's id.
-        terms: What it may do with the tiers.
+        terms: Which tiers it may use.
         phase: One of :class:`Phase`.
-        asked: Chunks that it waits to be granted, in the order of its load.
-        asked_at: Step of its last lookup since it settled.
-        granted: RAM copies kept for it until it loads or ends.
+        wanted: Chunks that it waits for, in the order of its load.
+        wanted_since_s: When it was queued.
+        deferred_steps: Steps that it has spent in its phase.
+        looked_up_at: Step of its last lookup since it settled.
+        granted: RAM copies that are pinned for it.
         pending: How many of them are not whole yet.
-        jobs: Promotion jobs made for it alone.
-        lookups: Steps it has been waiting for its turn.
-        queued_s: When it began to wait for it.
-        too_dear: What of the budget was held when all it asked for was more than the rest;
-            None if it was not.
+        jobs: Promotion jobs planned for it.
+        refused_at: What used the budget when its chunks did not fit; None if they did.
         refusals: Stores refused since one was accepted.
-        missed: Whether its first miss was counted.
+        is_miss_counted: Whether its first miss was counted.
         has_kv: Whether the engine has computed or loaded KV for it.
-        is_stale: Whether some of that is of before a reset: what it offers is not taken.
-        broken: Whether a chunk it stored was in no tier: what follows it was stranded.
+        is_stale: Whether some of that KV is older than a reset, so that nothing is stored.
+        has_gap: Whether a chunk it stored was in no tier, so that later chunks were stranded.
         tails: Last chunk stored or loaded, and its depth, per KV cache group.
     """
 
     __slots__ = (
-        "asked",
-        "asked_at",
-        "broken",
+        "deferred_steps",
         "granted",
+        "has_gap",
         "has_kv",
+        "is_miss_counted",
         "is_stale",
         "jobs",
-        "lookups",
-        "missed",
+        "looked_up_at",
         "pending",
         "phase",
-        "queued_s",
         "refusals",
+        "refused_at",
         "req_id",
         "tails",
         "terms",
-        "too_dear",
+        "wanted",
+        "wanted_since_s",
     )
 
     def __init__(self, req_id: str, terms: RequestTerms) -> None:
         self.req_id = req_id
         self.terms = terms
-        self.phase = Phase.ASKING
-        self.asked: list[ChunkKey] = []
-        self.asked_at = 0
+        self.phase = Phase.OPEN
+        self.wanted: list[ChunkKey] = []
+        self.wanted_since_s = 0.0
+        self.deferred_steps = 0
+        self.looked_up_at = 0
         self.granted: dict[ChunkCopy, None] = {}
         self.pending = 0
         self.jobs: set[JobId] = set()
-        self.lookups = 0
-        self.queued_s = 0.0
-        self.too_dear: BudgetUse | None = None
+        self.refused_at: BudgetUse | None = None
         self.refusals = 0
-        self.missed = False
+        self.is_miss_counted = False
         self.has_kv = False
         self.is_stale = False
-        self.broken = False
+        self.has_gap = False
         self.tails: dict[bytes, tuple[ChunkKey, int]] = {}
 
-    def remember(self, copies: Sequence[ChunkCopy]) -> None:
-        """Note that ``copies`` follow, group by group, on what was stored or loaded before."""
+    def lose_blocks(self) -> None:
+        """Record a preemption: its chunks are loaded, or offered, from the root again.
+
+        The engine does not report when it has KV again, so ``has_kv`` stays.
+        """
+        self.tails.clear()
+        self.has_gap = False
+        self.is_stale = False
+
+    def invalidate(self) -> None:
+        """Record a reset of the cache."""
+        self.is_stale |= self.has_kv
+        self.tails.clear()
+
+    def extend(self, copies: Sequence[ChunkCopy]) -> None:
+        """Record that ``copies``, sorted by group, follow what was stored or loaded before."""
         if not copies:
             return
         if is_single_group((copies[0].key, copies[-1].key)):
-            self._follow(copies)
+            self._extend_group(copies)
             return
         for part in by_group(copies):
-            self._follow(part)
+            self._extend_group(part)
 
-    def _follow(self, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`remember` for ``copies`` of one group.
+    def _extend_group(self, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`extend` for ``copies`` of one group.
 
-        Nobody knows how deep a chunk stands that survived a restart, nor whether the engine
-        itself had some of the prefix, so it is the deeper of what the two say. What was loaded
-        may be offered again.
+        The depth of a chunk that survived a restart is unknown, and the engine itself may have
+        had part of the prefix. So the larger of the two depths counts. Loaded chunks may be
+        offered again.
         """
         last = copies[-1]
         group = last.key[-GROUP_NBYTES:]

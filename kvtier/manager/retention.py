@@ -1,13 +1,13 @@
-"""Keeps chunks in RAM until a deadline, whatever the eviction policy thinks of them.
+"""Keeps chunks in RAM until a deadline, whatever the eviction policy would do.
 
-An agent that waits for a tool, or a system prompt that the next shift will need, is known to
-come back by whoever sent the request and by nobody here: its chunks look as cold as any. A
-deadline is better than a flag, for nobody has to remember to take it back (Mooncake's soft
-pins and Continuum's, arXiv 2511.02230, are of this kind).
+An agent that waits for a tool, or a system prompt of the next shift, will be used again. The
+sender of the request knows that; to the cache its chunks look unused. A deadline, unlike a
+flag, needs no second message (Mooncake's soft pins and Continuum's, arXiv 2511.02230, are of
+this kind).
 
-A quota bounds what may be kept. Beyond it, wishes are refused and not traded for older ones:
-what was promised to one is not taken away because another asks. Only a store or a promotion
-that waited its time and would be cut short takes kept chunks, those that end soonest first.
+A quota bounds the retained chunks. Beyond it new requests are refused; they do not replace
+older ones. Only a store or a promotion that waited its time, and would be cut short, takes
+retained chunks, those with the earliest deadlines first.
 """
 
 from __future__ import annotations
@@ -23,39 +23,37 @@ __all__ = ["Retention"]
 
 
 class Retention:
-    """The RAM copies that are kept, each by one pin, and until when.
+    """The retained RAM copies, each with one pin and a deadline.
 
     Args:
         ram: The tier.
-        quota: Most copies to keep.
+        quota: Most copies to retain.
     """
 
     def __init__(self, ram: TierState, quota: int) -> None:
         self._ram = ram
         self._quota = quota
-        self._until: dict[ChunkCopy, float] = {}
-        # A deadline that was put off leaves its entry behind, which is skipped when its time
-        # has come; the number keeps equal deadlines apart.
+        self._deadlines: dict[ChunkCopy, float] = {}
+        # An extended deadline leaves its old entry behind, which is skipped when it comes up;
+        # the number keeps equal deadlines apart.
         self._heap: list[tuple[float, int, ChunkCopy]] = []
         self._numbers = count()
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self._deadlines)
 
-    def keep(self, copies: Iterable[ChunkCopy], until: float) -> int:
-        """Keep resident ``copies`` until then; a deadline is put off, never brought forward.
-
-        A copy that was only to pass through RAM stays from now on.
+    def retain(self, copies: Iterable[ChunkCopy], until: float) -> int:
+        """Retain resident ``copies``; a deadline is only ever extended.
 
         Args:
-            copies: Root to leaf; when the quota ends it is the tail that is refused.
+            copies: Root to leaf; beyond the quota the tail is refused.
             until: Seconds on the clock of :meth:`expire`.
 
         Returns:
-            How many of them are kept at least until then.
+            How many of them are retained at least until then.
         """
-        ram, deadlines = self._ram, self._until
-        kept = 0
+        ram, deadlines = self._ram, self._deadlines
+        retained = 0
         for copy in copies:
             if copy.state != CopyState.RESIDENT:
                 continue
@@ -64,63 +62,63 @@ class Retention:
                 if len(deadlines) >= self._quota:
                     ram.counters.unretained += 1
                     continue
-                ram.pin(copy)
-                ram.stop_passing(copy)
+                ram.pin((copy,))
+                ram.make_permanent(copy)
             if old is None or until > old:
                 deadlines[copy] = until
                 heapq.heappush(self._heap, (until, next(self._numbers), copy))
-            kept += 1
+            retained += 1
         if len(self._heap) > 2 * len(deadlines) + self._quota:
-            self._tidy()
-        return kept
+            self._drop_old_entries()
+        return retained
 
     def expire(self, now: float) -> None:
-        """Let go of the copies whose deadline has passed."""
+        """Release the copies whose deadline has passed."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             until, _, copy = heapq.heappop(heap)
             self._end(copy, until)
 
-    def give_way(self, slots: int) -> None:
-        """Let go of copies, the earliest deadline first, until ``slots`` more could be evicted.
+    def release_early(self, slots: int) -> None:
+        """Release copies, earliest deadline first, until ``slots`` more can be evicted.
 
-        A copy that something else holds as well is no help, so it is left alone.
+        Copies that are pinned or dirty for another reason are skipped.
         """
         ram, heap = self._ram, self._heap
-        wanted = ram.idle + slots
-        held: list[tuple[float, int, ChunkCopy]] = []
-        while heap and ram.idle < wanted:
+        target = ram.idle + slots
+        skipped: list[tuple[float, int, ChunkCopy]] = []
+        while heap and ram.idle < target:
             entry = heapq.heappop(heap)
             until, _, copy = entry
             if copy.pins > 1 or copy.dirty:
-                held.append(entry)
+                skipped.append(entry)
             elif self._end(copy, until):
                 ram.counters.unretained += 1
-        for entry in held:
+        for entry in skipped:
             heapq.heappush(heap, entry)
 
-    def forget(self, copy: ChunkCopy) -> None:
-        """Let go of a copy that must leave, if it is kept."""
-        if self._until.pop(copy, None) is not None:
-            self._ram.unpin(copy)
+    def release(self, copy: ChunkCopy) -> None:
+        """Release a copy that is about to be dropped, if it is retained."""
+        if self._deadlines.pop(copy, None) is not None:
+            self._ram.unpin((copy,))
             self._ram.counters.unretained += 1
 
     def clear(self) -> None:
-        """Let go of everything; for a reset of the cache."""
-        for copy in self._until:
-            self._ram.unpin(copy)
-        self._until.clear()
+        """Release every copy; for a reset of the cache."""
+        self._ram.unpin(self._deadlines)
+        self._deadlines.clear()
         self._heap.clear()
 
     def _end(self, copy: ChunkCopy, until: float) -> bool:
-        """Let go of ``copy`` if ``until`` is still its deadline."""
-        if self._until.get(copy) != until:
+        """Release ``copy`` if ``until`` is still its deadline."""
+        if self._deadlines.get(copy) != until:
             return False
-        del self._until[copy]
-        self._ram.unpin(copy)
+        del self._deadlines[copy]
+        self._ram.unpin((copy,))
         return True
 
-    def _tidy(self) -> None:
-        """Drop the entries whose deadline was put off."""
-        self._heap = [entry for entry in self._heap if self._until.get(entry[2]) == entry[0]]
+    def _drop_old_entries(self) -> None:
+        self._heap = [
+            entry for entry in self._heap if self._deadlines.get(entry[2]) == entry[0]
+        ]
         heapq.heapify(self._heap)

@@ -1,12 +1,11 @@
-"""Slot numbers, handed out in extents.
+"""Allocates slots in extents, so that the slots of one request lie next to each other.
 
-Throughput to a slow medium is decided by bytes per system call, so a request's chunks should
-lie next to each other. A free list popped at random loses that within minutes. Free slots are
-kept as maximal extents, filed by the power of two of their length: an allocation takes an
-extent from the smallest bin that has one long enough, as far as a few looks tell, and only when
-there is none splits over the longest ones. Freed slots merge with their free neighbours at
-once, so an evicted request leaves one extent behind. Both directions are O(1) per extent
-touched, and nothing ever scans the slots.
+Bytes per system call decide the throughput of a slow medium. A free list popped at random
+scatters a request's chunks within minutes. Free slots are kept as maximal extents, in bins by
+the power of two of their length. An allocation takes an extent of the smallest bin that has one
+long enough, as far as a few tries find, and splits over the longest extents only if there is
+none. Freed slots merge with their free neighbours at once, so an evicted request leaves one
+extent. Both directions are O(1) per extent touched, and nothing scans the slots.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from itertools import islice
 __all__ = ["SlotAllocator"]
 
 _TRIED = 8
-"""Extents that may be too short looked at per allocation; bounds its cost."""
+"""Extents of the smallest bin that an allocation tries."""
 
 
 class SlotAllocator:
@@ -27,7 +26,7 @@ class SlotAllocator:
         capacity: Slots are numbered from 0 to ``capacity - 1``; all start free.
 
     Attributes:
-        free: How many slots are free.
+        free: Number of free slots.
     """
 
     __slots__ = ("_bins", "_end_of", "_filled", "_start_of", "capacity", "free")
@@ -45,13 +44,13 @@ class SlotAllocator:
             self.free = capacity
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` slots, in few extents; ascending.
+        """Allocate ``count`` slots in few extents; ascending.
 
         Raises:
-            ValueError: Fewer than ``count`` slots are free; nothing was taken.
+            ValueError: Fewer than ``count`` slots are free; nothing was allocated.
         """
         if count > self.free:
-            raise ValueError(f"{count} slots wanted, {self.free} free")
+            raise ValueError(f"{count} slots requested, {self.free} free")
         taken: list[int] = []
         wanted = count
         while wanted:
@@ -68,14 +67,18 @@ class SlotAllocator:
         return taken
 
     def exchange(self, slots: Sequence[int], count: int) -> list[int]:
-        """Give ``slots`` back and take ``count``: :meth:`release`, then :meth:`allocate`."""
+        """Do :meth:`release`, then :meth:`allocate`."""
         if not self.free and len(slots) == count:
-            return sorted(slots)  # a full tier takes what it was just given back
+            return sorted(slots)  # a full tier reuses exactly what was released
         self.release(slots)
         return self.allocate(count)
 
     def take(self, slots: Iterable[int]) -> None:
-        """Take exactly ``slots``, which must be free; for what survived a restart."""
+        """Allocate exactly ``slots``, for chunks that survived a restart.
+
+        Raises:
+            ValueError: A slot is not free.
+        """
         for start, end in _extents(slots):
             found = self._extent_around(start)
             if found is None or self._end_of[found] < end:
@@ -88,7 +91,7 @@ class SlotAllocator:
             self.free -= end - start
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give ``slots`` back."""
+        """Free ``slots``."""
         start_of, end_of = self._start_of, self._end_of
         for start, end in _extents(slots):
             self.free += end - start
@@ -105,9 +108,9 @@ class SlotAllocator:
         return sorted(self._end_of.items())
 
     def _best(self, wanted: int) -> int:
-        """Return the start of an extent of at least ``wanted`` slots, or of a long one."""
-        # Extents in bin b have 2**(b-1) to 2**b - 1 slots: in the bin of ``wanted`` some fit,
-        # of which the oldest few are tried, and from the bin above on all do.
+        """Return the start of an extent of at least ``wanted`` slots, or of a longest one."""
+        # Extents in bin b have 2**(b-1) to 2**b - 1 slots. In the bin of ``wanted`` some may
+        # be long enough, so the oldest few are tried; in the bins above all are.
         exact = wanted.bit_length()
         filled = self._filled
         if filled >> exact & 1:
@@ -157,7 +160,7 @@ def _extents(slots: Iterable[int]) -> list[tuple[int, int]]:
     """
     ordered = sorted(slots)
     if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
-        return [(ordered[0], ordered[-1] + 1)]  # what a prefix usually was given
+        return [(ordered[0], ordered[-1] + 1)]  # usual for a prefix
     runs: list[tuple[int, int]] = []
     start = end = -1
     for slot in ordered:

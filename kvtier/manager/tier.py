@@ -1,17 +1,21 @@
-"""One tier as the manager sees it: slots, copies, an eviction order and counters."""
+"""The state of one tier: slots, copies, pins, eviction order and counters.
+
+A copy is *pinned* while a transfer, a request or a deadline needs it, and *dirty* while a
+slower tier must still receive it. A resident copy that is neither is *idle*: it may be evicted.
+Only :class:`TierState` writes a copy's state, pins and dirty count. It therefore knows the
+number of idle copies at any time, and a store that cannot succeed is refused without a scan.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.counters import TierCounters, TierSnapshot
-from kvtier.manager.holds import Holds
-from kvtier.manager.kids import Kids, is_idle_leaf
-from kvtier.manager.order import across_groups, prompts_of
-from kvtier.manager.run import Run
-from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
+from kvtier.manager.plans import TierCounters, TierSnapshot
+from kvtier.manager.runs import Run, prompt_order, split_prompts
+from kvtier.manager.slots import SlotAllocator
+from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 from kvtier.policies.base import is_idle, is_unpinned
 from kvtier.policies.leaves import is_unpinned_leaf
 from kvtier.policies.terms import NO_TERMS, RequestTerms
@@ -19,71 +23,121 @@ from kvtier.policies.terms import NO_TERMS, RequestTerms
 __all__ = ["TierState"]
 
 _WRITING = CopyState.WRITING
+_LATE = CopyState.LATE
 _RESIDENT = CopyState.RESIDENT
 _GONE = CopyState.GONE
-_MADE_AHEAD = 1 << 18
-"""Most copies made before they are needed: 80 ms and 46 MB."""
+_PREALLOCATED_COPIES = 1 << 18
+"""Most copy objects made at start: 80 ms and 46 MB."""
 
 
-class TierState(Holds):
-    """Copies, order and counters of one tier, with what holds the copies.
+class TierState:
+    """Slots, copies, eviction order and counters of one tier.
 
-    A slot keeps its copy object when its chunk is evicted, and the next chunk takes it over:
-    nothing refers to a copy that could be evicted, and making an object costs more than all
-    else that becomes of a chunk here. What is dropped may still be referred to, so the slot
-    then gets a new one. RAM's objects are made when the tier is, like its memory, so that the
-    scheduler does not wait for them while RAM fills.
+    A slot keeps its copy object when its chunk is evicted, and the next chunk reuses it:
+    making an object costs more than all else that is done for a chunk here. Nothing refers to
+    an evicted copy. A dropped copy may still be referred to, so its slot gets a new object.
+    RAM's objects are made at start, so that the scheduler does not pay for them later.
 
     Args:
         name: The tier's name.
-        index: Its place in the ladder; 0 is RAM.
+        index: Its place among the tiers; 0 is RAM.
         capacity: Its slots.
         eviction: Orders its copies.
 
     Attributes:
-        copies: What is resident and what is being written, by key.
-        writing: How many of them are not whole yet.
-        leaving: Victims that were picked but must first reach a slower tier: hits until then,
-            but no longer in the eviction order.
-        departed: Counts the copies that left without having been victims: while it stands
-            still, who was pinned is here.
-        wanted: Most slots that somebody asked for in vain in this step.
-        quarantined: Slots kept from reuse until a worker acknowledged its jobs.
+        slots: The tier's slots. A dropped copy's slot becomes free with its last pin.
+        copies: Copies that are resident or being written, by key.
+        writing: Number of copies that are being written.
+        idle: Number of copies that can be evicted now.
+        dirty: Number of dirty copies.
+        transient: Number of RAM copies that are dropped after their load.
+        leaving: Victims that a slower tier must receive before they are evicted. They are
+            hits until then, but not in the eviction order.
+        drops: Number of copies dropped so far. While it is constant, pinned copies are here.
+        requested_slots: Most slots that were requested in vain since the last reclaim.
         counters: What happened in the tier.
     """
 
     __slots__ = (
+        "_children",
         "_copy_at",
-        "_kids",
         "copies",
         "counters",
-        "departed",
+        "dirty",
+        "drops",
         "eviction",
+        "idle",
         "index",
         "leaving",
         "name",
-        "quarantined",
-        "wanted",
+        "requested_slots",
+        "slots",
+        "transient",
         "writing",
     )
 
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
-        super().__init__(capacity)
         self.name = name
         self.index = index
         self.eviction = eviction
+        self.slots = SlotAllocator(capacity)
         self.copies: dict[ChunkKey, ChunkCopy] = {}
         self._copy_at: list[ChunkCopy | None] = [None] * capacity
         if not index:
-            ahead = range(min(capacity, _MADE_AHEAD))
-            self._copy_at[: len(ahead)] = [ChunkCopy(b"", slot) for slot in ahead]
-        self._kids = Kids(self.copies) if eviction.leaf_only else None
-        self.writing = 0
+            slots = range(min(capacity, _PREALLOCATED_COPIES))
+            self._copy_at[: len(slots)] = [ChunkCopy(b"", slot) for slot in slots]
+        self._children = _ChildCounts(self.copies) if eviction.leaf_only else None
+        self.writing = self.idle = self.dirty = self.transient = 0
         self.leaving: set[ChunkCopy] = set()
-        self.departed = 0
-        self.wanted = 0
-        self.quarantined = 0
+        self.drops = 0
+        self.requested_slots = 0
         self.counters = TierCounters()
+
+    @property
+    def available(self) -> int:
+        """Slots that are free or can be freed now by evicting."""
+        return self.slots.free + self.idle
+
+    def request_slots(self, slots: int) -> None:
+        """Record that ``slots`` slots were requested in vain, so that victims are demoted."""
+        self.requested_slots = max(self.requested_slots, min(slots, self.slots.capacity))
+
+    def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
+        """Return the run of ``copies``."""
+        keys = [copy.key for copy in copies]
+        return Run(copies, keys, [copy.slot for copy in copies], self.drops)
+
+    def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
+        """Return the resident copies of ``keys`` up to the first that is missing."""
+        found: list[ChunkCopy] = []
+        for copy in map(self.copies.get, keys):
+            if copy is None or copy.state != _RESIDENT:
+                break
+            found.append(copy)
+        return found
+
+    def resident(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
+        """Return the resident copies of ``keys``."""
+        return [
+            copy
+            for copy in map(self.copies.get, keys)
+            if copy is not None and copy.state == _RESIDENT
+        ]
+
+    def snapshot(self, *, quarantined: int = 0) -> TierSnapshot:
+        """Return the tier's figures now."""
+        return TierSnapshot(
+            name=self.name,
+            capacity=self.slots.capacity,
+            used=self.slots.capacity - self.slots.free,
+            resident=len(self.copies) - self.writing,
+            held=len(self.copies) - self.idle,
+            dirty=self.dirty,
+            quarantined=quarantined,
+            counters=self.counters.snapshot(),
+        )
+
+    # -- writing ----------------------------------------------------------------------------
 
     def begin_writing(
         self,
@@ -94,17 +148,17 @@ class TierState(Holds):
         generation: int = 0,
         terms: RequestTerms = NO_TERMS,
     ) -> list[ChunkCopy]:
-        """Add chunks whose bytes are on their way; each copy holds one pin for its writer.
+        """Add copies that are being written; each holds one pin for its writer.
 
         Args:
             keys: The chunks, none of them here.
-            slots: Where each goes; allocated.
+            slots: Allocated slot of each.
             parents: The chunk before each in its prefix, or None.
-            depths: How many chunks are before it.
+            depths: How many chunks precede each.
             generation: Stamp of the write.
-            terms: Of the request that stores them.
+            terms: Terms of the request that stores them.
         """
-        copies = self._take_over(slots)
+        copies = self._reuse(slots)
         for copy, key, parent, depth in zip(copies, keys, parents, depths, strict=False):
             copy.key = key
             copy.parent = parent
@@ -131,12 +185,12 @@ class TierState(Holds):
 
         Args:
             keys: The chunks, none of them here.
-            slots: Where each goes; allocated.
-            sources: Their copies in the other tier.
-            origin: Index of that tier if they are to be loaded, else 0.
+            slots: Allocated slot of each.
+            sources: Copies in the other tier.
+            origin: Index of that tier for a promotion, else 0.
             generation: Stamp of the write.
         """
-        copies = self._take_over(slots)
+        copies = self._reuse(slots)
         for copy, key, source in zip(copies, keys, sources, strict=True):
             copy.key = key
             copy.parent = source.parent
@@ -145,7 +199,7 @@ class TierState(Holds):
             copy.state = _WRITING
             copy.pins = 1
             copy.hits = 0
-        if not self.index:  # slower tiers have neither
+        if not self.index:  # copies in slower tiers have neither
             for copy in copies:
                 copy.generation = generation
                 copy.origin = origin
@@ -153,90 +207,189 @@ class TierState(Holds):
         self.writing += len(copies)
         return copies
 
-    def add_resident(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Add copies that are whole already: what survived a restart."""
+    def publish(
+        self, copies: Sequence[ChunkCopy], ctx: PolicyContext, *, is_ordered: bool = False
+    ) -> None:
+        """Make written copies resident and take back their writer's pin.
+
+        Args:
+            copies: Prompt after prompt, each group by group and root to leaf.
+            ctx: What the policy may know.
+            is_ordered: Whether they come in another tier's order of eviction instead.
+        """
+        self.idle += self._end_writing(copies)
+        if self._children is not None:
+            self._children.arrive(copies)
+        self.writing -= len(copies)
+        self.counters.stored += len(copies)
+        if is_ordered:
+            self.eviction.on_insert_many(copies, ctx)
+            return
+        for prompt in split_prompts(copies) if self.index else (prompt_order(copies),):
+            self.eviction.on_insert_many(self._touch_order(prompt), ctx)
+
+    def add_recovered(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Add resident copies that survived a restart."""
         for copy in copies:
             copy.state = _RESIDENT
             self.copies[copy.key] = self._copy_at[copy.slot] = copy
         self.idle += len(copies)
         self.eviction.on_insert_many(copies, ctx)
 
-    def publish(
-        self, copies: Sequence[ChunkCopy], ctx: PolicyContext, *, is_ordered: bool = False
-    ) -> None:
-        """Make written copies hits and drop their writer's pin.
-
-        Args:
-            copies: Prompt after prompt; of each group after group, and of those root to leaf.
-            ctx: What the policy is told besides.
-            is_ordered: Whether they come instead in the order in which another tier evicted
-                them.
-        """
-        self.idle += self._end_writing(copies)
-        if self._kids is not None:
-            self._kids.arrive(copies)
-        self.writing -= len(copies)
-        self.counters.stored += len(copies)
-        if is_ordered:
-            self.eviction.on_insert_many(copies, ctx)
-            return
-        for prompt in prompts_of(copies) if self.index else (across_groups(copies),):
-            self.eviction.on_insert_many(self._ordered(prompt), ctx)
-
-    def run_of(self, copies: Sequence[ChunkCopy]) -> Run:
-        """Return the run of ``copies``."""
-        keys = [copy.key for copy in copies]
-        return Run(copies, keys, [copy.slot for copy in copies], self.departed)
-
-    def drop(self, copy: ChunkCopy) -> None:
-        """Make ``copy`` a miss; its slot is free once nothing pins it."""
-        if copy.state == _GONE:
-            return
-        was_resident = copy.state == _RESIDENT
-        copy.state = _GONE
-        self.departed += 1
-        self._copy_at[copy.slot] = None
-        if was_resident:
-            self._leave_order(copy)
-        else:
-            self.writing -= 1
-        if copy.dirty:
-            copy.dirty = 0
-            self.dirty -= 1
-        if copy.transient:
-            self.passing -= 1
-        del self.copies[copy.key]
-        if self._kids is not None:
-            self._kids.orphan(copy)
-        if not copy.pins:
-            self.slots.release((copy.slot,))
+    def expire(self, copy: ChunkCopy) -> bool:
+        """Record that a write missed its deadline; return whether it was still awaited."""
+        was_writing = copy.state == _WRITING
+        if was_writing:
+            copy.state = _LATE
+        return was_writing
 
     def abort(self, copy: ChunkCopy) -> None:
-        """Take back the writer's pin of a copy whose bytes did not arrive, and drop it."""
+        """Drop a copy whose bytes did not arrive, and take back its writer's pin."""
         self.drop(copy)
-        self.unpin(copy)
+        self.unpin((copy,))
 
-    def want(self, slots: int) -> None:
-        """Note that ``slots`` slots were asked for in vain, so that room is made ahead."""
-        self.wanted = max(self.wanted, min(slots, self.slots.capacity))
+    # -- pins and dirty counts --------------------------------------------------------------
 
-    def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        """Take the best ``count`` unpinned copies out of the order, clean or dirty.
+    def pin(self, copies: Iterable[ChunkCopy]) -> None:
+        """Protect ``copies`` from eviction until the matching :meth:`unpin`."""
+        busied = 0
+        for copy in copies:
+            if not copy.pins and not copy.dirty:
+                busied += 1
+            copy.pins += 1
+        self.idle -= busied
 
-        They are leaving from now on.
+    def unpin(self, copies: Iterable[ChunkCopy]) -> None:
+        """Take back one pin of each; the last one frees the slot of a dropped copy."""
+        freed = 0
+        for copy in copies:
+            copy.pins = pins = copy.pins - 1
+            if pins or copy.dirty:
+                continue
+            if copy.state == _RESIDENT:
+                freed += 1
+            elif copy.state == _GONE:
+                self.slots.release((copy.slot,))
+        self.idle += freed
+
+    def mark_dirty(self, copies: Iterable[ChunkCopy]) -> None:
+        """Record that one more slower tier must receive each of the resident ``copies``."""
+        busied = dirtied = 0
+        for copy in copies:
+            if not copy.dirty:
+                dirtied += 1
+                if not copy.pins:
+                    busied += 1
+            copy.dirty += 1
+        self.idle -= busied
+        self.dirty += dirtied
+
+    def mark_clean(self, copies: Iterable[ChunkCopy]) -> None:
+        """Record that a slower tier received each of ``copies``, or never will."""
+        for copy in copies:
+            if not copy.dirty:
+                continue
+            copy.dirty -= 1
+            if not copy.dirty:
+                self.dirty -= 1
+                if not copy.pins and copy.state == _RESIDENT:
+                    self.idle += 1
+
+    def begin_demotion(self, copies: Iterable[ChunkCopy]) -> None:
+        """Mark resident ``copies`` dirty, pin them for a demotion, and keep them after it."""
+        busied = dirtied = 0
+        for copy in copies:
+            if copy.transient:
+                self.make_permanent(copy)
+            pins, dirty = copy.pins, copy.dirty
+            copy.pins = pins + 1
+            copy.dirty = dirty + 1
+            if not dirty:
+                dirtied += 1
+                if not pins:
+                    busied += 1
+        self.idle -= busied
+        self.dirty += dirtied
+
+    def end_demotion(self, copies: Sequence[ChunkCopy]) -> None:
+        """Mark clean and unpin the sources of a demotion job."""
+        others = []
+        for copy in copies:
+            if copy.pins == 1 and copy.dirty == 1:
+                copy.pins = copy.dirty = 0
+            else:
+                others.append(copy)
+        cleaned = len(copies) - len(others)
+        self.dirty -= cleaned
+        self.idle += cleaned
+        self.mark_clean(others)
+        self.unpin(others)
+
+    def make_transient(self, copy: ChunkCopy) -> None:
+        """Mark a RAM copy to be dropped after the load it is promoted for."""
+        copy.transient = True
+        self.transient += 1
+
+    def make_permanent(self, copy: ChunkCopy) -> None:
+        """Take back :meth:`make_transient`, if it was done."""
+        if copy.transient:
+            copy.transient = False
+            self.transient -= 1
+
+    # -- uses -------------------------------------------------------------------------------
+
+    def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Record a use of resident ``copies`` of a prompt: group by group, root to leaf."""
+        self.touch_each(self._touch_order(prompt_order(copies)), ctx)
+
+    def touch_each(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Record a use of one resident copy after the other."""
+        self.restore(copies, ctx)
+        self.eviction.on_hit_many(copies, ctx)
+
+    def restore(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        """Put those of ``copies`` that are leaving back into the eviction order."""
+        if self.leaving.isdisjoint(copies):
+            return
+        for copy in copies:
+            if copy in self.leaving:
+                self.leaving.discard(copy)
+                self._return_victim(copy, ctx)
+
+    # -- evicting ---------------------------------------------------------------------------
+
+    def take_slots(
+        self, count: int, ctx: PolicyContext
+    ) -> tuple[list[int], list[ChunkKey]] | None:
+        """Allocate ``count`` slots, evicting as many idle copies as needed.
 
         Returns:
-            The victims; fewer when there are no more.
+            The slots, ascending, and the keys of the victims. None if too few copies can be
+            evicted; then nothing changed.
         """
-        if self._kids is None:
-            victims = self.eviction.pick_many(count, is_unpinned, ctx)
-        else:
-            victims = self._kids.pick_many(self.eviction, count, is_unpinned_leaf, ctx)
+        shortage = count - self.slots.free
+        if shortage <= 0:
+            return self.slots.allocate(count), []
+        if shortage > self.idle:
+            return None
+        victims = self._pick(shortage, is_idle, _is_idle_leaf, ctx)
+        if len(victims) < shortage:
+            for victim in victims:
+                self._return_victim(victim, ctx)
+            return None
+        self.idle -= shortage
+        keys = [victim.key for victim in victims]
+        self._forget(victims, keys)
+        return self.slots.exchange([victim.slot for victim in victims], count), keys
+
+    def pick_leaving(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
+        """Pick up to ``count`` unpinned victims, clean or dirty; they are leaving from now."""
+        victims = self._pick(count, is_unpinned, is_unpinned_leaf, ctx)
         self.leaving.update(victims)
         return victims
 
-    def let_go(self, run: Run) -> None:
-        """Drop leaving copies that nothing pins, clean or dirty, and count them as evicted."""
+    def evict_leaving(self, run: Run) -> None:
+        """Evict unpinned copies that are leaving, clean or dirty."""
         victims = run.copies
         dirty = 0
         for victim in victims:
@@ -249,105 +402,55 @@ class TierState(Holds):
         self._forget(victims, run.keys)
         self.slots.release(run.slots)
 
-    def stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Put a leaving copy back into the order."""
-        if copy in self.leaving:
-            self.leaving.discard(copy)
-            self._enter_order(copy, ctx)
+    def drop(self, copy: ChunkCopy) -> None:
+        """Make ``copy`` a miss; its slot is free once nothing pins it."""
+        if copy.state == _GONE:
+            return
+        was_resident = copy.state == _RESIDENT
+        copy.state = _GONE
+        self.drops += 1
+        self._copy_at[copy.slot] = None
+        if was_resident:
+            self._leave_order(copy)
+        else:
+            self.writing -= 1
+        if copy.dirty:
+            copy.dirty = 0
+            self.dirty -= 1
+        if copy.transient:
+            self.transient -= 1
+        del self.copies[copy.key]
+        if self._children is not None:
+            self._children.orphan(copy)
+        if not copy.pins:
+            self.slots.release((copy.slot,))
 
-    def keep(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Do :meth:`stay` for ``copies``."""
-        if not self.leaving.isdisjoint(copies):
-            for copy in copies:
-                self.stay(copy, ctx)
+    # -- internals --------------------------------------------------------------------------
 
-    def lead_of(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
-        """Return the copies of the leading ``keys`` that are whole here."""
-        found: list[ChunkCopy] = []
-        for copy in map(self.copies.get, keys):
-            if copy is None or copy.state != _RESIDENT:
-                break
-            found.append(copy)
-        return found
-
-    def whole(self, keys: Iterable[ChunkKey]) -> list[ChunkCopy]:
-        """Return the copies of those of ``keys`` that are whole here."""
-        return [
-            copy
-            for copy in map(self.copies.get, keys)
-            if copy is not None and copy.state == _RESIDENT
-        ]
-
-    def take_slots(
-        self, count: int, ctx: PolicyContext
-    ) -> tuple[list[int], list[ChunkKey]] | None:
-        """Allocate ``count`` slots, evicting as many copies as it takes.
-
-        Returns:
-            The slots, ascending, and the keys of the victims; None, and nothing changed, when
-            there is not enough to evict.
-        """
-        shortage = count - self.slots.free
-        if shortage <= 0:
-            return self.slots.allocate(count), []
-        if shortage > self.idle:
-            return None
-        victims = self._pick(shortage, ctx)
-        if len(victims) < shortage:
-            for victim in victims:
-                self._enter_order(victim, ctx)
-            return None
-        self.idle -= shortage
-        keys = [victim.key for victim in victims]
-        self._forget(victims, keys)
-        return self.slots.exchange([victim.slot for victim in victims], count), keys
-
-    def touch(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Note a use of resident ``copies`` of a prompt: group after group, root to leaf."""
-        self.use(self._ordered(across_groups(copies)), ctx)
-
-    def use(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Note a use of one resident copy after the other."""
-        self.keep(copies, ctx)
-        self.eviction.on_hit_many(copies, ctx)
-
-    def snapshot(self) -> TierSnapshot:
-        """Return the tier's figures now."""
-        return TierSnapshot(
-            name=self.name,
-            capacity=self.slots.capacity,
-            used=self.slots.capacity - self.slots.free,
-            resident=len(self.copies) - self.writing,
-            held=len(self.copies) - self.idle,
-            dirty=self.dirty,
-            quarantined=self.quarantined,
-            counters=self.counters.snapshot(),
-        )
-
-    def _ordered(self, prompt: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+    def _touch_order(self, prompt: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
         """Return the copies of ``prompt``, given root to leaf, in the policy's touch order."""
         return prompt if self.eviction.touch_order == "forward" else prompt[::-1]
 
     def _end_writing(self, copies: Sequence[ChunkCopy]) -> int:
-        """Make ``copies`` resident and drop their writer's pin; return how many are idle."""
+        """Make ``copies`` resident without their writer's pin; return how many are idle."""
         if self.index:
-            for copy in copies:  # in a slower tier nobody else holds what is not whole
+            for copy in copies:  # in a slower tier only the writer pins a copy
                 copy.state = _RESIDENT
                 copy.pins = 0
             return len(copies)
-        held = 0
+        pinned = 0
         for copy in copies:
             copy.state = _RESIDENT
             copy.pins = pins = copy.pins - 1
             if pins:
-                held += 1
-        return len(copies) - held
+                pinned += 1
+        return len(copies) - pinned
 
-    def _take_over(self, slots: Sequence[int]) -> list[ChunkCopy]:
-        """Return the copy object of each of ``slots``; those not there yet are made.
+    def _reuse(self, slots: Sequence[int]) -> list[ChunkCopy]:
+        """Return the copy object of each slot; make those that do not exist yet.
 
-        What was evicted was not pinned, dirty, granted or passing, and what the policy owns of
-        it is the policy's to set when it is inserted. The rest is the caller's to set.
+        An evicted copy was not pinned, dirty, granted or transient. The policy sets its own
+        attributes when the copy is inserted; the caller sets all others.
         """
         at = self._copy_at
         copies = [copy for copy in map(at.__getitem__, slots) if copy]
@@ -358,25 +461,36 @@ class TierState(Holds):
         return copies
 
     def _forget(self, victims: Sequence[ChunkCopy], keys: Sequence[ChunkKey]) -> None:
-        """Make copies that left the order misses, and count them as evicted.
+        """Make picked copies misses and count them as evicted.
 
-        Nobody refers to them but their slots, so their state is left to the next write.
+        Only their slots refer to them, so the next write sets their state.
         """
         deque(map(self.copies.__delitem__, keys), maxlen=0)
-        if self._kids is not None:
+        if self._children is not None:
             for victim in victims:
-                self._kids.orphan(victim)
+                self._children.orphan(victim)
         self.counters.evicted += len(victims)
 
-    def _pick(self, count: int, ctx: PolicyContext) -> list[ChunkCopy]:
-        if self._kids is None:
-            return self.eviction.pick_many(count, is_idle, ctx)
-        return self._kids.pick_many(self.eviction, count, is_idle_leaf, ctx)
+    def _pick(
+        self, count: int, evictable: Evictable, evictable_leaf: Evictable, ctx: PolicyContext
+    ) -> list[ChunkCopy]:
+        """Take up to ``count`` victims out of the eviction order."""
+        if self._children is None:
+            return self.eviction.pick_many(count, evictable, ctx)
+        # One by one: a parent becomes a candidate when its last child was picked.
+        victims: list[ChunkCopy] = []
+        while len(victims) < count:
+            victim = self.eviction.pick(evictable_leaf, ctx)
+            if victim is None:
+                break
+            self._children.remove(victim)
+            victims.append(victim)
+        return victims
 
-    def _enter_order(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Put a picked copy back into the order."""
-        if self._kids is not None:
-            self._kids.enter(copy)
+    def _return_victim(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        """Put a picked copy back into the eviction order."""
+        if self._children is not None:
+            self._children.add(copy)
         self.eviction.on_stay(copy, ctx)
 
     def _leave_order(self, copy: ChunkCopy) -> None:
@@ -386,5 +500,60 @@ class TierState(Holds):
             self.leaving.discard(copy)
             return
         self.eviction.on_remove(copy)
-        if self._kids is not None:
-            self._kids.leave(copy)
+        if self._children is not None:
+            self._children.remove(copy)
+
+
+def _is_idle_leaf(copy: ChunkCopy) -> bool:
+    return is_unpinned_leaf(copy) and not copy.dirty
+
+
+class _ChildCounts:
+    """Keeps ``copy.child_count`` for a policy that evicts leaves only.
+
+    A child may arrive before its parent, and stay after its parent was dropped. So the children
+    of absent chunks are counted too.
+
+    Args:
+        copies: The tier's copies, by key.
+    """
+
+    __slots__ = ("_copies", "_of_absent")
+
+    def __init__(self, copies: Mapping[ChunkKey, ChunkCopy]) -> None:
+        self._copies = copies
+        self._of_absent: dict[ChunkKey, int] = {}
+
+    def arrive(self, copies: Sequence[ChunkCopy]) -> None:
+        """Count ``copies``, which enter the eviction order, and find their children."""
+        for copy in copies:
+            copy.child_count += self._of_absent.pop(copy.key, 0)
+            self.add(copy)
+
+    def add(self, copy: ChunkCopy) -> None:
+        """Count ``copy`` as a child of its parent."""
+        self._count(copy.parent, 1)
+
+    def remove(self, copy: ChunkCopy) -> None:
+        """Stop counting ``copy``, which left the eviction order, as a child."""
+        self._count(copy.parent, -1)
+
+    def orphan(self, copy: ChunkCopy) -> None:
+        """Remember the children of ``copy``, which became a miss."""
+        if copy.child_count:
+            self._count_of_absent(copy.key, copy.child_count)
+            copy.child_count = 0
+
+    def _count(self, parent: ChunkKey | None, change: int) -> None:
+        if parent is None:
+            return
+        copy = self._copies.get(parent)
+        if copy is not None:
+            copy.child_count += change
+        else:
+            self._count_of_absent(parent, change)
+
+    def _count_of_absent(self, key: ChunkKey, change: int) -> None:
+        children = self._of_absent.pop(key, 0) + change
+        if children:
+            self._of_absent[key] = children

@@ -1,70 +1,65 @@
 """The composite manager: decides where every chunk is, and never touches one.
 
-It keeps the books of all tiers and answers the engine's scheduler from them. It does no I/O,
-never waits and never reads a clock; what should happen leaves as :class:`~kvtier.types.Job`
-values, what happened comes back as :class:`~kvtier.types.TransferResult` values. The same
-object therefore serves a live engine and a simulator.
+It knows the state of all tiers and answers the engine's scheduler from it. It does no I/O,
+never waits and never reads a clock. What should happen leaves as :class:`~kvtier.types.Job`
+values, and what happened returns as :class:`~kvtier.types.TransferResult` values. So the same
+object serves a live engine and a simulator.
 
-Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill it,
-``complete_store`` asks the workers' own record whether they did and only then makes it a hit.
-From there the :class:`~kvtier.manager.demoter.Demoter` copies it down. A later request that
-finds it below waits while the :class:`~kvtier.manager.promoter.Promoter` brings it up and
-keeps it for that request. ``prepare_load`` pins it until ``complete_load``.
+Life of a chunk: ``prepare_store`` gives it a RAM slot, the workers fill the slot, and
+``complete_store`` makes it a hit if the workers recorded that its bytes are whole. The
+:class:`~kvtier.manager.demote.Demoter` then copies it to slower tiers. A later request that
+finds it there waits while the :class:`~kvtier.manager.promote.Promoter` brings it to RAM and
+pins it for that request. ``prepare_load`` pins it until ``complete_load``.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
 
 from kvtier.keys import ChunkKey
-from kvtier.manager.demoter import Demoter
-from kvtier.manager.demotion_jobs import DemotionJobs
+from kvtier.manager.cost_model import CostModel
+from kvtier.manager.demote import Demoter
 from kvtier.manager.events import ResidencyEvent
 from kvtier.manager.grants import Grants
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
-from kvtier.manager.ladder import Ladder
-from kvtier.manager.loader import Loader
+from kvtier.manager.load import Loader
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.plans import (
     NOTHING_TO_STORE,
     LoadPlan,
     ManagerLimits,
     ManagerSnapshot,
-    SlotTruth,
+    SlotStatus,
     StorePlan,
 )
-from kvtier.manager.promoter import Promoter
-from kvtier.manager.promotion_jobs import PromotionJobs
-from kvtier.manager.quarantine import Quarantine
+from kvtier.manager.promote import Promoter
 from kvtier.manager.requests import DEFERRED, Phase, RequestState
-from kvtier.manager.reserves import Reserves
-from kvtier.manager.storer import Storer
+from kvtier.manager.reset import Quarantine
+from kvtier.manager.store import Storer
 from kvtier.manager.tier import TierState
-from kvtier.manager.worth import LoadWorth
-from kvtier.policies import ChunkCopy, CopyState, Placement
+from kvtier.manager.tier_stack import TierStack
+from kvtier.policies import ChunkCopy, Placement
 from kvtier.policies.terms import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["TieredOffloadingManager"]
 
 _depth_of = operator.attrgetter("depth")
-_RESIDENT = CopyState.RESIDENT
 _PROMOTE = Purpose.PROMOTE
 
 
 class TieredOffloadingManager:
-    """Bookkeeping of a ladder of tiers for one engine. Not thread-safe; one thread calls it.
+    """Decides for the tiers of one engine. Not thread-safe; one thread calls it.
 
     Args:
         tiers: The tiers, fastest first; index 0 is RAM.
-        placement: Decides what crosses tiers.
-        limits: Bounds to keep to.
-        truth: What the workers say about RAM slots.
-        record_events: Whether :meth:`take_events` has anything to return.
-        follow_reuse: Whether :meth:`take_reuse_gaps` has.
-        worth: Says which loads are worth their time; all of them when omitted.
+        placement: Decides what moves between tiers.
+        limits: Bounds to keep.
+        slot_status: What the workers report about RAM slots.
+        record_events: Whether :meth:`take_events` is called.
+        track_reuse: Whether :meth:`take_reuse_gaps` is called.
+        cost_model: Decides which loads are worth their time; all of them when omitted.
         groups: What each KV cache group needs of a prefix.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
     """
@@ -75,265 +70,304 @@ class TieredOffloadingManager:
         *,
         placement: Placement,
         limits: ManagerLimits,
-        truth: SlotTruth,
+        slot_status: SlotStatus,
         record_events: bool = False,
-        follow_reuse: bool = True,
-        worth: LoadWorth | None = None,
+        track_reuse: bool = True,
+        cost_model: CostModel | None = None,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
     ) -> None:
-        self._ladder = ladder = Ladder(
+        self._stack = stack = TierStack(
             tiers,
             placement=placement,
             limits=limits,
-            truth=truth,
+            slot_status=slot_status,
             record_events=record_events,
-            follow_reuse=follow_reuse,
-            worth=worth or LoadWorth(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
+            track_reuse=track_reuse,
+            cost_model=cost_model
+            or CostModel(tiers=len(tiers), chunk_nbytes=1, chunk_tokens=0),
             counting_group=counting_group,
         )
-        self._ram = ladder.ram
-        self._resident = self._ram.copies
-        self._grants = Grants(ladder)
-        self._promotions = PromotionJobs(ladder, self._grants)
-        self._promoter = Promoter(ladder, self._grants, self._promotions)
-        self._lookup = HitLookup(ladder, HitRules(groups), self._grants, self._promoter)
-        self._demotions = DemotionJobs(ladder)
-        self._reserves = Reserves(ladder, self._demotions)
-        self._demoter = Demoter(ladder, self._demotions, self._reserves)
-        self._storer = Storer(ladder, self._grants, self._demoter)
+        self._grants = Grants(stack)
+        self._lookup = HitLookup(stack, HitRules(groups), self._grants)
+        self._promoter = Promoter(stack, self._grants)
+        self._demoter = Demoter(stack)
+        self._storer = Storer(stack, self._grants, self._demoter)
         self._loader = Loader(
-            ladder,
+            stack,
             grants=self._grants,
             lookup=self._lookup,
-            promotions=self._promotions,
             promoter=self._promoter,
             demoter=self._demoter,
         )
-        self._quarantine = Quarantine(ladder)
+        self._quarantine = Quarantine(stack)
         self._requests: dict[str, RequestState] = {}
 
     # -- requests ---------------------------------------------------------------------------
 
     def begin_request(self, req_id: str, terms: RequestTerms = NO_TERMS) -> None:
-        """Start remembering a request, on its terms; idempotent."""
+        """Start remembering a request; idempotent."""
         if req_id not in self._requests:
             self._begin(req_id, terms)
 
     def end_request(self, req_id: str) -> None:
-        """Forget a request and what was kept for it; loads in flight stay pinned."""
+        """Forget a request and release its grants; loads in flight stay pinned."""
         request = self._requests.pop(req_id, None)
         if request is not None:
-            self._promoter.release(request)
+            self._grants.release(request)
+
+    def fail_request(self, req_id: str) -> None:
+        """Answer every lookup of a request with a miss until it ends."""
+        request = self._requests.get(req_id)
+        if request is not None:
+            self._grants.fail(request)
 
     # -- lookup and load --------------------------------------------------------------------
 
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
         """Return how many tokens after the local ones can be loaded for a waiting request.
 
-        To be followed by its ``prepare_load`` in the same step, before that of another request:
-        until then nothing is evicted.
+        Call its ``prepare_load`` in the same step, before that of another request: nothing is
+        evicted until then.
 
         Returns:
-            The tokens; None if the request is to ask again at the next step, because chunks are
-            on their way to RAM for it.
+            The tokens; None if chunks are being promoted, to look up again in the next step.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         return self._lookup.lookup(request, prompt)
 
-    # For an engine that asks chunk by chunk, and says at the end of a step what it found.
+    # Three methods for an engine that looks up chunk by chunk.
 
     def residence(self, key: ChunkKey, req_id: str) -> int | None:
         """Return the index of the fastest tier that can serve ``key``; None for a miss.
 
-        0 means whole in RAM. It stays there until the step ends.
+        A chunk in RAM (0) stays there until the step ends.
         """
         request = self._requests.get(req_id) or self._begin(req_id, NO_TERMS)
         return self._lookup.residence(request, key)
 
     def is_deferred(self, req_id: str) -> bool:
-        """Return whether the request waits for chunks, so that asking for it is no use."""
+        """Return whether the request waits for chunks, so that a lookup has no result yet."""
         request = self._requests.get(req_id)
         return request is not None and request.phase in DEFERRED
 
     def fetch(self, keys: Iterable[ChunkKey], req_id: str) -> None:
-        """Defer a request until ``keys``, all that it found, are in RAM."""
+        """Defer a request until ``keys``, all chunks of its hit, are in RAM."""
         request = self._requests.get(req_id)
-        if request is not None and request.phase == Phase.ASKING:
-            self._promoter.enqueue(request, keys)
+        if request is not None and request.phase == Phase.OPEN:
+            self._grants.enqueue(request, keys)
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
         """Pin ``keys``, which a lookup of this step found, and return where they are.
 
-        With ``limits.streams`` some may be in slower tiers. The jobs that promote them are
-        planned with the load. Take them at once: the workers will wait for them.
+        With ``limits.direct_loads`` some may be in slower tiers. Their promotion jobs are
+        planned with the load. Take these jobs at once, because the workers wait for them.
 
         Raises:
-            KeyError: A key is not resident and ``limits.streams`` is off: the caller did not
-                look it up in this step. Loading another chunk in its place would be a wrong
-                token.
+            KeyError: A key is not resident and loads are not direct: the caller did not look it
+                up in this step. Another chunk in its place would give wrong tokens.
         """
         request = self._requests.get(req_id)
         if request is not None:
             request.has_kv = True
-        self._ladder.serve(req_id, request)
+        self._stack.set_request(req_id, request)
         return self._loader.prepare(keys, req_id, request)
 
-    def give_up(self, req_id: str) -> None:
-        """Answer MISS to ``req_id`` until it ends: its engine was told of a hit in vain."""
-        request = self._requests.get(req_id)
-        if request is not None:
-            self._promoter.give_up(request)
-
     def complete_load(self, req_id: str) -> None:
-        """End the oldest load of ``req_id``, which may have ended itself.
+        """Complete the oldest load of ``req_id``, even if the request has ended.
 
-        Chunks that a worker recorded it could not load leave RAM, and the request is answered
-        MISS from now on. A load of before a reset is ignored.
+        Chunks that a worker could not load are dropped from RAM, and every later lookup of the
+        request is a miss. A load planned before a reset is ignored.
         """
         self._loader.complete(req_id, self._requests.get(req_id))
 
     # -- store ------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Give RAM slots to those of ``keys`` that are not in RAM yet, evicting as needed.
+        """Allocate RAM slots for those of ``keys`` that are not in RAM, evicting as needed.
 
-        Being offered again counts as a use of the chunks that are there. Head first: when only
-        some fit it is the tail that is refused, for a suffix without its prefix cannot be used.
+        An offer counts as a use of the chunks that are in RAM. If only some fit, the tail is
+        refused, because a suffix is useless without its prefix.
 
         Returns:
-            What to store, perhaps nothing; None when there is no room *now* and asking again at
-            the next step may help. None changes nothing.
+            What to store, perhaps nothing; None if there are too few slots now and the engine
+            should offer the chunks again in the next step. None changes nothing.
         """
         request = self._requests.get(req_id)
         if request is not None:
             if request.is_stale:
                 return NOTHING_TO_STORE
             request.has_kv = True
-        self._ladder.serve(req_id, request)
+        self._stack.set_request(req_id, request)
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
-        """Make stored chunks hits, if every worker recorded that their bytes are whole.
+        """Make stored chunks hits if every worker recorded that their bytes are whole.
 
-        A key that is not being stored is ignored.
+        Keys that are not being stored are ignored.
         """
         self._storer.complete(keys)
 
-    # -- keeping ----------------------------------------------------------------------------
+    # -- retention --------------------------------------------------------------------------
 
     def retain(self, keys: Iterable[ChunkKey], until: float) -> int:
-        """Keep those of ``keys`` that are whole in RAM there until a deadline.
+        """Keep those of ``keys`` that are resident in RAM there until a deadline.
 
-        They count against ``limits.retained``; a reset lets go of them. They are released
-        early only for a store or a promotion that waited its time and found no other room.
+        They count against ``limits.retained``, and a reset releases them. They are released
+        early only for a store or a promotion that waited its time and found no other slots.
 
         Args:
-            keys: Chunks; when the quota ends it is the tails of prefixes that are refused.
+            keys: Chunks; beyond the quota the tails of prefixes are refused.
             until: Seconds on the clock of :meth:`end_step`.
 
         Returns:
-            How many are kept at least until then.
+            How many are retained at least until then.
         """
-        found = [copy for copy in map(self._resident.get, keys) if copy is not None]
-        found.sort(key=_depth_of)
-        return self._ladder.retention.keep(found, until)
+        members = self._stack.ram.copies
+        copies = [copy for copy in map(members.get, keys) if copy is not None]
+        copies.sort(key=_depth_of)
+        return self._stack.retention.retain(copies, until)
 
     # -- steps and storage jobs -------------------------------------------------------------
 
     def end_step(
         self, *, started: Iterable[str] = (), preempted: Iterable[str] = (), now: float = 0.0
     ) -> None:
-        """Close a scheduling step: grant, demote, reclaim.
+        """Close a scheduling step: grant, promote, demote and evict.
 
         Args:
             started: Requests that were scheduled for the first time in this step.
             preempted: Requests that lost their GPU blocks and will be looked up again.
             now: Seconds on a monotonic clock, for policies.
         """
-        ladder = self._ladder
-        ladder.step += 1
-        ladder.ctx.now = now
-        for req_id in started:
-            request = self._requests.get(req_id)
-            if request is not None:
-                request.has_kv = True
-                self._promoter.release(request)
-        for req_id in preempted:
-            self._preempt(req_id)
-        if ladder.epoch:
-            self._quarantine.release()
-        if ladder.limits.retained:
-            ladder.retention.expire(now)
-        self._promoter.end_step()
+        stack = self._stack
+        stack.step += 1
+        stack.ctx.now = now
+        for request in filter(None, map(self._requests.get, started)):
+            request.has_kv = True
+            self._grants.release(request)
+        for request in filter(None, map(self._requests.get, preempted)):
+            self._grants.release(request)
+            request.lose_blocks()
+        if stack.epoch:
+            self._quarantine.end_step()
+        if stack.limits.retained:
+            stack.retention.expire(now)
+        if self._grants:
+            self._grants.end_step()
+            self._promoter.end_step()
         self._lookup.end_step()
-        self._demoter.flush()
-        if ladder.follows_reuse:
-            self._note_reuse(now)
+        self._demoter.end_step()
+        stack.end_step()
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether :meth:`end_step` would find nothing to do until something else is called."""
-        ladder = self._ladder
+    def is_idle(self) -> bool:
+        """Whether :meth:`end_step` has nothing to do until another method is called."""
+        stack = self._stack
         return not (
             self._demoter.queued
-            or len(ladder.ledger)  # late jobs too: their slots are free when they end
+            or len(stack.jobs)  # late jobs too: their slots become free when they end
             or self._quarantine
-            or self.has_orders
-            or self._promoter.is_busy
-            or self._reserves.are_low
-            or len(ladder.retention)
-            or any(gaps.busy for gaps in ladder.gaps)
+            or self.has_output
+            or self._grants
+            or self._demoter.is_reclaiming
+            or len(stack.retention)
+            or any(gaps.is_changed for gaps in stack.gaps)
         )
 
-    def set_out_of_service(self, tiers: Collection[int]) -> None:
-        """Name the slower tiers, by index, that nothing is to be read from for now.
+    def has_work(self) -> bool:
+        """Return whether steps are needed although no request is running."""
+        return bool(self._demoter.queued or self._stack.jobs.has_awaited or self._quarantine)
 
-        What only they have is a miss, and a chunk on its way from one fails by itself. Not to
-        be called between a lookup and the ``prepare_load`` that relies on it.
+    def set_out_of_service(self, tiers: Collection[int]) -> None:
+        """Name the slower tiers, by index, from which nothing is read for now.
+
+        Chunks that only they have are misses; chunks on their way from one fail by themselves.
+        Do not call it between a lookup and the ``prepare_load`` that relies on it.
         """
-        self._ladder.out_of_service = tiers
+        self._stack.out_of_service = tiers
 
     @property
-    def has_orders(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there are jobs, cancellations or corrupt slots to take."""
-        return bool(self._ladder.corrupt) or self._ladder.ledger.has_orders
+        return bool(self._stack.corrupt) or self._stack.jobs.has_output
 
     def take_jobs(self) -> list[Job]:
         """Return the storage jobs planned since the last call; the engine runs them."""
-        return self._ladder.ledger.take_unsent()
+        return self._stack.jobs.take_planned()
 
     def take_cancels(self) -> list[JobId]:
-        """Return jobs that nobody needs any more; dropping them is optional."""
-        return self._ladder.ledger.take_cancels()
+        """Return jobs that no request needs any more; cancelling them is optional."""
+        return self._stack.jobs.take_cancelled()
 
     def take_corrupt(self) -> list[tuple[int, int]]:
-        """Return (tier index, slot) pairs whose content a restart must not bring back.
+        """Return (tier index, slot) pairs that a restart must not recover.
 
-        To be acted on before the jobs of the next :meth:`take_jobs`, which may reuse the slots.
+        Handle them before the jobs of the next :meth:`take_jobs`, which may reuse the slots.
         """
-        return self._ladder.take_corrupt()
+        return self._stack.take_corrupt()
+
+    def apply(self, result: TransferResult) -> None:
+        """Apply the result of a storage job; results of unknown jobs are ignored.
+
+        Do not call it between a lookup and the ``prepare_load`` that relies on it: a victim
+        that arrived in a slower tier is evicted from RAM here.
+        """
+        stack = self._stack
+        record = stack.jobs.find(result.job_id)
+        if record is None:
+            return
+        if record.purpose is _PROMOTE:
+            timeout_s = stack.limits.load_timeout_s
+            stack.cost_model.record_result(result, timeout_s=timeout_s, now=stack.ctx.now)
+        if record.epoch != stack.epoch:
+            self._quarantine.apply(record, result)
+        elif record.purpose is _PROMOTE:
+            moved = self._promoter.apply(record, result)
+            self._demoter.add_sole_copies(stack.ram, moved)
+        else:
+            self._demoter.apply(record, result)
+        if result.settled:
+            stack.jobs.remove(result.job_id)
+
+    def flush(self) -> None:
+        """Plan jobs that demote every dirty chunk; for an orderly shutdown."""
+        self._demoter.flush_all()
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Record that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
+
+        Loads are compared with that, unless the configuration says what a token takes.
+        """
+        self._stack.cost_model.record_prefill(tokens, seconds, self._stack.ctx.now)
+
+    @property
+    def cost_model(self) -> CostModel:
+        """Decides which loads are worth their time."""
+        return self._stack.cost_model
 
     def take_events(self) -> list[ResidencyEvent]:
         """Return the oldest residency events that were not taken yet.
 
-        Replayed from the first one on they say what each tier has. A removal comes before what
-        took the room. Some thousand chunks at a time: :attr:`has_events` says if there are
-        more.
+        Replayed from the first one on, they tell what each tier has. A removal precedes the
+        arrival that takes its slot. A call returns some thousand chunks; :attr:`has_events`
+        tells whether there are more.
         """
-        return self._ladder.events.take()
+        return self._stack.events.take()
 
     @property
     def has_events(self) -> bool:
         """Whether :meth:`take_events` has anything to return."""
-        return bool(self._ladder.events)
+        return bool(self._stack.events)
 
     def take_reuse_gaps(self) -> list[list[float]]:
-        """Return, tier by tier, how long ago chunks had been evicted that were asked for again.
+        """Return, per tier, the seconds from evictions to the next lookup of the chunk.
 
-        In seconds, since the last call; of a large tier a sample.
+        Since the last call; of a large tier a sample.
         """
-        return [gaps.take() for gaps in self._ladder.gaps]
+        return [gaps.take() for gaps in self._stack.gaps]
 
     @property
     def requests(self) -> int:
@@ -342,58 +376,32 @@ class TieredOffloadingManager:
 
     @property
     def dropped(self) -> list[int]:
-        """New chunks, tier by tier, that it did not get because a disk did not keep up."""
-        return [tier.counters.dropped for tier in self._ladder.tiers]
+        """New chunks, per tier, that it did not receive because a disk did not keep up."""
+        return [tier.counters.dropped for tier in self._stack.tiers]
 
-    def apply(self, result: TransferResult) -> None:
-        """Take the outcome of a storage job into account; unknown jobs are ignored.
+    def snapshot(self) -> ManagerSnapshot:
+        """Return the manager's figures now."""
+        stack = self._stack
+        ram, *slower = stack.tiers
+        return ManagerSnapshot(
+            tiers=[
+                ram.snapshot(quarantined=len(self._quarantine)),
+                *(tier.snapshot() for tier in slower),
+            ],
+            requests=len(self._requests),
+            waiting=len(self._grants.queued) + len(self._grants.waiting),
+            granted=self._grants.granted,
+            retained=len(stack.retention),
+            jobs=len(stack.jobs),
+            cost_model=stack.cost_model.figures(),
+        )
 
-        Not to be called between a lookup and the ``prepare_load`` that relies on it: a victim
-        that has arrived below leaves RAM here, though it was a hit until now.
-        """
-        ladder, ledger = self._ladder, self._ladder.ledger
-        record = ledger.find(result.job_id)
-        if record is None:
-            return
-        if record.purpose is _PROMOTE:
-            timeout_s = ladder.limits.load_timeout_s
-            ladder.worth.returned(result, timeout_s=timeout_s, now=ladder.ctx.now)
-        if record.epoch != ladder.epoch:
-            self._quarantine.apply(record, result)
-        elif record.purpose is _PROMOTE:
-            self._reserves.adopt(self._ram, self._promotions.apply(record, result))
-        else:
-            arrived = self._demotions.apply(record, result)
-            self._reserves.adopt(ladder.tiers[record.destination], arrived)
-        if result.settled:
-            ledger.close(result.job_id)
-
-    @property
-    def worth(self) -> LoadWorth:
-        """Says which loads are worth their time."""
-        return self._ladder.worth
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """Note that the engine computed ``tokens`` prompt tokens in a step of ``seconds``.
-
-        What a load is compared with, unless the configuration says what a token takes.
-        """
-        self._ladder.worth.computed(tokens, seconds, self._ladder.ctx.now)
-
-    def has_work(self) -> bool:
-        """Return whether steps are needed although no request is running."""
-        return bool(self._demoter.queued or self._ladder.ledger.active or self._quarantine)
-
-    def flush(self) -> None:
-        """Plan jobs that bring every dirty chunk down; for an orderly shutdown."""
-        self._demoter.flush_all()
-
-    # -- recovery, reset, figures -----------------------------------------------------------
+    # -- recovery and reset -----------------------------------------------------------------
 
     def recover(self, tier: int, chunks: Iterable[tuple[ChunkKey, int]]) -> int:
         """Make chunks that survived a restart hits in ``tier``, least recently used first.
 
-        The slowest tier is to come first: what no slower one has may be owed to it.
+        Call it for the slowest tier first: a chunk that no slower tier has may be dirty.
 
         Args:
             tier: Index of a slower tier.
@@ -402,77 +410,44 @@ class TieredOffloadingManager:
         Returns:
             How many there were.
         """
-        state = self._ladder.tiers[tier]
+        stack = self._stack
+        state = stack.tiers[tier]
         copies = [ChunkCopy(key, slot) for key, slot in chunks]
         state.slots.take(copy.slot for copy in copies)
-        state.add_resident(copies, self._ladder.ctx)
-        self._ladder.events.add(tier, [copy.key for copy in copies], removed=False)
-        self._reserves.adopt_recovered(state, copies)
+        state.add_recovered(copies, stack.ctx)
+        stack.events.add(tier, [copy.key for copy in copies], removed=False)
+        self._demoter.add_recovered(state, copies)
         return len(copies)
 
     def reset(self) -> None:
         """Make every chunk in every tier a miss: a new epoch, because weights may have changed.
 
-        Slots that a storage job or a worker may still touch stay out of use until it is known
-        to be over. No ``complete_*`` is expected for what was prepared before. A request that
-        has KV of before the reset stores nothing any more unless it loses its blocks: an engine
-        offers all of its chunks again, and those are what the reset was to get rid of.
+        Slots that a storage job or a worker may still touch stay out of use until it is done.
+        No ``complete_*`` is expected for what was prepared before. A request with KV of before
+        the reset stores nothing until it loses its blocks: the engine would offer old chunks.
         """
-        self._ladder.epoch += 1
+        stack = self._stack
+        stack.epoch += 1
         for request in self._requests.values():
-            request.is_stale |= request.has_kv
-            request.granted.clear()
-            request.jobs.clear()
-            request.tails.clear()
-        self._promoter.clear()
-        for request in self._requests.values():
-            request.pending = 0
-            self._promoter.release(request)
-        unsent = self.take_jobs()
-        self._ladder.retention.clear()
-        self._quarantine.evacuate(chain(self._loader.in_flight(), self._demoter.waiting()))
-        self._loader.clear()
-        self._storer.clear()
+            request.invalidate()
+        self._grants.clear()
+        self._lookup.end_step()
+        stack.retention.clear()
         self._demoter.clear()
-        for gaps in self._ladder.gaps:
+        self._quarantine.hold(self._loader.clear())
+        self._quarantine.hold(self._storer.clear())
+        for tier in stack.tiers:
+            for copy in list(tier.copies.values()):
+                stack.drop(tier, copy)
+        self._quarantine.end_step()
+        for gaps in stack.gaps:
             gaps.clear()
-        for job in unsent:
-            # Never handed out, so nobody will report on it.
+        self.take_cancels()
+        for job in self.take_jobs():  # the engine never had them, so it reports no result
             self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
-
-    def snapshot(self) -> ManagerSnapshot:
-        """Return the manager's figures now."""
-        self._ram.quarantined = len(self._quarantine)
-        return ManagerSnapshot(
-            tiers=[tier.snapshot() for tier in self._ladder.tiers],
-            requests=len(self._requests),
-            waiting=sum(request.phase in DEFERRED for request in self._requests.values()),
-            granted=self._grants.granted,
-            retained=len(self._ladder.retention),
-            jobs=len(self._ladder.ledger),
-            worth=self._ladder.worth.figures(),
-        )
-
-    # -- internals --------------------------------------------------------------------------
 
     def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
         if terms.store_tiers is not None:
-            self._ladder.restricts_stores = True
+            self._stack.restricts_stores = True
         request = self._requests[req_id] = RequestState(req_id, terms)
         return request
-
-    def _note_reuse(self, now: float) -> None:
-        for gaps in self._ladder.gaps:
-            if gaps.busy:
-                gaps.end_step(now)
-
-    def _preempt(self, req_id: str) -> None:
-        request = self._requests.get(req_id)
-        if request is not None:
-            self._promoter.release(request)
-            # Its chunks will be loaded, or offered, from the root again.
-            request.tails.clear()
-            request.broken = False
-            # Whether it has KV again is not said when it is scheduled again, so it still counts
-            # as having some.
-            request.is_stale = False

@@ -48,7 +48,7 @@ _POISON = np.uint64(1 << 63)
 class ControlBlock:
     """A view of the control words at the end of the host region.
 
-    Implements :class:`kvtier.manager.SlotTruth` for the scheduler, which counts what it
+    Implements :class:`kvtier.manager.SlotStatus` for the scheduler, which counts what it
     issues in its own memory.
 
     Args:

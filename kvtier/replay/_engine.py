@@ -22,7 +22,7 @@ from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.worker import ConnectorWorker
 from kvtier.errors import KvtierError
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay._batching import Batch, Batcher
 from kvtier.replay._requests import ReplayRequest

@@ -52,7 +52,7 @@ from kvtier.sim.cache import (
 )
 from kvtier.sim.timing import TierSpeed
 from kvtier.sim.traces import Trace
-from kvtier.transfer import relay_slots
+from kvtier.transfer import bounce_slots_for
 from kvtier.types import LayoutFingerprint
 from kvtier.units import approximate_size
 
@@ -353,7 +353,7 @@ def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
         stripe_nbytes=chunk_bytes,
         stripes=1,
         ranks=1,
-        relay_slots=relay_slots(config, slot_bytes),
+        bounce_slots=bounce_slots_for(config, slot_bytes),
     )
 
 
@@ -438,7 +438,7 @@ def _measure_copies(
     name = f"replay-copies-{os.getpid()}-{next(_NUMBERS)}"
     region = HostRegion.create(
         name,
-        replace(geometry, slots=chunks, relay_slots=0),
+        replace(geometry, slots=chunks, bounce_slots=0),
         attachers=0,
         timeout_s=_MEET_TIMEOUT_S,
     )

@@ -24,7 +24,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
 from kvtier.policies.terms import session_terms
-from kvtier.sim._truth import HonestTruth
+from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, Purpose, TransferResult
 
@@ -95,7 +95,7 @@ class Engine(ABC, Generic[_Model]):
         manager: The manager.
         model: What things take.
         transfers: When loads and storage jobs end.
-        truth: The manager's; told what did not come up.
+        slot_status: The manager's; told what did not come up.
         chunk_tokens: Tokens of a chunk.
         retain_s: Seconds chunks are kept in RAM after a use.
     """
@@ -106,14 +106,14 @@ class Engine(ABC, Generic[_Model]):
         *,
         model: _Model,
         transfers: TransferModel,
-        truth: HonestTruth,
+        slot_status: ReliableSlotStatus,
         chunk_tokens: int,
         retain_s: float = 0.0,
     ) -> None:
         self._manager = manager
         self._model = model
         self._transfers = transfers
-        self._truth = truth
+        self._slot_status = slot_status
         self._chunk_tokens = chunk_tokens
         self._retain_s = retain_s
         self._now_s = 0.0
@@ -262,7 +262,7 @@ class ModelEngine(Engine[TimeModel]):
         # An engine computes at least the last token, whose logits it needs.
         left = max(request.tokens - request.hits * self._chunk_tokens, 1)
         seconds = left / self._model.prefill_tokens_per_s
-        self._manager.computed(left, seconds)
+        self._manager.record_prefill(left, seconds)
         self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
@@ -295,13 +295,13 @@ class ModelEngine(Engine[TimeModel]):
     def _promoted(self, outcome: tuple[Job, TransferResult]) -> None:
         job, result = outcome
         self._manager.apply(result)
-        self._truth.note(job, result)
+        self._slot_status.note(job, result)
         self._may_answer = True
 
     def _streamed(self, load: tuple[ModelRequest, LoadPlan]) -> None:
         request, plan = load
         # What did not come up is computed, and all that follows it.
-        request.hits = self._truth.lead(plan)
+        request.hits = self._slot_status.lead(plan)
         self._loaded(request)
 
     def _loaded(self, request: ModelRequest) -> None:

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.manager import LoadPlan
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import LoadPlan, prompt_tokens
 from kvtier.manager.hits import Prompt
 from kvtier.policies.terms import session_terms
 from kvtier.sim._engine import Engine, ModelRequest
@@ -148,7 +147,7 @@ class StepEngine(Engine[StepModel]):
         stored = self._offer(batch)
         seconds = self._model.seconds(sum(batch.values()))
         self._now_s += seconds
-        self._manager.computed(prompt_tokens(batch.values()), seconds)
+        self._manager.record_prefill(prompt_tokens(batch.values()), seconds)
         self._complete_stores()
         self._stored = stored
         self._begin_loads()
@@ -248,7 +247,7 @@ class StepEngine(Engine[StepModel]):
             self._take_results()  # What rose for it rose before.
             request = load.served.request
             self._retain(request.keys[: load.chunks])
-            lead = self._truth.lead(load.plan) if load.plan.wait_s else load.chunks
+            lead = self._slot_status.lead(load.plan) if load.plan.wait_s else load.chunks
             self._manager.complete_load(request.req_id)
             if lead < load.chunks:
                 request.hits = 0  # It is looked up again, and told of a miss.
@@ -292,4 +291,4 @@ class StepEngine(Engine[StepModel]):
             _, _, job, result = heapq.heappop(self._results)
             self._manager.apply(result)
             if job.purpose is Purpose.PROMOTE:
-                self._truth.note(job, result)
+                self._slot_status.note(job, result)

@@ -20,11 +20,11 @@ import numpy as np
 
 from kvtier.config import KvtierConfig, check_chunk_fits, resolve_load_path, slot_nbytes
 from kvtier.manager import TieredOffloadingManager, TierState
-from kvtier.manager.building import build_manager, build_tiers
+from kvtier.manager.build import build_manager, build_tiers
 from kvtier.sim._engine import ModelEngine, ModelRequest
+from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim._steps import StepEngine, StepModel
 from kvtier.sim._tiers import chunk_keys
-from kvtier.sim._truth import HonestTruth
 from kvtier.sim.single import Progress
 from kvtier.sim.timing import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
@@ -177,17 +177,17 @@ def simulate_cache(
     model = model or default_time_model(config, trace)
     slot_bytes = slot_nbytes(chunk_bytes)
     tiers = build_tiers(config, [tier.capacity_bytes // slot_bytes for tier in config.tiers])
-    truth = HonestTruth()
+    slot_status = ReliableSlotStatus()
     manager = build_manager(
         config,
         tiers,
         slot_nbytes=slot_bytes,
         chunk_tokens=trace.chunk_tokens,
-        truth=truth,
+        slot_status=slot_status,
         record_events=False,
-        follow_reuse=False,
+        track_reuse=False,
     )
-    engine = _engine(config, model, manager, truth, trace.chunk_tokens, slot_bytes)
+    engine = _engine(config, model, manager, slot_status, trace.chunk_tokens, slot_bytes)
     waits = np.zeros(trace.requests)
     saved = 0
     for done, request in enumerate(engine.serve(_requests(trace)), start=1):
@@ -224,7 +224,7 @@ def _engine(
     config: KvtierConfig,
     model: TimeModel,
     manager: TieredOffloadingManager,
-    truth: HonestTruth,
+    slot_status: ReliableSlotStatus,
     chunk_tokens: int,
     slot_bytes: int,
 ) -> ModelEngine | StepEngine:
@@ -238,7 +238,7 @@ def _engine(
     return engine(
         manager,
         transfers=transfers,
-        truth=truth,
+        slot_status=slot_status,
         chunk_tokens=chunk_tokens,
         retain_s=config.placement.retain_s or 0.0,
     )

@@ -37,7 +37,7 @@ from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError
 from kvtier.keys import group_of, strip_adapter
 from kvtier.logs import get_logger
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
 from kvtier.vllm.cache import open_cache

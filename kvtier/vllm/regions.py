@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
 from kvtier.errors import UnsupportedError
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.transfer import relay_slots
+from kvtier.transfer import bounce_slots_for
 from kvtier.vllm.compat.engine import EngineFacts
 from kvtier.vllm.pages import SlotShape
 
@@ -54,8 +54,8 @@ def require_same_file(
         UnsupportedError: Its shape is not the one that ``settings`` gives.
     """
     slots = settings.tiers[0].capacity_bytes // geometry.slot_nbytes
-    relay = relay_slots(settings, geometry.slot_nbytes)
-    found = geometry.slots, geometry.ranks, geometry.relay_slots
+    relay = bounce_slots_for(settings, geometry.slot_nbytes)
+    found = geometry.slots, geometry.ranks, geometry.bounce_slots
     if found != (slots, engine.world_size, relay):
         raise UnsupportedError(
             f"the workers' RAM tier has another shape: {geometry} instead of {slots} slots for "
@@ -78,5 +78,5 @@ def _geometry(
         ranks=engine.world_size,
         is_portable=shape.is_portable,
         content=content,
-        relay_slots=relay_slots(settings, size),
+        bounce_slots=bounce_slots_for(settings, size),
     )

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.manager.estimates import prompt_tokens
+from kvtier.manager import prompt_tokens
 from tests.demo.scenario import StepTimes
 
 __all__ = ["StepTimer"]

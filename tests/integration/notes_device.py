@@ -155,7 +155,7 @@ class NotesDevice:
                 continue
             is_whole = outcome is Outcome.DONE
             if purpose is Purpose.LOAD and not is_whole:
-                cache.truth.refuse([slot], [stamp])
+                cache.slot_status.refuse([slot], [stamp])
             cache.finish(
                 [slot], stored=stamp if purpose is Purpose.STORE and is_whole else None
             )

@@ -69,7 +69,7 @@ class Books:
     internal_errors = 0
 
     def __init__(self, groups: Sequence[GroupReach], world: PairedWorld) -> None:
-        self.service = self.truth = self
+        self.service = self.slot_status = self
         self.offered: dict[str, set[ChunkKey]] = {}
         self._rules = HitRules(groups)
         self._world = world

@@ -260,10 +260,10 @@ class SlowTruth(ControlBlock):
         """Return another view of the control block of ``region``."""
         geometry = region.geometry
         words = memoryview(region._map)[geometry.shared_nbytes : geometry.nbytes]
-        truth = cls(words, slots=geometry.slots, ranks=geometry.ranks)
-        truth._stage = stage
+        slot_status = cls(words, slots=geometry.slots, ranks=geometry.ranks)
+        slot_status._stage = stage
         region.control.release()
-        return truth
+        return slot_status
 
     @override
     def issue(self, slots: Any) -> None:

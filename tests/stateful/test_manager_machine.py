@@ -97,7 +97,7 @@ class ManagerMachine(RuleBasedStateMachine):
         retained=st.integers(0, 3),
         # Streams need a warm disk and a budget, which chance alone gives them rarely.
         warm=st.sampled_from([[0, 1, 2], [0, 1], [2], []]),
-        streams=st.sampled_from([True, False]),
+        direct_loads=st.sampled_from([True, False]),
         eviction=st.sampled_from(["lru", "hedged-lhd"]),
         other=st.sampled_from(OTHERS),
     )
@@ -113,12 +113,12 @@ class ManagerMachine(RuleBasedStateMachine):
         queue: int,
         retained: int,
         warm: list[int],
-        streams: bool,
+        direct_loads: bool,
         eviction: str,
         other: GroupReach,
     ) -> None:
         self.hit_rules = HitRules([FULL, other])
-        self.truth = FakeSlotStatus(driven=True)
+        self.slot_status = FakeSlotStatus(driven=True)
         tiers = 1 + len(slower)
         kind = MovingLadder if mode == "move" else LadderPlacement
         self.bench = Workbench(
@@ -129,7 +129,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 write="through" if mode == "through" else "evict",
                 promote_after=promote_after,
             ),
-            truth=self.truth,
+            slot_status=self.slot_status,
             eviction=eviction,
             groups=self.hit_rules.groups,
             limits=ManagerLimits(
@@ -137,9 +137,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 reserve=reserve,
                 queue=queue,
                 retained=retained,
-                patience_lookups=PATIENCE,
-                patience_stores=2,
-                streams=streams,
+                max_queue_steps=PATIENCE,
+                max_store_refusals=2,
+                direct_loads=direct_loads,
             ),
         )
         self.manager = self.bench.manager
@@ -342,8 +342,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def awaits(self, op: WorkerOp) -> bool:
         """Whether a load's workers have to wait for one of its chunks."""
         return not op.writes and any(
-            self.truth.generations.get(slot) != generation
-            and (slot, generation) not in self.truth.poisoned
+            self.slot_status.generations.get(slot) != generation
+            and (slot, generation) not in self.slot_status.poisoned
             for slot, generation in zip(op.slots, op.generations, strict=True)
         )
 
@@ -356,21 +356,21 @@ class ManagerMachine(RuleBasedStateMachine):
         for at, (key, slot, generation) in enumerate(
             zip(op.keys, op.slots, op.generations, strict=True)
         ):
-            if not op.writes and (slot, generation) in self.truth.poisoned:
-                self.truth.refuse([slot], [generation])
+            if not op.writes and (slot, generation) in self.slot_status.poisoned:
+                self.slot_status.refuse([slot], [generation])
                 op.failed = True
             elif not op.writes:
                 assert self.contents[0].get(slot) == (key, op.epoch), "a wrong byte was loaded"
-                assert self.truth.generations[slot] == generation
+                assert self.slot_status.generations[slot] == generation
                 if fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
-                    self.truth.refuse([slot], [generation])
+                    self.slot_status.refuse([slot], [generation])
                     op.failed = True
             elif fails == 0 and at == data.draw(st.integers(0, len(op.keys) - 1)):
                 self.contents[0][slot] = None
             else:
                 self.contents[0][slot] = (key, op.epoch)
-                self.truth.stamp([slot], generation)
-        self.truth.acknowledge(op.slots)
+                self.slot_status.stamp([slot], generation)
+        self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
 
@@ -380,9 +380,9 @@ class ManagerMachine(RuleBasedStateMachine):
         """The workers' own deadline passes before any chunk of a load has come."""
         op = next(op for op in self.orders if self.awaits(op))
         self.orders.remove(op)
-        self.truth.refuse(op.slots, op.generations)
+        self.slot_status.refuse(op.slots, op.generations)
         op.failed = True
-        self.truth.acknowledge(op.slots)
+        self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
 
@@ -422,7 +422,7 @@ class ManagerMachine(RuleBasedStateMachine):
         op.late = True
         outcomes = [Outcome.EXPIRED] * len(op.job.keys)
         if op.job.payload is not None:
-            self.truth.poison(op.job.destination_slots, op.job.payload)
+            self.slot_status.poison(op.job.destination_slots, op.job.payload)
         self.manager.apply(TransferResult(op.job.job_id, outcomes, settled=False))
 
     @precondition(lambda self: any(self.contents[1:]))
@@ -450,7 +450,9 @@ class ManagerMachine(RuleBasedStateMachine):
             done = outcomes[at] is Outcome.DONE
             self.contents[destination][dst] = (key, op.epoch) if done else None
             if job.payload is not None:
-                (self.truth.publish if done else self.truth.poison)([dst], [job.payload[at]])
+                (self.slot_status.publish if done else self.slot_status.poison)(
+                    [dst], [job.payload[at]]
+                )
             self.rotten.discard((destination, dst))
         self.storage.remove(op)
         resident = {
@@ -511,12 +513,12 @@ class ManagerMachine(RuleBasedStateMachine):
             now=self.now,
         )
         self.collect()
-        if self.manager.is_at_rest:
+        if self.manager.is_idle:
             before = self.picture(), self.manager.snapshot()
             self.now += 1.0
             self.manager.end_step(now=self.now)
             assert (self.picture(), self.manager.snapshot()) == before, "it was not at rest"
-            assert self.manager.is_at_rest
+            assert self.manager.is_idle
 
     def keys(self, prompt: int, tokens: int) -> list[ChunkKey]:
         """Return the keys of a prompt's whole chunks, group after group."""
@@ -545,7 +547,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         check_manager(self.manager)
         snapshot = self.manager.snapshot()
-        assert snapshot.granted <= self.manager._ladder.limits.pin_budget
+        assert snapshot.granted <= self.manager._stack.limits.pin_budget
         for event in self.manager.take_events():
             for key in event.keys:
                 listed = self.listed[event.tier]
@@ -621,13 +623,13 @@ class ManagerMachine(RuleBasedStateMachine):
         for key, slot, generation in zip(op.keys, op.slots, op.generations, strict=True):
             if op.writes:
                 self.contents[0][slot] = (key, op.epoch)
-                self.truth.stamp([slot], generation)
-            elif (slot, generation) in self.truth.poisoned:
-                self.truth.refuse([slot], [generation])
+                self.slot_status.stamp([slot], generation)
+            elif (slot, generation) in self.slot_status.poisoned:
+                self.slot_status.refuse([slot], [generation])
                 op.failed = True
             else:
                 assert self.contents[0].get(slot) == (key, op.epoch)
-        self.truth.acknowledge(op.slots)
+        self.slot_status.acknowledge(op.slots)
         if op.epoch == self.epoch:
             self.acknowledged.append(op)
 

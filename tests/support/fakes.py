@@ -15,7 +15,7 @@ class SlotStatusError(KvtierError):
 
 
 class FakeSlotStatus:
-    """A :class:`~kvtier.manager.SlotTruth` that remembers, and stands in for the workers.
+    """A :class:`~kvtier.manager.SlotStatus` that remembers, and stands in for the workers.
 
     Stamps are handed out in ascending order, so a stamp that is not newer than the one a slot
     bears is a write of a former owner over the present one's bytes; it raises.
@@ -73,7 +73,7 @@ class FakeSlotStatus:
             if self._acknowledged[slot] > self.issued[slot]:
                 raise SlotStatusError(f"slot {slot} was acknowledged more often than issued")
 
-    # -- SlotTruth --------------------------------------------------------------------------
+    # -- SlotStatus --------------------------------------------------------------------------
 
     def issue(self, slots: Sequence[int]) -> None:
         """Count one more job on each of ``slots``.

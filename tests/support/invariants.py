@@ -39,10 +39,10 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     Raises:
         InvariantError: A rule is broken; the message names it and the evidence.
     """
-    ladder = manager._ladder
+    stack = manager._stack
     moving: Counter[ChunkCopy] = Counter()
-    held: list[set[ChunkCopy]] = [set() for _ in ladder.tiers]
-    for record in ladder.ledger.records():
+    held: list[set[ChunkCopy]] = [set() for _ in stack.tiers]
+    for record in stack.jobs.records():
         for index, copies in (
             (record.source, record.sources),
             (record.destination, record.destinations),
@@ -57,7 +57,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
     stores = manager._storer._writes.values()
     begun = sum(any(copy.state == CopyState.WRITING for copy in run.copies) for run in stores)
     _expect("stores in flight", "ram", counted=begun, noted=len(stores))
-    for tier in ladder.tiers:
+    for tier in stack.tiers:
         _check_copies(tier, moving)
         _check_slots(tier, held[tier.index])
         _check_counters(tier)
@@ -120,11 +120,11 @@ def _check_counters(tier: TierState) -> None:
     resident = [copy for copy in copies if copy.state == CopyState.RESIDENT]
     idle = sum(not copy.pins and not copy.dirty for copy in resident)
     dirty = sum(bool(copy.dirty) for copy in copies)
-    passing = sum(copy.transient for copy in copies)
+    transient = sum(copy.transient for copy in copies)
     for name, counted in (
         ("idle", idle),
         ("dirty", dirty),
-        ("passing", passing),
+        ("transient", transient),
         ("writing", len(tier.copies) - len(resident)),
     ):
         noted = getattr(tier, name)
@@ -182,21 +182,26 @@ def _check_kids(tier: TierState) -> None:
 
 
 def _check_retained(manager: TieredOffloadingManager) -> None:
-    retention = manager._ladder.retention
-    for copy in retention._until:
-        if manager._ram.copies.get(copy.key) is not copy or copy.state != CopyState.RESIDENT:
+    retention = manager._stack.retention
+    for copy in retention._deadlines:
+        if (
+            manager._stack.ram.copies.get(copy.key) is not copy
+            or copy.state != CopyState.RESIDENT
+        ):
             raise InvariantError("what is retained is in RAM", repr(copy))
         if copy.pins <= copy.grants:
             raise InvariantError("what is retained is pinned", repr(copy))
-    if len(retention) > manager._ladder.limits.retained:
+    if len(retention) > manager._stack.limits.retained:
         raise InvariantError("no more is retained than the quota", str(len(retention)))
     times = {(copy, until) for until, _, copy in retention._heap}
-    if not times.issuperset(retention._until.items()):
-        raise InvariantError("every deadline comes", f"{retention._until}, {retention._heap}")
+    if not times.issuperset(retention._deadlines.items()):
+        raise InvariantError(
+            "every deadline comes", f"{retention._deadlines}, {retention._heap}"
+        )
 
 
 def _check_grants(manager: TieredOffloadingManager) -> None:
-    ram = manager._ram
+    ram = manager._stack.ram
     grants = manager._grants
     granted: Counter[ChunkCopy] = Counter()
     for request in manager._requests.values():

@@ -156,7 +156,7 @@ class SteppedCache:
     Attributes:
         service: The cache.
         bench: The manager's workbench, for its books.
-        truth: What the workers say: to be stamped and acknowledged by the test.
+        slot_status: What the workers say: to be stamped and acknowledged by the test.
         engine: The storage jobs.
     """
 
@@ -172,11 +172,11 @@ class SteppedCache:
         counting_group: int = 0,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     ) -> None:
-        self.truth = FakeSlotStatus(driven=True)
+        self.slot_status = FakeSlotStatus(driven=True)
         self.bench = Workbench(
             *capacities,
             write=write,
-            truth=self.truth,
+            slot_status=self.slot_status,
             limits=limits,
             counting_group=counting_group,
             groups=groups,
@@ -211,5 +211,5 @@ class SteppedCache:
             stored: Generation that a store leaves; None for a load, or a store that failed.
         """
         if stored is not None:
-            self.truth.stamp(slots, stored)
-        self.truth.acknowledge(slots)
+            self.slot_status.stamp(slots, stored)
+        self.slot_status.acknowledge(slots)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from kvtier.keys import ChunkKey, group_filter, make_key
 from kvtier.manager import (
+    CostModel,
     LoadPlan,
-    LoadWorth,
     ManagerLimits,
     StorePlan,
     TieredOffloadingManager,
@@ -43,9 +43,9 @@ class Workbench:
         promote_after: Likewise.
         placement: Another placement.
         eviction: The eviction policy of every tier, by name.
-        truth: What the workers say; instant workers when omitted.
+        slot_status: What the workers say; instant workers when omitted.
         limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
-        worth: Which loads are worth their time; all when omitted.
+        cost_model: Which loads are worth their time; all when omitted.
         record_events: Whether somebody listens to residency events.
         groups: What each KV cache group needs of a prefix; group ``n`` has the keys of
             ``prefix(..., group=n)``. One of full attention by default, a token per chunk.
@@ -55,7 +55,7 @@ class Workbench:
         manager: The manager.
         tiers: Its tiers.
         ram: The first of them.
-        truth: What the workers say.
+        slot_status: What the workers say.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Workbench:
         promote_after: int = 1,
         placement: Placement | None = None,
         eviction: str = "lru",
-        truth: FakeSlotStatus | None = None,
+        slot_status: FakeSlotStatus | None = None,
         limits: ManagerLimits | None = None,
-        worth: LoadWorth | None = None,
+        cost_model: CostModel | None = None,
         record_events: bool = True,
         groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
         counting_group: int = 0,
     ) -> None:
         self._groups = groups
-        self.truth = FakeSlotStatus() if truth is None else truth
+        self.slot_status = FakeSlotStatus() if slot_status is None else slot_status
         self.tiers = [
             TierState(name, index, capacity, build_eviction(eviction, capacity=capacity))
             for index, (name, capacity) in enumerate(zip(TIER_NAMES, capacities, strict=False))
@@ -84,9 +84,9 @@ class Workbench:
             placement=placement
             or LadderPlacement(tiers=len(capacities), write=write, promote_after=promote_after),
             limits=limits or ManagerLimits(pin_budget=capacities[0], reserve=0.0, queue=1024),
-            truth=self.truth,
+            slot_status=self.slot_status,
             record_events=record_events,
-            worth=worth,
+            cost_model=cost_model,
             groups=groups,
             counting_group=counting_group,
         )
@@ -144,9 +144,9 @@ class Workbench:
             job.destination_slots, job.payload or (), every, strict=False
         ):
             if outcome is not Outcome.DONE:
-                self.truth.poison([slot], [stamp])
+                self.slot_status.poison([slot], [stamp])
             elif settled:
-                self.truth.publish([slot], [stamp])
+                self.slot_status.publish([slot], [stamp])
         self.manager.apply(TransferResult(job.job_id, every, settled=settled))
         self.check()
 

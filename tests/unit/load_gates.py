@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.manager import LoadChoice, LoadWorth
+from kvtier.manager import CostModel, LoadChoice
 from kvtier.types import Outcome, TransferResult
 
 CHUNK = 1 << 20
@@ -14,8 +14,8 @@ CHUNK_S = TOKENS * US_PER_TOKEN
 """What computing a chunk takes: a tier is as fast as computing at 655 MB/s."""
 
 
-def worth(*, margin: float = 1.0, recompute_s: float | None = US_PER_TOKEN) -> LoadWorth:
-    return LoadWorth(
+def cost_model(*, margin: float = 1.0, recompute_s: float | None = US_PER_TOKEN) -> CostModel:
+    return CostModel(
         tiers=3,
         chunk_nbytes=CHUNK,
         chunk_tokens=TOKENS,
@@ -25,30 +25,30 @@ def worth(*, margin: float = 1.0, recompute_s: float | None = US_PER_TOKEN) -> L
 
 
 def measure(
-    gate: LoadWorth, tier: int, chunks: int, seconds: float, *, now: float = 0.0, job: int = 1
+    gate: CostModel, tier: int, chunks: int, seconds: float, *, now: float = 0.0, job: int = 1
 ) -> None:
     """Let a load of ``chunks`` chunks take ``seconds``, a third of it in the queue."""
-    gate.sent(job, tier, chunks)
+    gate.record_job(job, tier, chunks)
     result = TransferResult(
         job, [Outcome.DONE] * chunks, queued_s=seconds / 3, seconds=seconds * 2 / 3
     )
-    gate.returned(result, timeout_s=10.0, now=now)
+    gate.record_result(result, timeout_s=10.0, now=now)
 
 
 def expire(
-    gate: LoadWorth, job: int, chunks: int, *, ran: bool = True, now: float = 0.0
+    gate: CostModel, job: int, chunks: int, *, ran: bool = True, now: float = 0.0
 ) -> None:
     """Let a load that was sent reach its deadline of ten seconds, running or in the queue."""
     late = TransferResult(job, [Outcome.EXPIRED] * chunks, settled=not ran)
-    gate.returned(late, timeout_s=10.0, now=now)
+    gate.record_result(late, timeout_s=10.0, now=now)
 
 
-def kept(gate: LoadWorth, sources: Sequence[int], *, groups: int = 1, now: float = 0.0) -> int:
+def kept(gate: CostModel, sources: Sequence[int], *, groups: int = 1, now: float = 0.0) -> int:
     choice = gate.choose(sources, counted=len(sources) // groups, now=now)
     return len(sources) if choice is None else choice.kept
 
 
-def choice_of(gate: LoadWorth, sources: Sequence[int]) -> LoadChoice:
+def choice_of(gate: CostModel, sources: Sequence[int]) -> LoadChoice:
     choice = gate.choose(sources, counted=len(sources), now=0.0)
     assert choice is not None
     return choice

@@ -63,7 +63,7 @@ class Rig:
     Args:
         directory: Where the store is.
         stack: Closes the rig.
-        truth: Where chunks that come up are announced.
+        slot_status: Where chunks that come up are announced.
         **options: Of the tier.
     """
 
@@ -71,7 +71,7 @@ class Rig:
         self,
         directory: Path,
         stack: contextlib.ExitStack,
-        truth: FakeSlotStatus | None = None,
+        slot_status: FakeSlotStatus | None = None,
         **options: Any,
     ) -> None:
         self.io = FaultyIo()
@@ -88,7 +88,7 @@ class Rig:
             "rig",
             {
                 ("ram", "nvme"): ToTier(self.ram, self.tier),
-                ("nvme", "ram"): FromTier(self.ram, self.tier, truth or FakeSlotStatus()),
+                ("nvme", "ram"): FromTier(self.ram, self.tier, slot_status or FakeSlotStatus()),
             },
             chunk_nbytes=SLOT,
             limits=EngineLimits(

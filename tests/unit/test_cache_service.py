@@ -27,8 +27,10 @@ class Context:
 KEPT = {"kvtier": {"retain_s": 600}}
 
 
-def make_cache(*, streams: bool = False) -> SteppedCache:
-    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=1024, retained=4, streams=streams)
+def make_cache(*, direct_loads: bool = False) -> SteppedCache:
+    limits = ManagerLimits(
+        pin_budget=8, reserve=0.0, queue=1024, retained=4, direct_loads=direct_loads
+    )
     return SteppedCache(8, 16, limits=limits)
 
 
@@ -98,20 +100,20 @@ def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
 
 
 def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
-    cache = make_cache(streams=True)
+    cache = make_cache(direct_loads=True)
     service, context = cache.service, Context("b", KEPT)
     store(cache, Context("a"), 2, ends_first=False)
     for _ in range(4):
         step(cache)
     for copy in list(cache.bench.ram.copies.values()):
-        cache.bench.manager._ladder.drop(cache.bench.ram, copy)
+        cache.bench.manager._stack.drop(cache.bench.ram, copy)
     service.begin_request(context)
     assert look(cache, 2, "b") == 2
     plan = service.prepare_load(prefix(2), "b")
     service.end_request(context)
     for _ in range(4):
         step(cache)
-    cache.truth.acknowledge(plan.slots)
+    cache.slot_status.acknowledge(plan.slots)
     service.complete_load("b")
     assert retained(cache) == 2
     assert not service._loading
@@ -124,7 +126,7 @@ def waiting_for_nvme(cache: SteppedCache, context: Context) -> None:
     for _ in range(4):
         step(cache)
     for copy in list(cache.bench.ram.copies.values()):
-        cache.bench.manager._ladder.drop(cache.bench.ram, copy)
+        cache.bench.manager._stack.drop(cache.bench.ram, copy)
     cache.service.begin_request(context)
     assert look(cache, 2, context.req_id) is None
 
@@ -138,7 +140,7 @@ def test_a_load_is_waited_for_from_the_first_question_to_its_end() -> None:
     assert look(cache, 2, "b") == 2
     plan = service.prepare_load(prefix(2), "b")
     assert service.take_load_waits() == []
-    cache.truth.acknowledge(plan.slots)
+    cache.slot_status.acknowledge(plan.slots)
     service.complete_load("b")
     (waited_s,) = service.take_load_waits()
     assert 0 < waited_s < 60
@@ -226,7 +228,7 @@ def test_a_load_that_can_neither_be_planned_nor_given_up_is_a_load_that_fails(
         raise ZeroDivisionError("a bug of a policy")
 
     monkeypatch.setattr(cache.bench.manager, "prepare_load", fail)
-    monkeypatch.setattr(cache.bench.manager, "give_up", fail)
+    monkeypatch.setattr(cache.bench.manager, "fail_request", fail)
     plan = cache.service.prepare_load(prefix(2), "b")
     assert list(plan.slots) == [NO_SLOT] * 2
     assert cache.service.statistics().internal_errors == 2
@@ -262,7 +264,7 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
         raise ClosedError("its thread died")
 
     def abandon(job: Job) -> None:
-        assert manager._ladder.ledger.find(job.job_id), "its slots are its own until then"
+        assert manager._stack.jobs.find(job.job_id), "its slots are its own until then"
         abandoned.append(job)
 
     abandoned: list[Job] = []
@@ -320,7 +322,7 @@ def test_what_was_dropped_last_is_told_before_the_cache_closes(
     cache = make_cache()
     step(cache)
     cache.service._logs_due_s = float("inf")  # no quarter of a second passes
-    cache.bench.manager._ladder.tiers[1].counters.dropped = 3
+    cache.bench.manager._stack.tiers[1].counters.dropped = 3
     step(cache)
     assert "keep up" not in caplog.text
     cache.service.shutdown()

@@ -32,10 +32,9 @@ from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier
-from kvtier.tiers import StorageTier, TierContext
+from kvtier.tiers import StorageTier, StoreExamination, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
-from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.types import LayoutFingerprint
 from tests.support.memory_tier import MemoryTier
 from tests.unit.shell import Shell
@@ -249,6 +248,22 @@ class TestItsDirectory:
         assert line.startswith(
             "a.yaml:4: tiers[1].capacity = 2MiB: needs 2.00 MiB; the disk has "
         )
+
+    def test_a_tier_that_knows_its_store_says_what_a_start_would_find(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = StoreExamination(refusals=[Remark("path", "it is locked", "find the key")])
+        monkeypatch.setattr(FileTier, "examine", classmethod(lambda *_: found))
+        (problem,) = examine_start(config_of(FILE, f"path: {tmp_path}"), {}).problems
+        assert problem.startswith("a.yaml:5: tiers[1].path = ")
+        assert problem.endswith(": it is locked; find the key")
+
+    def test_a_tier_derived_from_the_slab_is_examined_as_one(self, tmp_path: Path) -> None:
+        (tmp_path / ("0" * 16)).mkdir()
+        (tmp_path / ("0" * 16) / "slots.bin").write_bytes(bytes(4096))
+        keys = [f"{name}: {tmp_path}" for name in ("path", "plan", "ledger")]
+        (warning,) = examine_start(config_of(FAULTY, *keys), {}).warnings
+        assert "looks like a cache of kvtier's" in warning
 
     def test_a_directory_of_another_tier_is_refused(self, tmp_path: Path) -> None:
         nvme = f"- {{kind: nvme, path: {tmp_path}, capacity: 4MiB}}"

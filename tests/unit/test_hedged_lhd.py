@@ -236,7 +236,7 @@ def test_a_tier_says_of_a_leaving_copy_that_is_wanted_that_it_stays() -> None:
     copies = tier.begin_writing(keys, tier.slots.allocate(8), [None, *keys], range(8))
     tier.publish(copies, ctx)
     assert tier.pick_leaving(3, ctx) == copies[:4:-1]
-    tier.keep(tier.lead_of(keys), ctx)
+    tier.restore(tier.leading(keys), ctx)
     policy._settle()
     assert policy._books.stake.lead == 0.0
     assert policy._books.clock == policy._books.members == 8

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.manager import LoadWorth
-from tests.unit.load_gates import TOKENS, kept, measure, worth
+from kvtier.manager import CostModel
+from tests.unit.load_gates import TOKENS, cost_model, kept, measure
 
 LOADS = st.lists(
     st.tuples(st.integers(1, 2), st.integers(1, 64), st.floats(1e-6, 100.0)), max_size=8
@@ -18,8 +18,8 @@ SOURCES = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 
 def measured(
     loads: Sequence[tuple[int, int, float]], *, slower: int = 0, times: float = 1.0
-) -> LoadWorth:
-    gate = worth()
+) -> CostModel:
+    gate = cost_model()
     for job, (tier, chunks, seconds) in enumerate(loads):
         measure(gate, tier, chunks, seconds * (times if tier == slower else 1.0), job=job)
     return gate
@@ -41,7 +41,7 @@ def test_a_slower_tier_never_makes_more_be_loaded(
 ) -> None:
     before, after = measured(loads), measured(loads, slower=slower, times=times * (1 + 1e-9))
     for gate in (before, after):
-        gate.sent(100, slower, queued)
+        gate.record_job(100, slower, queued)
     assert kept(after, sources) <= kept(before, sources)
 
 
@@ -52,7 +52,7 @@ def test_a_longer_queue_never_makes_more_be_loaded(
     before, after = measured(loads), measured(loads)
     for gate, chunks in ((before, queued), (after, queued + more)):
         for tier in (1, 2):
-            gate.sent(100 + tier, tier, chunks)
+            gate.record_job(100 + tier, tier, chunks)
     assert kept(after, sources) <= kept(before, sources)
 
 

@@ -38,7 +38,7 @@ def test_no_job_has_more_chunks_than_one_may_have() -> None:
 def test_with_write_through_a_stored_chunk_goes_down_at_the_end_of_the_step() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
-    assert bench.ram.room == 2, "what must still go down is no victim"
+    assert bench.ram.available == 2, "what must still go down is no victim"
     assert bench.manager.has_work()
     (job,) = bench.step()
     assert (job.purpose, job.source, job.destination, job.keys) == (
@@ -50,7 +50,7 @@ def test_with_write_through_a_stored_chunk_goes_down_at_the_end_of_the_step() ->
     assert bench.resident(1) == set()
     bench.finish(job)
     assert bench.resident(1) == {*prefix(2)}
-    assert (bench.ram.room, bench.ram.dirty) == (4, 0)
+    assert (bench.ram.available, bench.ram.dirty) == (4, 0)
 
 
 def test_with_write_through_every_slower_tier_gets_it_from_ram() -> None:
@@ -59,9 +59,9 @@ def test_with_write_through_every_slower_tier_gets_it_from_ram() -> None:
     nvme, remote = bench.step()
     assert (nvme.destination, remote.destination) == ("nvme", "remote")
     bench.finish(nvme)
-    assert (bench.ram.dirty, bench.ram.room) == (1, 3)
+    assert (bench.ram.dirty, bench.ram.available) == (1, 3)
     bench.finish(remote)
-    assert (bench.ram.dirty, bench.ram.room) == (0, 4)
+    assert (bench.ram.dirty, bench.ram.available) == (0, 4)
 
 
 def test_what_a_slower_tier_has_is_not_written_again() -> None:
@@ -114,12 +114,12 @@ def test_a_chunk_that_left_ram_while_it_waited_is_not_sent_down() -> None:
     bench.store(prefix(2))
     (job,) = bench.step()
     plan = bench.manager.prepare_load(prefix(2), "reader")
-    bench.truth.not_loaded = {plan.slots[1]}
+    bench.slot_status.not_loaded = {plan.slots[1]}
     bench.manager.complete_load("reader")
     bench.finish(job)
     assert bench.step() == []
     assert bench.resident() == bench.resident(1) == {*prefix(1)}
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert not bench.manager.has_work()
 
 
@@ -128,11 +128,11 @@ def test_a_late_demotion_keeps_both_slots_until_it_is_settled() -> None:
     bench.store(prefix(1))
     (job,) = bench.step()
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    assert (bench.ram.room, bench.tiers[1].room) == (3, 7)
-    assert not bench.manager._ladder.ledger.stuck, "its slot in RAM has a chunk that is a hit"
+    assert (bench.ram.available, bench.tiers[1].available) == (3, 7)
+    assert not bench.manager._stack.jobs.late_slots, "its slot in RAM has a chunk that is a hit"
     assert not bench.manager.has_work(), "a stuck job is nothing to wait for"
     bench.finish(job, Outcome.EXPIRED)
-    assert (bench.ram.room, bench.tiers[1].room) == (4, 8)
+    assert (bench.ram.available, bench.tiers[1].available) == (4, 8)
 
 
 def test_no_more_chunks_are_on_their_way_than_the_queue_takes() -> None:
@@ -153,14 +153,14 @@ def test_what_finds_no_room_below_is_counted_as_lost_and_may_leave() -> None:
     assert job.keys == prefix(2)
     assert (bench.ram.counters.lost, bench.tiers[1].counters.refused) == (1, 1)
     bench.finish(job)
-    assert (bench.ram.dirty, bench.ram.room) == (0, 4)
+    assert (bench.ram.dirty, bench.ram.available) == (0, 4)
 
 
 def test_without_a_slot_below_nothing_is_sent_and_nothing_waits() -> None:
     bench = Workbench(4, 0)
     bench.store(prefix(3))
     bench.settle()
-    assert (bench.ram.counters.lost, bench.ram.room) == (3, 4)
+    assert (bench.ram.counters.lost, bench.ram.available) == (3, 4)
 
 
 def test_a_full_slower_tier_makes_room_by_its_own_order() -> None:
@@ -177,7 +177,7 @@ def test_what_the_placement_refuses_is_not_dirty() -> None:
     bench.store([*prefix(1), *prefix(1, of=1)])
     (job,) = bench.step()
     assert job.keys == prefix(1)
-    assert bench.ram.room == 3
+    assert bench.ram.available == 3
 
 
 # -- write on evict --------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_with_write_on_evict_nothing_moves_while_the_reserve_is_free() -> None:
     bench = evicting(4, 8, reserve=0.5)
     bench.store(prefix(2))
     assert bench.step() == []
-    assert (bench.ram.dirty, bench.ram.room) == (2, 2)
+    assert (bench.ram.dirty, bench.ram.available) == (2, 2)
 
 
 def test_the_reserve_is_freed_ahead_of_need_deepest_first() -> None:
@@ -236,7 +236,7 @@ def test_a_leaving_chunk_that_is_loaded_stays_after_all() -> None:
     assert bench.resident() == {*prefix(2)}
     bench.manager.complete_load("a")
     assert bench.ram.dirty == 1
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
 
 
 def test_a_leaving_chunk_that_is_pinned_without_being_used_stays_too() -> None:
@@ -244,10 +244,10 @@ def test_a_leaving_chunk_that_is_pinned_without_being_used_stays_too() -> None:
     bench.store(prefix(2))
     (job,) = bench.step()
     copy = bench.ram.copies[prefix(2)[1]]
-    bench.ram.pin(copy)
+    bench.ram.pin([copy])
     bench.finish(job)
     assert copy not in bench.ram.leaving
-    bench.ram.unpin(copy)
+    bench.ram.unpin([copy])
     assert bench.resident() == {*prefix(2)}
 
 
@@ -266,7 +266,7 @@ def test_a_chunk_that_came_from_below_leaves_without_being_written_again() -> No
     bench.store(prefix(1))
     bench.store(prefix(1, of=1))
     assert bench.step() == []
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
     bench.store(prefix(1, of=2))
     assert bench.resident() == {*prefix(1, of=1), *prefix(1, of=2)}
 
@@ -353,7 +353,7 @@ def test_no_victim_leaves_for_room_that_a_passing_chunk_will_give_back() -> None
     bench.load(prefix(1))
     assert bench.step() == []
     assert bench.resident() == {*prefix(2, of=1)}
-    assert (bench.ram.slots.free, bench.ram.passing) == (1, 0)
+    assert (bench.ram.slots.free, bench.ram.transient) == (1, 0)
     assert bench.tiers[1].counters.promoted == 0
 
 

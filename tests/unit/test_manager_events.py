@@ -76,7 +76,7 @@ def test_a_store_is_announced_when_it_is_whole_and_a_failed_one_never() -> None:
     plan = bench.manager.prepare_store(prefix(3), "w")
     assert plan is not None
     assert not bench.manager.has_events
-    bench.truth.not_stored = {plan.slots[2]}
+    bench.slot_status.not_stored = {plan.slots[2]}
     bench.manager.complete_store(set(plan.keys))
     listener.hear(bench)
     assert listener.tiers[0] == set(prefix(2))
@@ -154,14 +154,14 @@ def test_nothing_is_kept_where_nobody_listens() -> None:
     silent.store(prefix(3))
     silent.settle()
     assert not silent.manager.has_events
-    log = EventLog(listened_to=False)
+    log = EventLog(has_listener=False)
     log.add(0, prefix(2), removed=False)
     assert not log
     assert log.take() == []
 
 
 def test_events_in_a_row_are_one_and_kinds_are_kept_apart() -> None:
-    log = EventLog(listened_to=True)
+    log = EventLog(has_listener=True)
     a, b, c, d = prefix(4)
     log.add(1, [a], removed=True)
     log.add(1, [b], removed=True)
@@ -177,7 +177,7 @@ def test_events_in_a_row_are_one_and_kinds_are_kept_apart() -> None:
 
 def test_a_million_chunks_come_in_small_events_a_few_at_a_time() -> None:
     keys = [number.to_bytes(8, "big") for number in range(100_000)]
-    log = EventLog(listened_to=True)
+    log = EventLog(has_listener=True)
     log.add(1, keys, removed=False)
     log.add(1, keys, removed=True)
     batches = []
@@ -189,7 +189,7 @@ def test_a_million_chunks_come_in_small_events_a_few_at_a_time() -> None:
 
 
 def test_what_a_caller_does_with_its_list_afterwards_changes_no_event() -> None:
-    log, keys = EventLog(listened_to=True), prefix(2)
+    log, keys = EventLog(has_listener=True), prefix(2)
     log.add(0, keys, removed=False)
     keys.clear()
     assert log.take() == [ResidencyEvent(0, prefix(2), False)]

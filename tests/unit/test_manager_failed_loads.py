@@ -13,7 +13,7 @@ def loading(bench: Workbench, *, chunks: int = 3, fails: int = 1) -> None:
     assert bench.look(prefix(chunks)) == chunks
     plan = bench.manager.prepare_load(prefix(chunks), "reader")
     bench.step(started=["reader"])
-    bench.truth.not_loaded = {plan.slots[fails]}
+    bench.slot_status.not_loaded = {plan.slots[fails]}
 
 
 def test_what_a_worker_could_not_load_leaves_ram_and_the_rest_stays() -> None:
@@ -24,7 +24,7 @@ def test_what_a_worker_could_not_load_leaves_ram_and_the_rest_stays() -> None:
     first, second, third = prefix(3)
     assert bench.resident() == {first, third}
     assert bench.ram.counters.load_failed == 1
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     events = [(event.removed, *event.keys) for event in bench.manager.take_events()]
     assert events[-1] == (True, second)
 
@@ -58,11 +58,11 @@ def test_a_request_that_ended_meanwhile_is_forgotten_and_its_chunk_dropped_all_t
     bench = Workbench(4, 0)
     loading(bench)
     bench.manager.end_request("reader")
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
     bench.manager.complete_load("reader")
     bench.check()
     assert len(bench.resident()) == 2
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert bench.look(prefix(1), "reader") == 1
 
 
@@ -79,7 +79,7 @@ def test_a_chunk_that_others_were_promised_is_a_miss_for_them() -> None:
     assert bench.manager.snapshot().granted == 2
     assert bench.manager.retain(prefix(2), 1e9) == 2
     plan = bench.manager.prepare_load(prefix(2), "reader")
-    bench.truth.not_loaded = set(plan.slots)
+    bench.slot_status.not_loaded = set(plan.slots)
     bench.manager.complete_load("reader")
     bench.check()
     assert bench.manager.snapshot().granted == 0
@@ -105,7 +105,7 @@ def test_a_load_ends_with_its_own_pins_although_its_chunk_came_back_meanwhile() 
     bench.manager.prepare_load(prefix(1), "second")
     bench.manager.complete_load("reader")
     # Gone for the second load as well; a third request stores it afresh and loads that.
-    bench.truth.not_loaded = set()
+    bench.slot_status.not_loaded = set()
     bench.store(prefix(1), "writer")
     bench.manager.prepare_load(prefix(1), "third")
     bench.manager.complete_load("second")
@@ -138,7 +138,7 @@ def test_only_what_came_before_the_failure_was_a_hit() -> None:
     assert hits(bench) == [(0, 0), (0, 0)], "what is on its way may fail"
     bench.manager.complete_load("reader")
     assert hits(bench) == [(1, 1), (0, 0)]
-    bench.truth.not_loaded = set()
+    bench.slot_status.not_loaded = set()
     bench.load(prefix(1), "other")
     assert hits(bench) == [(2, 2), (0, 0)]
 
@@ -150,7 +150,7 @@ def test_with_several_groups_a_load_that_fails_hits_nothing() -> None:
     bench.load(keys, "lucky")
     assert hits(bench) == [(4, 2), (0, 0)]
     plan = bench.manager.prepare_load(keys, "reader")
-    bench.truth.not_loaded = {plan.slots[3]}
+    bench.slot_status.not_loaded = {plan.slots[3]}
     bench.manager.complete_load("reader")
     assert hits(bench) == [(4, 2), (0, 0)]
 

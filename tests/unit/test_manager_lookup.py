@@ -10,7 +10,7 @@ from kvtier.manager import ManagerLimits, RequestTerms
 from kvtier.manager.hits import GroupReach, Prompt, Reach
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
-from tests.unit.load_gates import CHUNK_S, measure, worth
+from tests.unit.load_gates import CHUNK_S, cost_model, measure
 
 FULL = GroupReach(1)
 
@@ -19,8 +19,8 @@ def warmed(
     *capacities: int, below: int = 8, prompts: int = 1, budget: int = 8, **options: Any
 ) -> Workbench:
     """Return a bench with direct loads, whose second tier holds ``below`` chunks of prompts."""
-    streams = options.pop("streams", True)
-    limits = ManagerLimits(pin_budget=budget, reserve=0.0, queue=64, streams=streams)
+    direct_loads = options.pop("direct_loads", True)
+    limits = ManagerLimits(pin_budget=budget, reserve=0.0, queue=64, direct_loads=direct_loads)
     bench = Workbench(*capacities, limits=limits, **options)
     keys = [key for prompt in range(prompts) for key in prefix(below, of=prompt)]
     bench.manager.recover(1, zip(keys, range(len(keys)), strict=True))
@@ -72,9 +72,9 @@ def test_a_tail_shorter_than_a_chunk_is_no_miss() -> None:
     assert bench.ram.counters.misses == 0
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_what_is_found_below_was_wanted_above(*, streams: bool) -> None:
-    bench = warmed(2, 16, below=0, streams=streams)
+@pytest.mark.parametrize("direct_loads", [True, False])
+def test_what_is_found_below_was_wanted_above(*, direct_loads: bool) -> None:
+    bench = warmed(2, 16, below=0, direct_loads=direct_loads)
     for number in range(2):
         bench.store(prefix(2, of=number))
         bench.settle()
@@ -100,7 +100,7 @@ def test_a_chunk_that_is_being_stored_is_waited_for() -> None:
 
 
 def test_a_settled_request_counts_on_ram_alone() -> None:
-    bench = warmed(4, 16, streams=False)
+    bench = warmed(4, 16, direct_loads=False)
     assert bench.look(prefix(4)) is None
     (job,) = bench.step()
     bench.finish(job, Outcome.DONE, Outcome.FAILED, Outcome.DONE)
@@ -117,9 +117,9 @@ def test_a_tier_out_of_service_has_nothing() -> None:
 
 
 def test_of_what_loads_slowly_the_part_that_pays_is_loaded_later() -> None:
-    gate = worth()
+    gate = cost_model()
     measure(gate, 1, 64, 64 * CHUNK_S * 4)
-    bench = warmed(8, 16, worth=gate)
+    bench = warmed(8, 16, cost_model=gate)
     bench.store(prefix(3))
     bench.settle()
     assert bench.look(prefix(8)) is None
@@ -160,7 +160,7 @@ def test_what_is_pinned_anyway_takes_no_room() -> None:
     bench.store(prefix(2))
     bench.settle()
     bench.manager.prepare_load(prefix(2), "other")
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
     assert bench.look(prefix(4)) == 4
     plan = bench.manager.prepare_load(prefix(4), "reader")
     assert list(plan.origins) == [0, 0, 1, 1]
@@ -236,13 +236,13 @@ def test_a_chunk_found_twice_while_it_is_stored_is_kept_once() -> None:
     bench.check()
     bench.load(prefix(1), "r")
     bench.settle()
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
 
 
 def test_a_request_whose_load_failed_finds_nothing() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(1))
     bench.manager.begin_request("r")
-    bench.manager.give_up("r")
+    bench.manager.fail_request("r")
     assert bench.manager.residence(prefix(1)[0], "r") is None
     assert bench.look(prefix(1), "r") == 0

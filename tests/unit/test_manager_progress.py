@@ -70,7 +70,7 @@ class FakeScheduler:
 
 def crowded(ram: int, requests: int, *, distinct: bool, **values: Any) -> FakeScheduler:
     limits = ManagerLimits(
-        **{"pin_budget": ram, "reserve": 0.0, "queue": 64, "patience_lookups": 3, **values}
+        **{"pin_budget": ram, "reserve": 0.0, "queue": 64, "max_queue_steps": 3, **values}
     )
     bench = Workbench(ram, 64, limits=limits)
     prompts = [number if distinct else 0 for number in range(requests)]
@@ -116,7 +116,7 @@ def test_nobody_waits_longer_than_patience_for_each_that_came_before(
     ram: int, budget: int, chunks: list[int], patience: int
 ) -> None:
     scheduler = crowded(
-        ram, len(chunks), distinct=True, pin_budget=budget, patience_lookups=patience
+        ram, len(chunks), distinct=True, pin_budget=budget, max_queue_steps=patience
     )
     for request, count in zip(scheduler.requests, chunks, strict=True):
         request.keys = request.keys[:count]
@@ -126,7 +126,7 @@ def test_nobody_waits_longer_than_patience_for_each_that_came_before(
 
 
 def test_four_requests_that_fit_one_after_the_other_are_all_loaded_whole() -> None:
-    scheduler = crowded(8, 4, distinct=True, patience_lookups=100)
+    scheduler = crowded(8, 4, distinct=True, max_queue_steps=100)
     for _ in range(20):
         scheduler.step()
     assert [request.loaded for request in scheduler.requests] == [8, 8, 8, 8]

@@ -47,7 +47,7 @@ def test_a_chunk_found_below_is_brought_up_and_then_a_hit() -> None:
     bench.finish(job)
     assert bench.look(prefix(4)) == 3
     plan = bench.load(prefix(3))
-    assert bench.truth.published == list(zip(plan.slots, plan.generations, strict=True))
+    assert bench.slot_status.published == list(zip(plan.slots, plan.generations, strict=True))
     assert bench.tiers[1].counters.hits == 3
     assert bench.resident(1) == {*prefix(BELOW)}, "the slower copy is kept"
 
@@ -81,7 +81,7 @@ def test_resident_chunks_of_the_prefix_are_kept_while_the_rest_comes_up() -> Non
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     assert bench.manager.snapshot().granted == 2
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_deadline_answers_at_once_while_the_slot_stays_out_of_use() -> None:
     bench.step(started=["reader"])
     assert bench.look(prefix(2), "other") == 0, "a late chunk is nothing to wait for"
     assert not bench.manager.has_work()
-    assert bench.ram.room == 0
+    assert bench.ram.available == 0
     bench.finish(job, Outcome.EXPIRED)
     assert bench.ram.slots.free == 2
     assert bench.manager.snapshot().jobs == 0
@@ -191,12 +191,12 @@ def test_a_prefix_that_can_never_fit_the_budget_is_cut_to_its_head() -> None:
 
 
 def test_a_prefix_larger_than_ram_is_cut_to_what_is_free() -> None:
-    bench = warmed(2, 8, limits=limits(pin_budget=8, patience_lookups=1))
+    bench = warmed(2, 8, limits=limits(pin_budget=8, max_queue_steps=1))
     assert asked(bench, 5).keys == prefix(2)
 
 
 def test_a_chunk_behind_one_that_finds_no_slot_is_not_kept() -> None:
-    bench = warmed(2, 16, limits=limits(patience_lookups=1))
+    bench = warmed(2, 16, limits=limits(max_queue_steps=1))
     bench.store([*prefix(1, of=7), prefix(3)[2]])
     bench.settle()
     bench.manager.prepare_load(prefix(1, of=7), "holder")
@@ -222,7 +222,7 @@ def test_the_budget_is_for_all_requests_and_first_come_is_first_served() -> None
 
 
 def test_patience_ends_and_the_request_takes_what_there_is() -> None:
-    bench = warmed(8, 32, prompts=2, limits=limits(pin_budget=4, patience_lookups=3))
+    bench = warmed(8, 32, prompts=2, limits=limits(pin_budget=4, max_queue_steps=3))
     asked(bench, 3, "a")
     bench.look(prefix(3, of=1), "b")
     assert [len(bench.step()) for _ in range(3)] == [0, 0, 1]
@@ -304,7 +304,7 @@ def test_a_chunk_that_left_before_its_turn_came_is_a_miss() -> None:
     bench = warmed(4, 8)
     other = asked(bench, 1, "a")
     assert bench.look(prefix(3)) is None
-    bench.manager._ladder.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
+    bench.manager._stack.drop(bench.tiers[1], bench.tiers[1].copies[prefix(3)[2]])
     (job,) = bench.step()
     assert job.keys == prefix(2)[1:]
     bench.finish(other)
@@ -387,8 +387,8 @@ def test_a_long_prefix_comes_up_in_several_jobs_of_which_each_is_one_large_run()
 
 
 def test_nobody_waits_for_ever_for_a_chunk_that_another_request_stores() -> None:
-    limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=4, patience_arrivals=3)
-    bench = Workbench(4, 0, limits=limits, truth=FakeSlotStatus(driven=True))
+    limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=4, max_arrival_steps=3)
+    bench = Workbench(4, 0, limits=limits, slot_status=FakeSlotStatus(driven=True))
     plan = bench.manager.prepare_store(prefix(2), "writer")
     assert plan is not None
     assert bench.look(prefix(2)) is None
@@ -409,7 +409,7 @@ def resumed(bench: Workbench) -> None:
 
 
 def test_chunks_are_not_kept_for_ever_for_a_request_that_nobody_asks_about() -> None:
-    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=8, patience_grants=3)
+    limits = ManagerLimits(pin_budget=8, reserve=0.0, queue=8, max_idle_grant_steps=3)
     bench = warmed(8, 8, limits=limits)
     resumed(bench)
     for _ in range(3):
@@ -432,7 +432,7 @@ def test_only_what_came_up_to_stay_counts_as_promoted(promote_after: int) -> Non
 
 def test_of_several_groups_nothing_is_brought_up_that_would_be_of_no_use() -> None:
     both = [*prefix(4), *prefix(4, group=1)]
-    for bound in (limits(pin_budget=6), limits(pin_budget=8, patience_lookups=1, patience_s=0)):
+    for bound in (limits(pin_budget=6), limits(pin_budget=8, max_queue_steps=1, max_queue_s=0)):
         bench = Workbench(8, 16, limits=bound, groups=[GroupReach(1), GroupReach(1)])
         bench.manager.recover(1, zip(both, range(8), strict=True))
         bench.store(prefix(4, of=1))

@@ -79,7 +79,7 @@ def dropped_while_on_its_way_down() -> tuple[Workbench, Job]:
     bench.store(prefix(1))
     (first,) = bench.step()
     plan = bench.manager.prepare_load(prefix(1), "reader")
-    bench.truth.refuse(plan.slots, plan.generations)
+    bench.slot_status.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("reader")
     assert bench.resident() == set(), "a worker could not load it"
     return bench, first
@@ -118,9 +118,9 @@ def test_a_manager_is_not_at_rest_while_what_one_tier_let_go_is_another_ones_roo
     bench.step()
     bench.store(prefix(1, of=3))
     assert not bench.step(), "the tier below makes room in this step, and is found full before"
-    assert not bench.manager.is_at_rest
+    assert not bench.manager.is_idle
     (job,) = bench.step()
     assert (job.source, job.destination) == ("ram", bench.tiers[1].name)
     bench.finish(job)
     bench.step()
-    assert bench.manager.is_at_rest
+    assert bench.manager.is_idle

@@ -20,8 +20,8 @@ def test_after_a_reset_everything_is_a_miss_in_every_tier() -> None:
 
 
 def test_slots_that_workers_may_touch_are_in_quarantine_until_they_are_quiet() -> None:
-    truth = FakeSlotStatus(driven=True)
-    bench = Workbench(4, 0, truth=truth)
+    slot_status = FakeSlotStatus(driven=True)
+    bench = Workbench(4, 0, slot_status=slot_status)
     plan = bench.manager.prepare_store(prefix(2), "a")
     assert plan is not None
     bench.manager.reset()
@@ -29,11 +29,11 @@ def test_slots_that_workers_may_touch_are_in_quarantine_until_they_are_quiet() -
     assert bench.ram.slots.free == 2
     assert bench.manager.snapshot().tiers[0].quarantined == 2
     assert bench.manager.has_work()
-    truth.stamp(plan.slots[:1], plan.generation)
-    truth.acknowledge(plan.slots[:1])
+    slot_status.stamp(plan.slots[:1], plan.generation)
+    slot_status.acknowledge(plan.slots[:1])
     bench.step()
     assert bench.ram.slots.free == 3
-    truth.acknowledge(plan.slots[1:])
+    slot_status.acknowledge(plan.slots[1:])
     bench.step()
     assert bench.ram.slots.free == 4
     assert not bench.manager.has_work()
@@ -43,12 +43,12 @@ def test_a_load_in_flight_keeps_its_slots_until_it_is_over() -> None:
     bench = Workbench(2, 0)
     bench.store(prefix(2))
     bench.settle()
-    bench.truth.not_quiet = {0}
+    bench.slot_status.not_quiet = {0}
     bench.manager.prepare_load(prefix(1), "a")
     bench.manager.reset()
     bench.manager.complete_load("a")
     assert bench.ram.slots.free == 1
-    bench.truth.not_quiet = set()
+    bench.slot_status.not_quiet = set()
     bench.step()
     assert bench.ram.slots.free == 2
 
@@ -86,16 +86,16 @@ def test_a_slot_needs_both_its_job_and_its_workers_to_let_go() -> None:
         bench = Workbench(1, 8)
         bench.store(prefix(1))
         (job,) = bench.step()
-        bench.truth.not_quiet = {0}
+        bench.slot_status.not_quiet = {0}
         bench.manager.prepare_load(prefix(1), "a")
         bench.manager.reset()
         if job_first:
             bench.finish(job)
         else:
-            bench.truth.not_quiet = set()
+            bench.slot_status.not_quiet = set()
             bench.step()
         assert bench.ram.slots.free == 0
-        bench.truth.not_quiet = set()
+        bench.slot_status.not_quiet = set()
         bench.step()
         if not job_first:
             bench.finish(job)
@@ -113,7 +113,7 @@ def test_chunks_queued_for_a_demotion_are_forgotten() -> None:
 def test_a_condemned_chunk_that_was_to_be_demoted_gives_its_slot_back() -> None:
     bench = Workbench(4, 8)
     bench.store(prefix(2))
-    bench.truth.not_loaded = {bench.ram.copies[prefix(1)[0]].slot}
+    bench.slot_status.not_loaded = {bench.ram.copies[prefix(1)[0]].slot}
     bench.load(prefix(2))
     assert bench.ram.slots.free == 2, "what waits to be sent keeps its slot"
     bench.manager.reset()
@@ -124,13 +124,13 @@ def test_a_condemned_chunk_that_was_to_be_demoted_gives_its_slot_back() -> None:
 
 def test_a_second_reset_leaves_the_quarantine_as_it_is() -> None:
     bench = Workbench(2, 0)
-    bench.truth.not_quiet = {0}
+    bench.slot_status.not_quiet = {0}
     bench.manager.prepare_store(prefix(1), "a")
     bench.manager.reset()
     bench.manager.reset()
     bench.check()
     assert bench.ram.slots.free == 1
-    bench.truth.not_quiet = set()
+    bench.slot_status.not_quiet = set()
     bench.step()
     assert bench.ram.slots.free == 2
 
@@ -154,13 +154,13 @@ def test_requests_live_on_and_ask_afresh() -> None:
 
 def test_the_same_key_stored_after_a_reset_is_a_new_chunk() -> None:
     bench = Workbench(2, 0)
-    bench.truth.not_quiet = {0}
+    bench.slot_status.not_quiet = {0}
     bench.manager.prepare_store(prefix(1), "a")
     bench.manager.reset()
     plan = bench.store(prefix(1), "b")
     assert plan is not None
     assert plan.slots == [1]
-    bench.truth.not_quiet = set()
+    bench.slot_status.not_quiet = set()
     bench.settle()
     assert bench.resident() == {*prefix(1)}
     assert bench.ram.slots.free == 1

@@ -13,15 +13,15 @@ from tests.support.workbench import Workbench, prefix
 
 
 def keeping(
-    *capacities: int, quota: int, promote_after: int = 1, patience_stores: int = 16
+    *capacities: int, quota: int, promote_after: int = 1, max_store_refusals: int = 16
 ) -> Workbench:
     limits = ManagerLimits(
         pin_budget=8,
         reserve=0.0,
         queue=64,
         retained=quota,
-        patience_lookups=1,
-        patience_stores=patience_stores,
+        max_queue_steps=1,
+        max_store_refusals=max_store_refusals,
     )
     placement = LadderPlacement(
         tiers=len(capacities), write="through", promote_after=promote_after
@@ -49,9 +49,9 @@ def test_its_time_over_it_is_a_victim_like_any_other() -> None:
     bench.store(prefix(1))
     bench.manager.retain(prefix(1), 10.0)
     end_step(bench, 9.9)
-    assert bench.ram.room == 0
+    assert bench.ram.available == 0
     end_step(bench, 10.0)
-    assert (bench.ram.room, bench.manager.snapshot().retained) == (1, 0)
+    assert (bench.ram.available, bench.manager.snapshot().retained) == (1, 0)
 
 
 def test_a_deadline_is_put_off_and_never_brought_forward() -> None:
@@ -60,9 +60,9 @@ def test_a_deadline_is_put_off_and_never_brought_forward() -> None:
     for until in (10.0, 30.0, 20.0):
         assert bench.manager.retain(prefix(1), until) == 1
     end_step(bench, 29.0)
-    assert bench.ram.room == 0
+    assert bench.ram.available == 0
     end_step(bench, 30.0)
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
 
 
 def test_beyond_the_quota_the_tail_is_refused_and_counted() -> None:
@@ -79,7 +79,7 @@ def test_without_a_quota_nothing_is_retained() -> None:
     bench = keeping(2, quota=0)
     bench.store(prefix(1))
     assert bench.manager.retain(prefix(1), 10.0) == 0
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
 
 
 def test_what_is_not_whole_in_ram_is_not_retained() -> None:
@@ -91,7 +91,7 @@ def test_what_is_not_whole_in_ram_is_not_retained() -> None:
 
 
 def test_a_store_waits_before_it_takes_what_is_retained_the_earliest_deadline_first() -> None:
-    bench = keeping(3, quota=3, patience_stores=1)
+    bench = keeping(3, quota=3, max_store_refusals=1)
     bench.store(prefix(3))
     for key, until in zip(prefix(3), (30.0, 10.0, 20.0), strict=True):
         bench.manager.retain([key], until)
@@ -146,7 +146,7 @@ def test_a_reset_forgets_what_was_retained() -> None:
 def test_no_pin_is_left_when_every_deadline_has_passed(
     quota: int, actions: list[tuple[int, int, int]]
 ) -> None:
-    bench = keeping(6, quota=quota, patience_stores=0)
+    bench = keeping(6, quota=quota, max_store_refusals=0)
     now = 0.0
     for prompt, chunks, seconds in actions:
         bench.store(prefix(chunks, of=prompt))
@@ -154,7 +154,7 @@ def test_no_pin_is_left_when_every_deadline_has_passed(
         bench.check()
         now += seconds / 3
         end_step(bench, now)
-        heap = bench.manager._ladder.retention._heap
+        heap = bench.manager._stack.retention._heap
         assert len(heap) <= 3 * quota + 1
     end_step(bench, now + 10)
     assert bench.manager.snapshot().retained == 0
@@ -167,11 +167,11 @@ def test_keeping_the_same_chunks_for_ever_longer_takes_no_more_memory(quota: int
     bench.store(prefix(4))
     for until in range(1000):
         bench.manager.retain(prefix(4), float(until))
-    assert len(bench.manager._ladder.retention._heap) <= 2 * 4 + quota + 4
+    assert len(bench.manager._stack.retention._heap) <= 2 * 4 + quota + 4
 
 
 def test_what_could_not_leave_anyway_is_not_released_in_vain() -> None:
-    bench = keeping(2, quota=2, patience_stores=0)
+    bench = keeping(2, quota=2, max_store_refusals=0)
     bench.store(prefix(2))
     bench.manager.retain(prefix(2), 10.0)
     assert bench.store(prefix(3)) is not None

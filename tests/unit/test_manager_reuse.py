@@ -23,9 +23,9 @@ def hashed(count: int, *, of: int) -> list[ChunkKey]:
 
 def test_the_gap_is_from_the_step_of_the_eviction_to_the_step_of_the_request() -> None:
     gaps = ReuseGaps(8)
-    gaps.evicted(keys(2))
+    gaps.record_evicted(keys(2))
     gaps.end_step(100.0)
-    gaps.asked(keys(1)[0])
+    gaps.record_wanted(keys(1)[0])
     gaps.end_step(142.5)
     assert gaps.take() == [42.5]
     assert gaps.take() == []
@@ -33,17 +33,17 @@ def test_the_gap_is_from_the_step_of_the_eviction_to_the_step_of_the_request() -
 
 def test_an_eviction_counts_once() -> None:
     gaps = ReuseGaps(8)
-    gaps.evicted(keys(1))
+    gaps.record_evicted(keys(1))
     gaps.end_step(1.0)
     for now in (2.0, 3.0):
-        gaps.asked(keys(1)[0])
+        gaps.record_wanted(keys(1)[0])
         gaps.end_step(now)
     assert gaps.take() == [1.0]
 
 
 def test_what_never_left_has_no_gap() -> None:
     gaps = ReuseGaps(8)
-    gaps.asked(keys(1)[0])
+    gaps.record_wanted(keys(1)[0])
     gaps.end_step(1.0)
     assert gaps.take() == []
 
@@ -51,15 +51,15 @@ def test_what_never_left_has_no_gap() -> None:
 def test_what_is_remembered_is_bounded_and_the_latest_is_kept() -> None:
     gaps = ReuseGaps(8)
     for now, key in enumerate(keys(100_000)):
-        gaps.evicted([key])
+        gaps.record_evicted([key])
         gaps.end_step(float(now))
-    remembered = gaps.remembered(keys(100_000))
+    remembered = gaps.recently_evicted(keys(100_000))
     for key in keys(100_000):
-        gaps.asked(key)
+        gaps.record_wanted(key)
     gaps.end_step(100_000.0)
     found = gaps.take()
     assert len(found) == len(remembered)
-    assert not gaps.remembered(keys(100_000))
+    assert not gaps.recently_evicted(keys(100_000))
     assert 16_384 <= len(found) <= 2 * 16_384
     assert min(found) == 1.0
 
@@ -67,10 +67,10 @@ def test_what_is_remembered_is_bounded_and_the_latest_is_kept() -> None:
 def test_of_a_large_tier_a_sample_is_kept_chosen_by_the_key() -> None:
     gaps = ReuseGaps(1_000_000)
     sample = keys(4096)
-    followed = gaps.evicted(sample)
+    followed = gaps.record_evicted(sample)
     gaps.end_step(0.0)
     for key in sample:
-        gaps.asked(key)
+        gaps.record_wanted(key)
     gaps.end_step(1.0)
     assert len(gaps.take()) == followed == 4096 // 256
 

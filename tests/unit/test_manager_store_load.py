@@ -17,7 +17,7 @@ def impatient(**limits: Any) -> ManagerLimits:
 
 
 def test_a_store_that_finds_no_room_at_all_leaves_nothing_behind() -> None:
-    bench = Workbench(2, limits=impatient(patience_stores=0))
+    bench = Workbench(2, limits=impatient(max_store_refusals=0))
     bench.store(prefix(2), "a")
     bench.look(prefix(2), "b")
     bench.manager.prepare_load(prefix(2), "b")
@@ -39,7 +39,7 @@ def test_a_chunk_is_a_hit_once_its_store_is_complete_and_not_before() -> None:
 
 def test_a_store_that_the_workers_did_not_finish_is_a_miss() -> None:
     bench = Workbench(4, 0)
-    bench.truth.not_stored = {1}
+    bench.slot_status.not_stored = {1}
     bench.store(prefix(3))
     assert bench.look(prefix(3)) == 1
     assert bench.resident() == {prefix(3)[0], prefix(3)[2]}
@@ -53,7 +53,7 @@ def test_a_request_that_waits_for_another_ones_store_gets_its_outcome() -> None:
     bench.look(prefix(2), "b")
     bench.step()
     assert bench.manager.snapshot().waiting == 1
-    bench.truth.not_stored = {plan.slots[1]}
+    bench.slot_status.not_stored = {plan.slots[1]}
     bench.manager.complete_store(set(plan.keys))
     assert bench.look(prefix(2), "b") == 1
     assert bench.manager.snapshot().granted == 1
@@ -103,9 +103,9 @@ def test_two_loads_of_one_chunk_are_two_pins() -> None:
     for _ in range(2):
         bench.manager.prepare_load(prefix(1), "a")
     bench.manager.complete_load("a")
-    assert bench.ram.room == 0
+    assert bench.ram.available == 0
     bench.manager.complete_load("a")
-    assert bench.ram.room == 1
+    assert bench.ram.available == 1
 
 
 def test_loading_what_is_not_there_is_an_error_and_pins_nothing() -> None:
@@ -141,7 +141,7 @@ def test_nothing_new_is_an_empty_plan_and_counts_as_a_use() -> None:
 
 
 def test_no_room_now_is_none_a_bounded_number_of_times_and_changes_nothing() -> None:
-    bench = Workbench(2, 0, limits=impatient(patience_stores=2))
+    bench = Workbench(2, 0, limits=impatient(max_store_refusals=2))
     bench.store(prefix(1))
     bench.settle()
     bench.manager.prepare_load(prefix(1), "reader")
@@ -171,7 +171,7 @@ def test_with_no_room_at_all_the_plan_is_empty() -> None:
 
 
 def test_a_prefix_is_not_evicted_to_store_its_own_tail() -> None:
-    bench = Workbench(3, 0, limits=impatient(patience_stores=0))
+    bench = Workbench(3, 0, limits=impatient(max_store_refusals=0))
     bench.store(prefix(2))
     bench.settle()
     bench.manager.begin_request("a")

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier.manager import LoadPlan, LoadWorth, ManagerLimits
+from kvtier.manager import CostModel, LoadPlan, ManagerLimits
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT
 from kvtier.memory import ControlBlock
 from kvtier.policies import CopyState
@@ -22,7 +22,7 @@ def streaming(ram: int, *, below: int, budget: int | None = None, **changes: Any
         reserve=0.0,
         queue=64,
         retained=ram,
-        streams=True,
+        direct_loads=True,
     )
     bench = Workbench(ram, 64, limits=limits, **changes)
     bench.manager.recover(1, zip(prefix(below), range(below), strict=True))
@@ -45,21 +45,21 @@ def test_a_chunk_on_disk_is_a_hit_at_once_and_is_brought_up_by_its_load() -> Non
     assert list(job.payload) == list(plan.generations)
     assert list(plan.origins) == [1, 1, 1]
     assert plan.wait_s == ManagerLimits(pin_budget=1, reserve=0, queue=1).load_timeout_s
-    assert bench.truth.published == []
+    assert bench.slot_status.published == []
     bench.finish(job)
-    assert bench.truth.published == list(zip(plan.slots, plan.generations, strict=True))
-    assert bench.ram.room == 1
+    assert bench.slot_status.published == list(zip(plan.slots, plan.generations, strict=True))
+    assert bench.ram.available == 1
     bench.manager.complete_load("reader")
     bench.check()
     assert bench.resident() == {*prefix(3)}
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert bench.look(prefix(3), "other") == 3
 
 
 def test_a_slot_bears_no_stamp_while_its_next_chunk_is_on_its_way() -> None:
     """Or it might be loaded while it changes, or be taken for one that will not be filled."""
     control = ControlBlock(memoryview(bytearray(ControlBlock.nbytes(2, 1))), slots=2, ranks=1)
-    bench = streaming(2, below=2, truth=cast("FakeSlotStatus", control))
+    bench = streaming(2, below=2, slot_status=cast("FakeSlotStatus", control))
     bench.manager.recover(1, zip(prefix(2, of=1), (8, 9), strict=True))
     unstamped = [False, False]
     plan = LoadPlan((), (), ())
@@ -83,7 +83,7 @@ def test_what_was_only_asked_for_changes_nothing() -> None:
         assert bench.look(prefix(4)) == 4
         assert bench.step() == []
     assert (bench.ram.slots.free, len(bench.ram.copies)) == (4, 0)
-    assert bench.tiers[1].room == 64
+    assert bench.tiers[1].available == 64
 
 
 def test_what_is_in_ram_is_loaded_from_there_beside_what_streams() -> None:
@@ -102,10 +102,10 @@ def test_the_worker_may_be_done_before_the_manager_heard_of_the_bytes() -> None:
     _, (job,) = begin(bench, 2)
     bench.manager.complete_load("reader")
     bench.check()
-    assert bench.ram.room == 2
+    assert bench.ram.available == 2
     bench.finish(job)
     assert bench.resident() == {*prefix(2)}
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
 
 
 @pytest.mark.parametrize("worker_first", [True, False])
@@ -121,7 +121,7 @@ def test_a_chunk_that_is_not_to_stay_leaves_when_both_are_done(*, worker_first: 
         bench.manager.complete_load("reader")
     bench.check()
     assert (bench.resident(), bench.ram.slots.free) == (set(), 4)
-    assert bench.tiers[1].room == 64
+    assert bench.tiers[1].available == 64
 
 
 def test_more_than_ram_holds_waits_its_turn_and_is_loaded_as_far_as_it_fits() -> None:
@@ -144,7 +144,7 @@ def test_what_it_finds_in_ram_makes_no_room_for_what_it_reserved() -> None:
     bench = streaming(3, below=1)
     bench.store(prefix(4)[1:])
     bench.settle()
-    assert bench.ram.room == 3
+    assert bench.ram.available == 3
     assert bench.look(prefix(4)) is None
     (job,) = bench.step()
     bench.finish(job)
@@ -202,14 +202,14 @@ def test_a_chunk_that_does_not_come_fails_the_load_and_is_a_miss_for_its_request
     plan, (job,) = begin(bench, 3)
     bench.finish(job, Outcome.DONE, outcome, Outcome.DONE)
     bad = (plan.slots[1], plan.generations[1])
-    assert bench.truth.poisoned == {bad}
+    assert bench.slot_status.poisoned == {bad}
     assert bench.ram.slots.free == 1, "a worker may still look at the slot"
-    bench.truth.refuse([bad[0]], [bad[1]])
+    bench.slot_status.refuse([bad[0]], [bad[1]])
     bench.manager.complete_load("reader")
     bench.check()
     assert [tier.counters.hits for tier in bench.tiers] == [0, 1]
     assert bench.ram.counters.load_failed == 0, "it failed on its way up, and counts there"
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert bench.look(prefix(3)) == 0
     found = bench.look(prefix(3), "other")
     assert found == (1 if outcome is Outcome.CORRUPT else 3)
@@ -220,11 +220,11 @@ def test_a_chunk_that_comes_after_the_worker_gave_up_is_a_hit_for_others() -> No
     bench.look(prefix(2))
     plan, (job,) = begin(bench, 2)
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.truth.refuse(plan.slots, plan.generations)
+    bench.slot_status.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("reader")
     bench.check()
     assert bench.ram.counters.load_failed == 0
-    assert bench.ram.room == 2, "a thread may still write the slots"
+    assert bench.ram.available == 2, "a thread may still write the slots"
     assert bench.look(prefix(2), "other") == 0
     bench.finish(job)
     assert bench.look(prefix(2), "third") == 2
@@ -239,7 +239,7 @@ def test_a_chunk_that_came_too_late_for_one_load_is_loaded_by_the_next_and_stays
     bench.look(prefix(2))
     plan, (job,) = begin(bench, 2)
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.truth.refuse(plan.slots, plan.generations)
+    bench.slot_status.refuse(plan.slots, plan.generations)
     if arrives_first:
         bench.finish(job)
     bench.manager.complete_load("reader")
@@ -260,7 +260,7 @@ def test_what_one_load_could_not_wait_for_is_not_forgotten_before_another_is_ove
     plan, (job,) = begin(bench, 1, "a")
     assert begin(bench, 1, "b")[0].slots == plan.slots
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.truth.refuse(plan.slots, plan.generations)
+    bench.slot_status.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("a")
     bench.manager.complete_load("b")
     assert bench.look(prefix(1), "b") == 0
@@ -277,7 +277,7 @@ def test_a_chunk_that_came_too_late_stays_for_a_load_that_found_it_there_meanwhi
     bench.look(prefix(1), "a")
     plan, (job,) = begin(bench, 1, "a")
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.truth.refuse(plan.slots, plan.generations)
+    bench.slot_status.refuse(plan.slots, plan.generations)
     bench.finish(job)
     assert bench.look(prefix(1), "b") == 1
     assert begin(bench, 1, "b")[0].generations == plan.generations
@@ -298,7 +298,7 @@ def test_what_an_engine_stores_meanwhile_is_not_waited_for() -> None:
     plan, _ = begin(bench, 2)
     assert plan.generations[0] == NO_GENERATION, "if the store fails nobody says so"
     assert plan.slots[0] == NO_SLOT
-    bench.truth.not_stored = set(store.slots)
+    bench.slot_status.not_stored = set(store.slots)
     bench.manager.complete_store(store.keys)
     bench.manager.complete_load("reader")
     bench.check()
@@ -311,7 +311,7 @@ def test_reads_that_are_stuck_leave_the_rest_of_ram_to_others() -> None:
     bench.look(prefix(4), "a")
     plan, (job,) = begin(bench, 4, "a")
     bench.finish(job, Outcome.EXPIRED, settled=False)
-    bench.truth.refuse(plan.slots, plan.generations)
+    bench.slot_status.refuse(plan.slots, plan.generations)
     bench.manager.complete_load("a")
     assert bench.look(prefix(4, of=1), "b") is None
     assert bench.step() == []
@@ -337,10 +337,14 @@ def test_an_engine_that_loads_later_than_it_looked_up_gets_a_load_that_fails() -
 
 
 def test_no_more_is_reserved_than_arrives_in_time() -> None:
-    worth = LoadWorth(tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1.0)
-    bench = streaming(32, below=24, worth=worth)
-    worth.sent(77, 1, 2)
-    worth.returned(TransferResult(77, [Outcome.DONE] * 2, seconds=2.0), timeout_s=10.0, now=0.0)
+    cost_model = CostModel(
+        tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1.0
+    )
+    bench = streaming(32, below=24, cost_model=cost_model)
+    cost_model.record_job(77, 1, 2)
+    cost_model.record_result(
+        TransferResult(77, [Outcome.DONE] * 2, seconds=2.0), timeout_s=10.0, now=0.0
+    )
     assert bench.look(prefix(5), "a") == 5
     assert bench.look(prefix(24), "b") is None
     _, jobs = begin(bench, 5, "a")
@@ -358,7 +362,7 @@ def test_a_request_that_ends_while_it_streams_leaves_nothing_behind() -> None:
     bench.finish(job)
     bench.manager.complete_load("reader")
     bench.check()
-    assert bench.ram.room == 4
+    assert bench.ram.available == 4
     assert all(copy.state == CopyState.RESIDENT for copy in bench.ram.copies.values())
 
 
@@ -366,14 +370,14 @@ def test_a_reset_while_chunks_stream_keeps_their_slots_until_job_and_worker_are_
     bench = streaming(4, below=2)
     bench.look(prefix(2))
     plan, (job,) = begin(bench, 2)
-    bench.truth.not_quiet = set(plan.slots)
+    bench.slot_status.not_quiet = set(plan.slots)
     bench.manager.reset()
     bench.check()
     assert bench.look(prefix(2), "other") == 0
     bench.finish(job)
     bench.step()
     assert bench.ram.slots.free == 2
-    bench.truth.not_quiet = set()
+    bench.slot_status.not_quiet = set()
     bench.step()
     assert bench.ram.slots.free == 4
     bench.manager.complete_load("reader")
@@ -385,11 +389,11 @@ def test_a_reset_frees_the_slot_of_a_chunk_that_had_failed_before_it() -> None:
     bench.look(prefix(1))
     plan, (job,) = begin(bench, 1)
     bench.finish(job, Outcome.FAILED)
-    bench.truth.not_quiet = set(plan.slots)
+    bench.slot_status.not_quiet = set(plan.slots)
     bench.manager.reset()
     bench.step()
     assert bench.ram.slots.free == 3
-    bench.truth.not_quiet = set()
+    bench.slot_status.not_quiet = set()
     bench.step()
     assert bench.ram.slots.free == 4
 
@@ -413,12 +417,14 @@ def test_a_tier_out_of_service_is_passed_over_by_those_who_wait_for_their_turn()
 
 
 def test_what_may_not_pay_is_left_to_whoever_sees_all_that_is_wanted() -> None:
-    worth = LoadWorth(
+    cost_model = CostModel(
         tiers=2, chunk_nbytes=1 << 20, chunk_tokens=16, recompute_s_per_token=1e-3
     )
-    bench = streaming(4, below=2, worth=worth)
+    bench = streaming(4, below=2, cost_model=cost_model)
     assert bench.look(prefix(2)) == 2
-    worth.sent(77, 1, 1)
-    worth.returned(TransferResult(77, [Outcome.DONE], seconds=60.0), timeout_s=90.0, now=0.0)
+    cost_model.record_job(77, 1, 1)
+    cost_model.record_result(
+        TransferResult(77, [Outcome.DONE], seconds=60.0), timeout_s=90.0, now=0.0
+    )
     bench.step()
     assert bench.look(prefix(2)) is None

@@ -6,7 +6,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach, Reach
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.workbench import Workbench, prefix
-from tests.unit.load_gates import CHUNK_S, worth
+from tests.unit.load_gates import CHUNK_S, cost_model
 
 
 def slow_bench(*, ram: int = 16, seconds: float = 1.0, window: int = 0) -> Workbench:
@@ -21,7 +21,7 @@ def slow_bench(*, ram: int = 16, seconds: float = 1.0, window: int = 0) -> Workb
     bench = Workbench(
         ram,
         64,
-        worth=worth(),
+        cost_model=cost_model(),
         groups=groups if window else groups[:1],
         limits=ManagerLimits(pin_budget=ram, reserve=0.0, queue=1024),
     )
@@ -49,7 +49,7 @@ def test_a_prefix_on_a_slow_disk_is_a_miss_at_the_second_lookup() -> None:
     assert bench.step() == []
     assert bench.look(prefix(8)) == 0
     snapshot = bench.manager.snapshot()
-    assert snapshot.worth.skipped_chunks[1] == 8
+    assert snapshot.cost_model.skipped_chunks[1] == 8
     assert (snapshot.granted, snapshot.waiting) == (0, 0)
 
 
@@ -58,7 +58,7 @@ def test_a_prefix_on_a_fast_disk_is_brought_up() -> None:
     bench.look(prefix(8))
     (job,) = bench.step()
     assert len(job.keys) == 8
-    assert bench.manager.snapshot().worth.skipped_chunks[1] == 0
+    assert bench.manager.snapshot().cost_model.skipped_chunks[1] == 0
 
 
 def test_what_a_window_costs_is_weighed_against_the_tokens_of_the_prefix() -> None:
@@ -74,7 +74,7 @@ def test_the_part_in_ram_is_loaded_and_the_part_on_a_slow_disk_is_not() -> None:
     bench.look(prefix(8))
     assert bench.step() == []
     assert bench.look(prefix(8)) == 3
-    assert bench.manager.snapshot().worth.skipped_chunks[1] == 5
+    assert bench.manager.snapshot().cost_model.skipped_chunks[1] == 5
 
 
 def test_a_request_that_waits_for_room_is_counted_once() -> None:
@@ -83,7 +83,7 @@ def test_a_request_that_waits_for_room_is_counted_once() -> None:
     for _ in range(5):
         bench.step()
     bench.look(prefix(8))
-    assert bench.manager.snapshot().worth.skipped_chunks[1] == 8
+    assert bench.manager.snapshot().cost_model.skipped_chunks[1] == 8
 
 
 def test_a_reset_forgets_what_is_on_its_way_and_keeps_the_estimates() -> None:
@@ -92,7 +92,7 @@ def test_a_reset_forgets_what_is_on_its_way_and_keeps_the_estimates() -> None:
     bench.manager.end_step()
     bench.manager.reset()
     bench.manager.recover(1, [(key, slot) for slot, key in enumerate(prefix(8, of=3))])
-    before = bench.manager.snapshot().worth.prices[1]
+    before = bench.manager.snapshot().cost_model.load_costs[1]
     assert before is not None
     bench.look(prefix(8, of=3), "other")
     (job,) = bench.step()

@@ -12,7 +12,7 @@ import pytest
 from kvtier.config import parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
-from kvtier.manager.building import build_manager, build_tiers
+from kvtier.manager.build import build_manager, build_tiers
 from kvtier.policies import (
     ChunkCopy,
     ConditionalPlacement,
@@ -279,7 +279,7 @@ def test_a_file_says_what_is_written(
         tiers,
         slot_nbytes=MIB,
         chunk_tokens=16,
-        truth=FakeSlotStatus(),
+        slot_status=FakeSlotStatus(),
         record_events=False,
     )
     plan = manager.prepare_store(prefix(4), "writer")

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.config import parse_config, schema
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.manager.building import build_manager, build_tiers, check_policies
+from kvtier.manager.build import build_manager, build_tiers, check_policies
 from kvtier.policies import (
     ConditionalPlacement,
     Eviction,
@@ -146,10 +146,10 @@ def placed_by(*lines: str) -> Placement:
         build_tiers(config, [4, 16]),
         slot_nbytes=1 << 20,
         chunk_tokens=16,
-        truth=FakeSlotStatus(),
+        slot_status=FakeSlotStatus(),
         record_events=False,
     )
-    return manager._ladder.placement
+    return manager._stack.placement
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.errors import ConfigError, KvtierError
-from kvtier.manager import LoadChoice, LoadWorth, SkipCause
+from kvtier.manager import CostModel, LoadChoice, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
 from kvtier.memory.paged import PagedMemory
 from kvtier.replay import ReplayOptions, ReplayResult, replay_trace
@@ -330,12 +330,12 @@ class TestReplay:
     def test_loads_that_were_not_worth_it_are_told_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def estimate(worth: LoadWorth, sources: Sequence[int], **_: Any) -> LoadChoice:
+        def estimate(cost_model: CostModel, sources: Sequence[int], **_: Any) -> LoadChoice:
             chunks = len(sources)
             cause = SkipCause.SLOWER
             return LoadChoice(cause, 0, CHUNK_TOKENS, {1: chunks}, 0, 1.0, 0.1, 0, 0, 8.0)
 
-        monkeypatch.setattr(LoadWorth, "choose", estimate)
+        monkeypatch.setattr(CostModel, "choose", estimate)
         chains = [[number, 100 + number, 200 + number] for number in range(8)] * 2
         extra = "transfer:\n  load_path: staged\n"
         result = run(

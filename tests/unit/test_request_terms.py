@@ -13,7 +13,7 @@ from kvtier.manager import NO_TERMS, RequestTerms
 from kvtier.policies import LadderPlacement, PolicyContext
 from kvtier.policies.base import ChunkCopy
 from kvtier.policies.eviction import Lru
-from tests.support.workbench import Workbench, prefix
+from tests.support.workbench import TIER_NAMES, Workbench, prefix
 
 
 def only(*tiers: int) -> RequestTerms:
@@ -53,7 +53,7 @@ def test_a_chunk_is_found_if_an_allowed_tier_has_it(
         return
     for _ in range(2):
         for job in bench.step():
-            assert bench.manager._ladder.names.index(job.source) in allowed
+            assert TIER_NAMES.index(job.source) in allowed
             bench.finish(job)
     assert bench.look(prefix(1), "r") == 1
     bench.load(prefix(1), "r")

@@ -18,7 +18,7 @@ from kvtier.config import KvtierConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits, TieredOffloadingManager, TierState
-from kvtier.manager.building import build_manager, build_tiers
+from kvtier.manager.build import build_manager, build_tiers
 from kvtier.policies import (
     ConditionalPlacement,
     LadderPlacement,
@@ -28,7 +28,7 @@ from kvtier.policies import (
 from kvtier.policies.admission import SecondTouch
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._tiers import chunk_keys
-from kvtier.sim._truth import HonestTruth
+from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
@@ -148,7 +148,9 @@ def two_tiers(upper: int, lower: int, placement: Placement, *, spare: int = 1) -
         pin_budget=upper, reserve=spare * 1.5 / (upper + spare), queue=1 << 20
     )
     return TwoTiers(
-        TieredOffloadingManager(tiers, placement=placement, limits=limits, truth=HonestTruth()),
+        TieredOffloadingManager(
+            tiers, placement=placement, limits=limits, slot_status=ReliableSlotStatus()
+        ),
         tiers,
     )
 
@@ -418,13 +420,13 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
         promote_after=load.promote_after,
     )
     tiers = build_tiers(config, [load.ram, load.nvme])
-    truth = HonestTruth()
+    slot_status = ReliableSlotStatus()
     manager = build_manager(
         config,
         tiers,
         slot_nbytes=CHUNK,
         chunk_tokens=16,
-        truth=truth,
+        slot_status=slot_status,
         record_events=False,
     )
     speed = TierSpeed(load.bytes_per_s, load.bytes_per_s, 0.001)
@@ -433,7 +435,7 @@ def test_every_request_gets_its_first_token_and_nothing_is_kept_for_any(load: Lo
         manager,
         model=model,
         transfers=TransferModel(model, ram="ram", slot_nbytes=CHUNK),
-        truth=truth,
+        slot_status=slot_status,
         chunk_tokens=16,
     )
     keys = chunk_keys(1000)

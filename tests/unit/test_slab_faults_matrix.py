@@ -149,7 +149,7 @@ class Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
-        self.emptied |= "an empty cache" in said or "does not survive a restart" in said
+        self.emptied |= "an empty cache" in said or "not survive a restart" in said
 
 
 @pytest.fixture

@@ -26,14 +26,14 @@ OpenCache = Callable[[str], "Cache"]
 class Cache:
     """A manager whose jobs a real engine runs on a real store, full of FIRST and SECOND."""
 
-    def __init__(self, rig: Rig, truth: FakeSlotStatus) -> None:
+    def __init__(self, rig: Rig, slot_status: FakeSlotStatus) -> None:
         self.rig = rig
         limits = ManagerLimits(
             pin_budget=RAM_SLOTS,
             reserve=0.0,
             queue=1024,
         )
-        self.bench = Workbench(RAM_SLOTS, CAPACITY, truth=truth, limits=limits)
+        self.bench = Workbench(RAM_SLOTS, CAPACITY, slot_status=slot_status, limits=limits)
         filled = [*zip(FIRST + SECOND, range(CAPACITY), strict=True)]
         for key, slot in filled:
             rig.ram.slot(slot)[:] = make_payload(key, SLOT)
@@ -73,7 +73,7 @@ class Cache:
 
     def rooms(self) -> list[int]:
         """Return, tier by tier, the slots that are free or could be."""
-        return [tier.room for tier in self.bench.tiers]
+        return [tier.available for tier in self.bench.tiers]
 
     def free(self) -> list[int]:
         return [tier.slots.free for tier in self.bench.tiers]
@@ -84,8 +84,8 @@ def open_cache(tmp_path: Path) -> Iterator[OpenCache]:
     with contextlib.ExitStack() as stack:
 
         def open_for(call: str) -> Cache:
-            truth = FakeSlotStatus()
-            return Cache(Rig(tmp_path, stack, truth, **RUNNING[call]), truth)
+            slot_status = FakeSlotStatus()
+            return Cache(Rig(tmp_path, stack, slot_status, **RUNNING[call]), slot_status)
 
         yield open_for
 

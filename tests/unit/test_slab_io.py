@@ -243,7 +243,7 @@ async def test_what_is_not_there_costs_no_read(open_shelf: OpenShelf, io: Faulty
 
 @pytest.fixture
 def _looks_at_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.whereabouts._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvtier.tiers.slab.location._INTERVAL_S", 0.0)
 
 
 async def test_a_store_removed_while_in_use_serves_on_and_says_once_that_it_will_be_lost(
@@ -323,7 +323,7 @@ async def test_a_reset_that_cannot_clear_the_index_moves_it_out_of_a_restarts_wa
     await shelf.put(KEYS[:2], [0, 1])
     io.fill_index()
     await shelf.tier.reset()
-    assert "does not survive a restart" in "".join(warnings_in(caplog))
+    assert "not survive a restart" in "".join(warnings_in(caplog))
     assert await shelf.get(KEYS[:2], [0, 1]) == [CORRUPT] * 2
     io.fill_index(full=False)
     assert await shelf.put(KEYS[2:3], [5]) == [DONE]

@@ -32,7 +32,7 @@ def test_a_new_allocator_is_one_free_extent() -> None:
 def test_a_tier_without_slots_has_nothing_to_give() -> None:
     slots = SlotAllocator(0)
     assert (slots.free, slots.extents(), slots.allocate(0)) == (0, [], [])
-    with pytest.raises(ValueError, match="1 slots wanted, 0 free"):
+    with pytest.raises(ValueError, match="1 slots requested, 0 free"):
         slots.allocate(1)
 
 
@@ -61,7 +61,7 @@ def test_without_a_long_extent_the_longest_ones_are_split_over_and_slots_ascend(
 
 def test_too_large_an_allocation_takes_nothing() -> None:
     slots = holes((3, 5))
-    with pytest.raises(ValueError, match="4 slots wanted, 3 free"):
+    with pytest.raises(ValueError, match="4 slots requested, 3 free"):
         slots.allocate(4)
     assert (slots.free, slots.extents()) == (3, [(3, 6)])
 
@@ -113,7 +113,7 @@ def test_an_allocation_takes_one_run_where_a_few_looks_find_one_that_is_long_eno
     slots.take(set(range(ends[-1])) - free)
     count = asked % (len(free) + 2)
     if count > len(free):
-        with pytest.raises(ValueError, match="wanted"):
+        with pytest.raises(ValueError, match="requested"):
             slots.allocate(count)
         assert slots.extents() == runs
         return

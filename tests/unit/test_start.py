@@ -192,12 +192,20 @@ def test_what_leaves_gives_its_room(store: Store, offer: Callable[[int], None]) 
     assert problems(config, OTHER) == []
 
 
-def test_what_a_later_version_made_refuses_the_start(store: Store) -> None:
+def test_an_index_of_another_version_refuses_the_start_unless_it_may_go(store: Store) -> None:
+    store.filled().sql("PRAGMA user_version=9")
+    text = "\n".join(problems(config_of(store), FIELDS))
+    assert "tiers[1].on_mismatch: " in text
+    assert "it has version 9, and this kvtier reads 1; start the kvtier" in text
+    assert problems(config_of(store, more="on_mismatch: remove"), FIELDS) == []
+
+
+def test_what_another_version_made_refuses_the_start(store: Store) -> None:
     store.filled()
     layout = store.directory / "layout.json"
     layout.write_text(layout.read_text().replace('"version": 1', '"version": 2'))
-    report = of_stores(config_of(store), FIELDS)
-    assert "was made by a later version of kvtier" in "\n".join(report.lines(Status.PROBLEM))
+    (line,) = problems(config_of(store), FIELDS)
+    assert "was made by another version of kvtier" in line
 
 
 def test_what_cannot_be_counted_is_a_warning(store: Store) -> None:

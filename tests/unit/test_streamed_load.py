@@ -130,7 +130,7 @@ def test_a_chunk_that_will_not_come_ends_the_wait_for_those_behind_it(
     control = Scripted([comes(0), fails(2), nothing, comes(1)])
     moved = load(control)
     assert moved.outcomes == [DONE, DONE, FAILED, Outcome.CANCELLED]
-    assert "did not come up" in moved.error
+    assert "was not promoted" in moved.error
     assert copier.batches == [[2], [3]]
     assert control.loaded(SLOTS, STAMPS) == [True, True, False, True]
     assert control.quiet(SLOTS) == [True] * 4
@@ -247,36 +247,36 @@ def rise(job_id: int = 0, *, timeout_s: float = SOON_S) -> Job:
 
 
 def route_of(disk: Disk) -> tuple[FromTier, FakeSlotStatus]:
-    truth = FakeSlotStatus()
-    return FromTier(Ram(), cast("StorageTier", disk), truth), truth
+    slot_status = FakeSlotStatus()
+    return FromTier(Ram(), cast("StorageTier", disk), slot_status), slot_status
 
 
 def test_what_arrived_is_stamped_and_what_did_not_is_poisoned() -> None:
     disk = Disk(DONE, CORRUPT, DONE)
     disk.gate.set()
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
     asyncio.run(route.run(rise()))
-    assert truth.published == [(4, 21), (6, 22)]
-    assert truth.poisoned == {(5, 21)}
+    assert slot_status.published == [(4, 21), (6, 22)]
+    assert slot_status.poisoned == {(5, 21)}
     assert disk.used == [0, 2]
 
 
 def test_chunks_that_all_arrived_were_all_of_use() -> None:
     disk = Disk(DONE, DONE, DONE)
     disk.gate.set()
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
     asyncio.run(route.run(rise()))
-    assert truth.published == [(4, 21), (5, 21), (6, 22)]
+    assert slot_status.published == [(4, 21), (5, 21), (6, 22)]
     assert disk.used == [0, 1, 2]
 
 
 def test_a_read_that_raises_poisons_all_of_it() -> None:
     disk = Disk(OSError(5, "gone"))
     disk.gate.set()
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
     with pytest.raises(OSError, match="gone"):
         asyncio.run(route.run(rise()))
-    assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+    assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
 
 
 @pytest.mark.parametrize("outcomes", [[], [DONE], [DONE] * 4], ids=len)
@@ -285,11 +285,11 @@ def test_a_read_that_does_not_answer_for_each_chunk_poisons_all_of_it(
 ) -> None:
     disk = Disk(*outcomes)
     disk.gate.set()
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
     with pytest.raises(TypeError, match="not one outcome per chunk"):
         asyncio.run(route.run(rise()))
-    assert truth.published == []
-    assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+    assert slot_status.published == []
+    assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
     assert disk.used == []
 
 
@@ -329,14 +329,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
     disk = LargeSlots(DONE, CORRUPT, DONE)
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
 
     async def read() -> SlotOutcomes:
         moving = asyncio.create_task(route.run(rise()))
         disk.gates[2].set()
-        await until(lambda: truth.published == [(6, 22)])
+        await until(lambda: slot_status.published == [(6, 22)])
         disk.gates[1].set()
-        await until(lambda: truth.poisoned == {(5, 21)})
+        await until(lambda: slot_status.poisoned == {(5, 21)})
         assert not moving.done()
         disk.gates[0].set()
         return await moving
@@ -344,8 +344,8 @@ def test_the_parts_of_a_large_job_are_stamped_as_they_arrive() -> None:
     moved = asyncio.run(read())
     assert moved.outcomes == [DONE, CORRUPT, DONE]
     assert moved.error == "slot 1 is lost"
-    assert truth.published == [(6, 22), (4, 21)]
-    assert truth.poisoned == {(5, 21)}
+    assert slot_status.published == [(6, 22), (4, 21)]
+    assert slot_status.poisoned == {(5, 21)}
     assert disk.used == [2, 0]
 
 
@@ -375,33 +375,33 @@ def test_a_long_job_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(DONE, DONE, DONE)
     disk.gate.set()
     monkeypatch.setattr(disk, "slot_nbytes", 6 << 20)
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
     assert asyncio.run(route.run(rise())).outcomes == [DONE] * 3
-    assert truth.published == [(4, 21), (5, 21), (6, 22)]
+    assert slot_status.published == [(4, 21), (5, 21), (6, 22)]
 
 
 @pytest.mark.parametrize("error", [OSError(5, "gone"), SystemExit(3)], ids=type)
 def test_a_part_that_raises_is_waited_for_with_the_others(error: BaseException) -> None:
     disk = LargeSlots(error, DONE, DONE)
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
 
     async def read() -> None:
         moving = asyncio.create_task(_caught(route.run(rise())))
         disk.gates[0].set()
-        await until(lambda: truth.poisoned == {(4, 21)})
+        await until(lambda: slot_status.poisoned == {(4, 21)})
         assert not moving.done(), "threads touch the slots of the others"
         for gate in disk.gates:
             gate.set()
         assert await moving is error
 
     asyncio.run(read())
-    assert truth.published == [(5, 21), (6, 22)]
-    assert truth.poisoned == {(4, 21)}
+    assert slot_status.published == [(5, 21), (6, 22)]
+    assert slot_status.poisoned == {(4, 21)}
 
 
 def test_a_part_that_cannot_begin_does_not_keep_the_others_from_it() -> None:
     disk = LargeSlots(DONE, DONE, DONE, refuses=1)
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
 
     async def read() -> BaseException | None:
         for gate in disk.gates:
@@ -409,8 +409,8 @@ def test_a_part_that_cannot_begin_does_not_keep_the_others_from_it() -> None:
         return await _caught(route.run(rise()))
 
     assert isinstance(asyncio.run(read()), KvtierError)
-    assert truth.published == [(4, 21), (6, 22)]
-    assert truth.poisoned == {(5, 21)}
+    assert slot_status.published == [(4, 21), (6, 22)]
+    assert slot_status.poisoned == {(5, 21)}
 
 
 async def _caught(moving: Awaitable[object]) -> BaseException | None:
@@ -423,34 +423,34 @@ async def _caught(moving: Awaitable[object]) -> BaseException | None:
 
 @contextlib.contextmanager
 def engine_over(disk: Disk, **limits: Any) -> Iterator[tuple[TransferEngine, FakeSlotStatus]]:
-    route, truth = route_of(disk)
+    route, slot_status = route_of(disk)
     bounds = EngineLimits(**{"queued_bytes": 1 << 30, "running_bytes": 1} | limits)
     engine = TransferEngine("streams", {("nvme", "ram"): route}, chunk_nbytes=1, limits=bounds)
     try:
-        yield engine, truth
+        yield engine, slot_status
     finally:
         engine._loop.call_soon_threadsafe(disk.gate.set)
         assert engine.close(timeout_s=SOON_S)
 
 
 def test_a_job_that_never_ran_is_poisoned_before_its_result_is_posted() -> None:
-    with engine_over(Disk(DONE, DONE, DONE), queued_bytes=3) as (engine, truth):
+    with engine_over(Disk(DONE, DONE, DONE), queued_bytes=3) as (engine, slot_status):
         engine.submit(rise(0))
         engine.submit(rise(1))  # the queue is full
         (refused,) = engine.poll()
         assert list(refused.outcomes) == [Outcome.REFUSED] * 3
-        assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
+        assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
 
 
 def test_a_deadline_poisons_while_the_read_goes_on() -> None:
     disk = Disk(DONE, DONE, DONE)
-    with engine_over(disk) as (engine, truth):
+    with engine_over(disk) as (engine, slot_status):
         engine.submit(rise(0, timeout_s=0.01))
         assert engine.wait_any(timeout_s=SOON_S)
         (expired,) = engine.poll()
         assert not expired.settled
-        assert truth.poisoned == {(4, 21), (5, 21), (6, 22)}
-        assert truth.published == []
+        assert slot_status.poisoned == {(4, 21), (5, 21), (6, 22)}
+        assert slot_status.published == []
 
 
 def test_an_open_breaker_is_seen_from_outside() -> None:

@@ -17,7 +17,7 @@ def busy() -> Workbench:
     """A bench with a bit of everything: jobs both ways, grants, queues and quarantine."""
     limits = ManagerLimits(pin_budget=4, reserve=0.0, queue=1)
     bench = Workbench(8, 8, limits=limits)
-    bench.truth.not_quiet = {0}
+    bench.slot_status.not_quiet = {0}
     bench.manager.prepare_store(prefix(1, of=5), "old")
     bench.manager.reset()
     bench.manager.recover(1, [(prefix(1)[0], 4)])
@@ -136,7 +136,7 @@ def test_the_order_of_an_lru_is_oldest_first_and_skips_stale_entries() -> None:
 
 def test_a_workbench_that_never_settles_says_so() -> None:
     bench = Workbench(2, 0)
-    bench.truth.not_quiet = {0}
+    bench.slot_status.not_quiet = {0}
     bench.manager.prepare_store(prefix(1), "a")
     bench.manager.reset()
     with pytest.raises(TimeoutError):
@@ -144,31 +144,31 @@ def test_a_workbench_that_never_settles_says_so() -> None:
 
 
 def test_a_truth_refuses_a_stamp_of_a_former_owner() -> None:
-    truth = FakeSlotStatus(driven=True)
-    truth.stamp([1], 5)
+    slot_status = FakeSlotStatus(driven=True)
+    slot_status.stamp([1], 5)
     with pytest.raises(SlotStatusError, match="bears 5 and is stamped 4"):
-        truth.stamp([1], 4)
+        slot_status.stamp([1], 4)
     with pytest.raises(SlotStatusError, match="bears 5 and is stamped 5"):
-        truth.publish([1], [5])
-    truth.publish([1], [6])
-    assert truth.published == [(1, 6)]
+        slot_status.publish([1], [5])
+    slot_status.publish([1], [6])
+    assert slot_status.published == [(1, 6)]
 
 
 def test_a_truth_is_quiet_when_every_job_was_acknowledged() -> None:
-    truth = FakeSlotStatus(driven=True)
-    truth.issue([1, 2])
-    truth.acknowledge([1])
-    truth.not_quiet = {3}
-    assert truth.quiet([1, 2, 3]) == [True, False, False]
+    slot_status = FakeSlotStatus(driven=True)
+    slot_status.issue([1, 2])
+    slot_status.acknowledge([1])
+    slot_status.not_quiet = {3}
+    assert slot_status.quiet([1, 2, 3]) == [True, False, False]
     with pytest.raises(SlotStatusError, match="more often"):
-        truth.acknowledge([1])
+        slot_status.acknowledge([1])
     with pytest.raises(SlotStatusError, match="twice"):
-        truth.issue([1, 1])
+        slot_status.issue([1, 1])
 
 
 def test_a_driven_truth_has_stored_what_was_stamped() -> None:
-    truth = FakeSlotStatus(driven=True)
-    truth.stamp([1, 2], 5)
-    truth.not_stored = {2}
-    assert truth.stored([1, 2, 3], [5, 5, 5]) == [True, False, False]
-    assert truth.stored([1], [4]) == [False]
+    slot_status = FakeSlotStatus(driven=True)
+    slot_status.stamp([1, 2], 5)
+    slot_status.not_stored = {2}
+    assert slot_status.stored([1, 2, 3], [5, 5, 5]) == [True, False, False]
+    assert slot_status.stored([1], [4]) == [False]

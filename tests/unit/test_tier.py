@@ -72,10 +72,10 @@ def test_a_copy_being_written_is_neither_a_hit_nor_a_victim() -> None:
     tier = make_tier(2)
     slots = tier.slots.allocate(2)
     copies = tier.begin_writing(prefix(2), slots, repeat(None), count())
-    assert (tier.room, tier.idle, tier.writing) == (0, 0, 2)
+    assert (tier.available, tier.idle, tier.writing) == (0, 0, 2)
     assert make_room(tier, 1) is None
     tier.publish(copies, CTX)
-    assert (tier.room, tier.idle, tier.writing, tier.counters.stored) == (2, 2, 0, 2)
+    assert (tier.available, tier.idle, tier.writing, tier.counters.stored) == (2, 2, 0, 2)
 
 
 def test_a_write_that_failed_gives_its_slot_back() -> None:
@@ -88,10 +88,10 @@ def test_a_write_that_failed_gives_its_slot_back() -> None:
 def test_a_pinned_copy_stays_and_the_next_one_leaves() -> None:
     tier = make_tier(2)
     first, second = fill(tier, prefix(2))
-    tier.pin(first)
+    tier.pin([first])
     assert make_room(tier, 1) == [second]
     assert make_room(tier, 2) is None
-    tier.unpin(first)
+    tier.unpin([first])
     assert make_room(tier, 2) == [first]
 
 
@@ -114,33 +114,33 @@ def test_a_new_chunk_takes_over_an_evicted_copy_but_never_a_dropped_one() -> Non
 def test_a_dirty_copy_stays_until_it_is_clean_as_often_as_it_was_marked() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.mark_dirty_many([copy])
-    tier.mark_dirty_many([copy])
-    assert (tier.room, tier.dirty) == (0, 1)
-    tier.mark_clean(copy)
-    assert (tier.room, tier.dirty) == (0, 1)
-    tier.mark_clean(copy)
-    assert (tier.room, tier.dirty) == (1, 0)
+    tier.mark_dirty([copy])
+    tier.mark_dirty([copy])
+    assert (tier.available, tier.dirty) == (0, 1)
+    tier.mark_clean([copy])
+    assert (tier.available, tier.dirty) == (0, 1)
+    tier.mark_clean([copy])
+    assert (tier.available, tier.dirty) == (1, 0)
 
 
 def test_the_slot_of_a_dropped_copy_is_free_when_the_last_pin_is_gone() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.pin(copy)
-    tier.pin(copy)
+    tier.pin([copy])
+    tier.pin([copy])
     tier.drop(copy)
     tier.drop(copy)
     assert (tier.copies, tier.slots.free) == ({}, 0)
-    tier.unpin(copy)
+    tier.unpin([copy])
     assert tier.slots.free == 0
-    tier.unpin(copy)
+    tier.unpin([copy])
     assert tier.slots.free == 1
 
 
 def test_a_dirty_copy_that_is_dropped_leaves_no_dirt_behind() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.mark_dirty_many([copy])
+    tier.mark_dirty([copy])
     tier.drop(copy)
     assert (tier.dirty, tier.idle, tier.slots.free) == (0, 0, 1)
 
@@ -149,20 +149,20 @@ def test_a_leaving_copy_is_a_hit_that_comes_back_when_touched() -> None:
     tier = make_tier(2)
     (first,) = fill(tier, prefix(1))
     (second,) = fill(tier, prefix(1, of=1))
-    tier.mark_dirty_many([first])
+    tier.mark_dirty([first])
     assert tier.pick_leaving(1, CTX) == [first]
     assert first.key in tier.copies
     tier.touch([first], CTX)
-    tier.stay(first, CTX)
+    tier.restore([first], CTX)
     assert not tier.leaving
-    tier.mark_clean(first)
+    tier.mark_clean([first])
     assert make_room(tier, 2) == [second, first]
 
 
 def test_a_leaving_copy_may_be_dropped() -> None:
     tier = make_tier(1)
     (copy,) = fill(tier, prefix(1))
-    tier.mark_dirty_many([copy])
+    tier.mark_dirty([copy])
     tier.pick_leaving(1, CTX)
     tier.drop(copy)
     assert (tier.leaving, tier.slots.free) == (set(), 1)
@@ -192,11 +192,11 @@ def test_with_a_leaf_only_policy_a_pinned_leaf_keeps_its_ancestors_and_nothing_c
     tier = make_tier(4, LeafFirst(4))
     root, middle, leaf = fill(tier, prefix(3))
     (other,) = fill(tier, prefix(1, of=1))
-    tier.pin(leaf)
+    tier.pin([leaf])
     assert make_room(tier, 2) is None
     assert (root.child_count, middle.child_count, tier.idle, tier.slots.free) == (1, 1, 3, 0)
     assert make_room(tier, 1) == [other]
-    tier.unpin(leaf)
+    tier.unpin([leaf])
     tier.drop(leaf)
     assert middle.child_count == 0
 
@@ -210,10 +210,10 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
     assert tier.snapshot().counters.evicted == 2
 
 
-def test_what_is_wanted_is_the_most_that_was_wanted_and_never_more_than_there_is() -> None:
+def test_requested_slots_are_the_largest_request_up_to_the_capacity() -> None:
     tier = make_tier(4)
-    tier.want(2)
-    tier.want(1)
-    assert tier.wanted == 2
-    tier.want(100)
-    assert tier.wanted == 4
+    tier.request_slots(2)
+    tier.request_slots(1)
+    assert tier.requested_slots == 2
+    tier.request_slots(100)
+    assert tier.requested_slots == 4

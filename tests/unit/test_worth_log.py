@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvtier.connector.report.worth_log import WorthLog
-from kvtier.manager import LoadWorth
+from kvtier.manager import CostModel
 from kvtier.types import Outcome, TransferResult
 
 
@@ -16,29 +16,29 @@ def informed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-def skipped(worth: LoadWorth, chunks: int) -> None:
-    worth.skip(worth.choose([1] * chunks, counted=chunks, now=0.0))
+def skipped(cost_model: CostModel, chunks: int) -> None:
+    cost_model.record_skip(cost_model.choose([1] * chunks, counted=chunks, now=0.0))
 
 
-def slow_disk() -> LoadWorth:
-    worth = LoadWorth(
+def slow_disk() -> CostModel:
+    cost_model = CostModel(
         tiers=2, chunk_nbytes=1_000_000, chunk_tokens=100, recompute_s_per_token=1e-4
     )
-    worth.sent(1, 1, 10)
+    cost_model.record_job(1, 1, 10)
     result = TransferResult(1, [Outcome.DONE] * 10, seconds=2.0)
-    worth.returned(result, timeout_s=10.0, now=0.0)
-    worth.sent(2, 1, 5)
-    return worth
+    cost_model.record_result(result, timeout_s=10.0, now=0.0)
+    cost_model.record_job(2, 1, 5)
+    return cost_model
 
 
 def test_the_latest_decision_is_explained_with_its_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log, worth = WorthLog(["ram", "nvme"]), slow_disk()
-    log.note(worth, 0.0)
+    log, cost_model = WorthLog(["ram", "nvme"]), slow_disk()
+    log.note(cost_model, 0.0)
     assert not caplog.records
-    skipped(worth, 10)
-    log.note(worth, 1.0)
+    skipped(cost_model, 10)
+    log.note(cost_model, 1.0)
     (record,) = caplog.records
     assert record.getMessage() == (
         "10 chunks were computed although they are stored since the last such message. The "
@@ -51,36 +51,41 @@ def test_the_latest_decision_is_explained_with_its_numbers(
 def test_later_ones_are_added_up_and_told_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log, worth = WorthLog(["ram", "nvme"]), slow_disk()
+    log, cost_model = WorthLog(["ram", "nvme"]), slow_disk()
     for second in range(1, 62):
-        skipped(worth, 2)
-        log.note(worth, float(second))
-        log.note(worth, float(second))
+        skipped(cost_model, 2)
+        log.note(cost_model, float(second))
+        log.note(cost_model, float(second))
     assert [record.getMessage().split()[0] for record in caplog.records] == ["2", "120"]
 
 
-def patient_engine() -> LoadWorth:
+def patient_engine() -> CostModel:
     """Return the gate of an engine that computes so slowly that every load pays."""
-    return LoadWorth(
+    return CostModel(
         tiers=2, chunk_nbytes=1_000_000, chunk_tokens=100, recompute_s_per_token=1.0
     )
 
 
-def told(worth: LoadWorth, chunks: int, caplog: pytest.LogCaptureFixture) -> str:
+def told(cost_model: CostModel, chunks: int, caplog: pytest.LogCaptureFixture) -> str:
     """Return why, as it is told, the last of ``chunks`` chunks are not loaded."""
-    skipped(worth, chunks)
-    WorthLog(["ram", "nvme"]).note(worth, 0.0)
+    skipped(cost_model, chunks)
+    WorthLog(["ram", "nvme"]).note(cost_model, 0.0)
     return caplog.records[-1].getMessage().partition("because ")[2].partition(":")[0]
 
 
 def test_each_cause_is_told_as_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert told(slow_disk(), 10, caplog) == "computing is faster than loading"
-    worth = patient_engine()
-    worth.sent(1, 1, 10)
-    worth.returned(TransferResult(1, [Outcome.DONE] * 10, seconds=5.0), timeout_s=10.0, now=0.0)
-    assert told(worth, 100, caplog) == "loading would not end in time"
-    worth = patient_engine()
-    worth.sent(1, 1, 100)
+    cost_model = patient_engine()
+    cost_model.record_job(1, 1, 10)
+    cost_model.record_result(
+        TransferResult(1, [Outcome.DONE] * 10, seconds=5.0), timeout_s=10.0, now=0.0
+    )
+    assert told(cost_model, 100, caplog) == "loading would not end in time"
+    cost_model = patient_engine()
+    cost_model.record_job(1, 1, 100)
     expired = TransferResult(1, [Outcome.EXPIRED] * 100, settled=False)
-    worth.returned(expired, timeout_s=10.0, now=0.0)
-    assert told(worth, 100, caplog) == "a load ran into its deadline and none has arrived since"
+    cost_model.record_result(expired, timeout_s=10.0, now=0.0)
+    assert (
+        told(cost_model, 100, caplog)
+        == "a load ran into its deadline and none has arrived since"
+    )

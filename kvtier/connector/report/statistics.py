@@ -192,9 +192,9 @@ def engine_statistics(  # noqa: PLR0913 - one keyword for each source
         recovered: Chunks found at the start, by the tier's name.
         stores: Where the tiers keep chunks.
     """
-    worth = manager.worth
-    per_gb = [0.0 if price is None else price.seconds(10**9) for price in worth.prices]
-    loads = zip(worth.skipped_chunks, worth.skipped_tokens, per_gb, strict=True)
+    cost_model = manager.cost_model
+    per_gb = [0.0 if price is None else price.seconds(10**9) for price in cost_model.load_costs]
+    loads = zip(cost_model.skipped_chunks, cost_model.skipped_tokens, per_gb, strict=True)
     return EngineStatistics(
         tiers=[
             _tier_figures(
@@ -210,7 +210,7 @@ def engine_statistics(  # noqa: PLR0913 - one keyword for each source
         waiting_requests=manager.waiting,
         granted_chunks=manager.granted,
         retained_chunks=manager.retained,
-        recompute_seconds_per_token=worth.recompute_s_per_token or 0.0,
+        recompute_seconds_per_token=cost_model.recompute_s_per_token or 0.0,
         internal_errors=internal_errors,
         trace_records=0 if recorder is None else recorder.written,
         trace_dropped=0 if recorder is None else recorder.dropped,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.logs import get_logger
-from kvtier.manager import LoadChoice, LoadWorth, SkipCause
+from kvtier.manager import CostModel, LoadChoice, SkipCause
 
 __all__ = ["WorthLog"]
 
@@ -34,9 +34,9 @@ class WorthLog:
         self._reported = 0
         self._due_s = float("-inf")
 
-    def note(self, worth: LoadWorth, now: float) -> None:
+    def note(self, cost_model: CostModel, now: float) -> None:
         """Look at what the manager decided until ``now``, in seconds."""
-        last, total = worth.last, worth.skipped_chunks
+        last, total = cost_model.last, cost_model.skipped_chunks
         if last is None or total == self._reported or now < self._due_s:
             return
         new, self._reported = total - self._reported, total
@@ -54,6 +54,6 @@ class WorthLog:
         return (
             f"loading {choice.nbytes / 1e6:.1f} MB from {tiers} behind "
             f"{choice.queued_nbytes / 1e6:.1f} MB would have taken {choice.load_s:.3g} s and "
-            f"may take {choice.in_time_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
+            f"may take {choice.max_load_s:.3g} s, computing takes {choice.recompute_s:.3g} s; "
             f"{choice.tokens} tokens are computed"
         )

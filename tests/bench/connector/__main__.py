@@ -6,9 +6,6 @@ Real vLLM engines on the CPU with the demo model, each in a process of its own.
 with it, from RAM in the engine that stored it and from NVMe in the next one. A prompt's last
 block is always computed. The page cache is cold as far as direct I/O makes it so.
 
-*Layers*: prompts of 2,048 tokens are asked for again with more behind them, and loaded from RAM
-ahead of the forward pass or within it, by two engines that take turns.
-
 *Steps*: waves of requests that hit nothing, through an engine whose connector is taken out for
 every other wave: what a wave takes with it is compared with the wave next to it, in the same
 engine, without. Two engines do so in turn, one with kvtier and one whose connector does
@@ -79,9 +76,6 @@ IDLE = {
 }
 PAIRS_PER_START = 24
 WAVES_IN_RAM = 8
-PROMPTS_PER_ROUND = 4
-MORE_TOKENS = (32, 512)
-"""Tokens that are computed behind those that are loaded; they make the forward pass longer."""
 
 
 class StepModel(NamedTuple):
@@ -185,39 +179,6 @@ class Bench:
             require_hits(loaded, "nvme")
             times = first_tokens_ms(loaded, len(waves))
             yield figure(f"{path}, NVMe after a restart", times, base, NVME_BAR)
-
-    def layers(self) -> Iterator[Figure]:
-        """Yield the time to first token with hits in RAM: ahead, and layer by layer."""
-        prompts = [
-            self._prompt(PROMPT_TOKENS)
-            for _ in range(WARM_UP + PROMPTS_PER_ROUND * self._rounds)
-        ]
-        waves = [Wave(prompts=(prompt,), max_tokens=1) for prompt in prompts]
-        for more in MORE_TOKENS:
-            for prompt in prompts:
-                longer = Prompt(tokens=prompt.tokens + self._prompt(more).tokens)
-                waves.append(Wave(prompts=(longer,), max_tokens=1))
-        blocks = 2 * len(prompts) * PROMPT_TOKENS // BLOCK_TOKENS
-        reports = self._alternate(
-            {
-                mode: self._scenario(
-                    tuple(waves), self._write_config(blocks, {"load_mode": mode}), timed=True
-                )
-                for mode in ("ahead", "layerwise")
-            }
-        )
-        each = len(prompts)
-        for report in reports:
-            require_hits(Report(waves=report.waves[each:]), "ram")
-        pairs = list(zip(*(report.waves for report in reports), strict=True))
-        for number, more in enumerate(MORE_TOKENS, start=1):
-            some = pairs[number * each + WARM_UP : (number + 1) * each]
-            ahead_ms = [first_token_s(ahead) * 1e3 for ahead, _ in some]
-            yield figure(f"RAM and {more} more tokens, ahead", ahead_ms)
-            yield paired(f"RAM and {more} more tokens, layerwise", some, first_token_s)
-            yield paired(
-                "the same, engine's processor time", some, lambda wave: timed(wave).engine_cpu_s
-            )
 
     def steps(self, path: str) -> Iterator[Figure]:
         """Yield what steps that hit nothing take, with kvtier against without."""
@@ -426,7 +387,7 @@ def main() -> None:
     """Run what is asked for and print it against the bars."""
     parser = argparse.ArgumentParser(prog="nox -s bench -- connector", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="prompts, or starts")
-    parser.add_argument("--only", choices=["first", "layers", "steps"], help="one bench")
+    parser.add_argument("--only", choices=["first", "steps"], help="one bench")
     parser.add_argument("--model", choices=MODELS, help="steps of one of the two models")
     parser.add_argument("--path", choices=PATHS, help="one of the two load paths")
     parser.add_argument(
@@ -449,8 +410,6 @@ def main() -> None:
         figures: list[Figure] = []
         if arguments.only in (None, "first"):
             figures += bench.first_tokens(paths)
-        if arguments.only in (None, "layers"):
-            figures += bench.layers()
         if arguments.only in (None, "steps"):
             for name in [arguments.model] if arguments.model else MODELS:
                 bench.use_model(name)

@@ -1,15 +1,14 @@
-"""From one slower tier to another, through memory that no chunk lives in.
+"""Moves chunks from one slower tier to another through a bounce buffer in RAM.
 
-Storage tiers know nothing of each other, and a tier in a process of its own moves chunks only
-to and from the memory it shares with the engine. So a chunk that leaves one for the next is
-read, and verified, into a slot that is no part of the RAM tier, and written from there. The
-manager counts no RAM for it, nothing has to leave RAM for it, and it cannot fail for want of
-room there.
+A tier in a process of its own moves chunks only to and from the memory it shares with the
+engine. So a chunk that moves between two storage tiers is read and verified into a bounce slot,
+which belongs to no chunk of the RAM tier, and written from there. The manager counts no RAM for
+it and evicts nothing, and a full RAM tier cannot make it fail.
 
-The relay has two lanes of one I/O piece each: while one is written the other is read. A job
-takes a lane for each of its pieces, in turn with all other jobs, and a lane is free again when
-neither tier touches it any more. A disk that hangs therefore holds up what goes through the
-relay, which is never what a request waits for, and nothing else.
+The buffer has two lanes of one I/O piece each: one is written while the other is read. Jobs
+take lanes in turn, one for each of their pieces, and free them when neither tier touches them
+any more. A disk that hangs therefore blocks only the moves between storage tiers, which no
+request waits for.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.transfer.routes import Route, SlotMemory, all_of
 from kvtier.types import Job, JobId, Outcome
 
-__all__ = ["BetweenTiers", "Relay", "relay_slots"]
+__all__ = ["BetweenTiers", "BounceBuffer", "bounce_slots_for"]
 
 _LANES: Final = 2
 
 
-def relay_slots(config: KvtierConfig, slot_nbytes: int) -> int:
-    """Return how many slots of memory the tiers of ``config`` need between each other.
+def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
+    """Return how many bounce slots the tiers of ``config`` need.
 
     Returns:
-        0 where no chunk goes from one slower tier to another: where there is but one, and where
-        RAM writes through to each of them.
+        0 where no chunk moves between storage tiers: with one storage tier, or with RAM
+        writing through to all of them.
     """
     placement = config.placement
     through = placement.policy == "ladder" and placement.write == "through"
@@ -45,12 +44,12 @@ def relay_slots(config: KvtierConfig, slot_nbytes: int) -> int:
     return _LANES * max(1, config.transfer.piece_bytes // slot_nbytes)
 
 
-class Relay:
-    """The memory, shared by all pairs of tiers of an engine. For one event loop.
+class BounceBuffer:
+    """Bounce slots shared by all pairs of storage tiers of an engine; for one event loop.
 
     Args:
-        memory: Where its slots are.
-        slots: Their numbers; at least one for each lane.
+        memory: The memory that has the slots.
+        slots: Slot numbers; at least one per lane.
     """
 
     def __init__(self, memory: SlotMemory, slots: Sequence[int]) -> None:
@@ -63,7 +62,7 @@ class Relay:
 
     @asynccontextmanager
     async def lane(self, chunks: int) -> AsyncIterator[Sequence[memoryview]]:
-        """Yield memory for some chunks, of which a lane has room, once a lane is free."""
+        """Wait for a free lane and yield memory for at most ``lane_slots`` chunks."""
         lane = await self._free.get()
         try:
             yield [self._memory.slot(number) for number in lane[:chunks]]
@@ -80,22 +79,23 @@ class _Part(NamedTuple):
 
 
 class BetweenTiers(Route):
-    """One storage tier to another, every byte verified as it leaves the first.
+    """Moves chunks from one storage tier to another; the source tier verifies every byte.
 
-    A job that is abandoned is not read any further, and of what was read nothing more is
-    written: when a reset is to follow, it would be there after it. Nor is one of which a tier
-    raised something, as it was not to: it has failed as a whole.
+    After a job is abandoned, or a tier raised, the route starts no further read or write for
+    it. A reset may follow, and nothing may be written after that.
 
     Args:
-        source: The tier that chunks leave.
-        destination: The tier they go to.
-        relay: What they go through.
+        source: The tier to read from.
+        destination: The tier to write to.
+        buffer: The bounce buffer.
     """
 
-    def __init__(self, source: StorageTier, destination: StorageTier, relay: Relay) -> None:
+    def __init__(
+        self, source: StorageTier, destination: StorageTier, buffer: BounceBuffer
+    ) -> None:
         self._source = source
         self._destination = destination
-        self._relay = relay
+        self._buffer = buffer
         self._running: set[JobId] = set()
 
     @override
@@ -111,8 +111,8 @@ class BetweenTiers(Route):
         self._running.discard(job.job_id)
 
     def _parts(self, job: Job) -> list[_Part]:
-        """Cut ``job`` into what a lane has room for."""
-        step = self._relay.lane_slots
+        """Split ``job`` into parts that fit a lane."""
+        step = self._buffer.lane_slots
         return [
             _Part(
                 job.keys[start : start + step],
@@ -123,22 +123,22 @@ class BetweenTiers(Route):
         ]
 
     async def _move(self, job: Job, part: _Part) -> SlotOutcomes:
-        """Take one part through a lane."""
-        async with self._relay.lane(len(part.keys)) as views:
+        """Move one part through a lane."""
+        async with self._buffer.lane(len(part.keys)) as views:
             try:
-                return await self._carry(job, part, views)
+                return await self._copy(job, part, views)
             except BaseException:
                 self.abandon(job)  # before the next part gets the lane
                 raise
 
-    async def _carry(self, job: Job, part: _Part, views: Sequence[memoryview]) -> SlotOutcomes:
-        """Read one part into ``views`` and write what is whole from there."""
+    async def _copy(self, job: Job, part: _Part, views: Sequence[memoryview]) -> SlotOutcomes:
+        """Read one part into ``views`` and write the whole chunks from there."""
         if job.job_id not in self._running:
-            return _given_up(part)
+            return _cancelled(part)
         reading = self._source.read(part.keys, part.source_slots, views, purpose=job.purpose)
         read = check_outcomes(await reading, len(part.keys))
         if job.job_id not in self._running:
-            return _given_up(part)
+            return _cancelled(part)
         whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]
         if not whole:
             return read
@@ -155,5 +155,5 @@ class BetweenTiers(Route):
         return SlotOutcomes(outcomes, read.error or written.error)
 
 
-def _given_up(part: _Part) -> SlotOutcomes:
-    return SlotOutcomes([Outcome.CANCELLED] * len(part.keys), "nobody needs it any more")
+def _cancelled(part: _Part) -> SlotOutcomes:
+    return SlotOutcomes([Outcome.CANCELLED] * len(part.keys), "no longer needed")

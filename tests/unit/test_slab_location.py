@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.slab.whereabouts import Whereabouts
+from kvtier.tiers.slab.location import LocationCheck
 
 
 class Seconds:
@@ -47,14 +47,14 @@ def look(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> Callable[[], list[str]]:
     """Return what is said of a look a second later."""
-    whereabouts = Whereabouts(
+    location = LocationCheck(
         "nvme", [store / "slots.bin", store / "index.sqlite"], is_there, clock
     )
 
     def look() -> list[str]:
         caplog.clear()
         clock.now_s += 1.0
-        whereabouts.look()
+        location.check_if_due()
         assert {record.levelname for record in caplog.records} <= {"WARNING"}
         return [record.getMessage() for record in caplog.records]
 
@@ -104,29 +104,29 @@ def test_what_is_put_back_is_told_of_once_and_then_watched_again(
 
 
 @pytest.fixture
-def moved(store: Path, clock: Seconds) -> Whereabouts:
+def moved(store: Path, clock: Seconds) -> LocationCheck:
     """What was looked at once, and has moved since."""
-    whereabouts = Whereabouts("nvme", [store / "slots.bin"], is_there, clock)
-    whereabouts.look()
+    location = LocationCheck("nvme", [store / "slots.bin"], is_there, clock)
+    location.check_if_due()
     store.rename(store.with_name("moved"))
-    return whereabouts
+    return location
 
 
 def test_the_paths_are_looked_at_once_a_second(
-    moved: Whereabouts, clock: Seconds, caplog: pytest.LogCaptureFixture
+    moved: LocationCheck, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock.now_s = 0.9
-    moved.look()
+    moved.check_if_due()
     assert caplog.records == []
     clock.now_s = 1.0
-    moved.look()
+    moved.check_if_due()
     assert len(caplog.records) == 1
 
 
 def test_the_last_look_is_not_put_off(
-    moved: Whereabouts, caplog: pytest.LogCaptureFixture
+    moved: LocationCheck, caplog: pytest.LogCaptureFixture
 ) -> None:
-    moved.look_once_more()
+    moved.check()
     assert len(caplog.records) == 1
 
 
@@ -135,14 +135,15 @@ def test_what_is_removed_is_an_error_unless_the_disk_does_not_say(
 ) -> None:
     answers: list[Callable[[], bool]] = [lambda: True, disk_error]
     for is_removed in answers:
-        Whereabouts("nvme", [store / "slots.bin"], is_removed, clock).look()
+        LocationCheck("nvme", [store / "slots.bin"], is_removed, clock).check_if_due()
     assert caplog.records == [], "nobody asks while it is where it was"
     watches = [
-        Whereabouts("nvme", [store / "slots.bin"], is_removed, clock) for is_removed in answers
+        LocationCheck("nvme", [store / "slots.bin"], is_removed, clock)
+        for is_removed in answers
     ]
     shutil.rmtree(store)
-    for whereabouts in watches:
-        whereabouts.look()
+    for location in watches:
+        location.check_if_due()
     error, warning = caplog.records
     assert (error.levelname, warning.levelname) == ("ERROR", "WARNING")
     assert f"{store / 'slots.bin'} was removed while in use" in error.getMessage()
@@ -159,9 +160,9 @@ def test_a_relative_path_is_that_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(store)
-    whereabouts = Whereabouts("nvme", [Path("slots.bin")], is_there, clock)
+    location = LocationCheck("nvme", [Path("slots.bin")], is_there, clock)
     monkeypatch.chdir("/")
-    whereabouts.look()
+    location.check_if_due()
     assert caplog.records == []
 
 
@@ -180,21 +181,21 @@ def test_a_disk_that_does_not_say_says_nothing(
 def test_what_is_moved_away_on_purpose_is_not_told_of(
     store: Path, clock: Seconds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whereabouts = Whereabouts(
+    location = LocationCheck(
         "nvme", [store / "slots.bin", store / "index.sqlite"], is_there, clock
     )
-    whereabouts.leave_out(store / "index.sqlite")
+    location.leave_out(store / "index.sqlite")
     (store / "index.sqlite").unlink()
-    whereabouts.look()
+    location.check_if_due()
     assert caplog.records == []
     store.rename(store.with_name("moved"))
     clock.now_s = 1.0
-    whereabouts.look()
+    location.check_if_due()
     assert len(caplog.records) == 1
 
 
 def test_files_that_were_not_there_from_the_start_are_not_missed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Whereabouts("nvme", [tmp_path / "slots.bin"], is_there).look()
+    LocationCheck("nvme", [tmp_path / "slots.bin"], is_there).check_if_due()
     assert caplog.records == []

@@ -15,7 +15,13 @@ from kvtier.config import parse_config
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
 from kvtier.tiers.base import SlotOutcomes, TierContext
-from kvtier.transfer import BetweenTiers, EngineLimits, Relay, TransferEngine, relay_slots
+from kvtier.transfer import (
+    BetweenTiers,
+    BounceBuffer,
+    EngineLimits,
+    TransferEngine,
+    bounce_slots_for,
+)
 from kvtier.types import Job, LayoutFingerprint, Outcome, Purpose
 from tests.support.memory_tier import MemoryMedium, MemoryTier, MemoryTierConfig
 
@@ -83,7 +89,9 @@ class Way:
             )
             for name in ("upper", "lower")
         )
-        self.route = BetweenTiers(self.upper, self.lower, Relay(self.memory, range(2, 4)))
+        self.route = BetweenTiers(
+            self.upper, self.lower, BounceBuffer(self.memory, range(2, 4))
+        )
 
     async def fill(self) -> None:
         payloads = [memoryview(bytearray(key[:1] * SLOT_NBYTES)) for key in KEYS]
@@ -238,5 +246,5 @@ def test_memory_for_it_is_taken_where_chunks_go_from_tier_to_tier(
         + f"placement: {{{placement}}}\ntransfer: {{piece: 8MiB}}\n",
         source="test",
     )
-    assert relay_slots(config, 4 << 20) == slots
-    assert relay_slots(config, 64 << 20) == min(slots, 2)
+    assert bounce_slots_for(config, 4 << 20) == slots
+    assert bounce_slots_for(config, 64 << 20) == min(slots, 2)

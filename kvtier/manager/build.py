@@ -1,4 +1,4 @@
-"""From a configuration to a manager: the same one for a live engine and for a simulator."""
+"""Builds the manager that a configuration describes, for a live engine or a simulator."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.config import KvtierConfig
+from kvtier.manager.cost_model import CostModel
 from kvtier.manager.hits import GroupReach
-from kvtier.manager.plans import ManagerLimits, SlotTruth
+from kvtier.manager.plans import ManagerLimits, SlotStatus
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.manager.worth import LoadWorth
 from kvtier.policies import (
     Admission,
     ConditionalPlacement,
@@ -26,11 +26,11 @@ from kvtier.policies.admission import WriteBudget
 
 __all__ = ["build_manager", "build_tiers", "check_policies"]
 
-_PATIENCE_S: Final = 1.0
+_MAX_QUEUE_S: Final = 1.0
 _JOB_CHUNKS: Final = 256
 _JOB_NBYTES: Final = 64 << 20
-"""Most of one job: enough to merge long runs into few large I/O calls; few enough that an
-urgent job never waits long behind one, and that the next is with the tier before one ends."""
+"""Size of one job: large enough to merge into few large I/O calls; small enough that an urgent
+job never waits long behind it, and that the next one is queued before it ends."""
 
 
 def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierState]:
@@ -41,7 +41,7 @@ def build_tiers(config: KvtierConfig, capacities: Sequence[int]) -> list[TierSta
         capacities: Slots of each of its tiers.
 
     Raises:
-        ConfigError: An eviction policy is not installed, or cannot be made.
+        ConfigError: An eviction policy is not installed, or its constructor fails.
     """
     return [
         TierState(
@@ -60,9 +60,9 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
     *,
     slot_nbytes: int,
     chunk_tokens: int,
-    truth: SlotTruth,
+    slot_status: SlotStatus,
     record_events: bool,
-    follow_reuse: bool = True,
+    track_reuse: bool = True,
     groups: Sequence[GroupReach] = (GroupReach(chunk_tokens=1),),
     counting_group: int = 0,
 ) -> TieredOffloadingManager:
@@ -73,14 +73,14 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
         tiers: Its tiers, of :func:`build_tiers`.
         slot_nbytes: Bytes a chunk takes in a tier.
         chunk_tokens: Tokens of a chunk of the counting group.
-        truth: What the workers say about RAM slots.
-        record_events: Whether somebody listens to residency events.
-        follow_reuse: Whether somebody wants to know how soon chunks are asked for again.
+        slot_status: What the workers report about RAM slots.
+        record_events: Whether residency events are taken.
+        track_reuse: Whether reuse gaps are taken.
         groups: What each KV cache group needs of a prefix.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
 
     Raises:
-        ConfigError: A placement or admission policy is not installed, or cannot be made.
+        ConfigError: A placement or admission policy is not installed, or its constructor fails.
     """
     placement, transfer = config.placement, config.transfer
     return TieredOffloadingManager(
@@ -93,15 +93,15 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
             batch=min(max(_JOB_NBYTES // slot_nbytes, 1), _JOB_CHUNKS),
             retained=int(placement.retain_quota * tiers[0].slots.capacity),
             backlog=max(int(placement.backlog_limit * tiers[0].slots.capacity), 1),
-            patience_s=_PATIENCE_S,
+            max_queue_s=_MAX_QUEUE_S,
             load_timeout_s=transfer.load_timeout_s,
             store_timeout_s=transfer.store_timeout_s,
-            streams=transfer.load_path == "direct",
+            direct_loads=transfer.load_path == "direct",
         ),
-        truth=truth,
+        slot_status=slot_status,
         record_events=record_events,
-        follow_reuse=follow_reuse,
-        worth=LoadWorth(
+        track_reuse=track_reuse,
+        cost_model=CostModel(
             tiers=len(tiers),
             chunk_nbytes=slot_nbytes,
             chunk_tokens=chunk_tokens,
@@ -114,10 +114,10 @@ def build_manager(  # noqa: PLR0913 - one keyword for each part
 
 
 def check_policies(config: KvtierConfig) -> None:
-    """Make sure that every policy that ``config`` names can be made.
+    """Check that every policy that ``config`` names can be constructed.
 
     Raises:
-        ConfigError: One is not installed, or cannot be made.
+        ConfigError: A policy is not installed, or its constructor fails.
     """
     tiers = build_tiers(config, [1] * len(config.tiers))
     _build_placement(config, tiers, slot_nbytes=1)
@@ -155,7 +155,7 @@ def _build_placement(
 def _build_conditions(
     config: KvtierConfig, tiers: Sequence[TierState], slot_nbytes: int
 ) -> list[Admission]:
-    """Build the conditions for entering a slower tier; the budget is asked last."""
+    """Build the conditions for entering a slower tier; the write budget is asked last."""
     rules = config.placement
     conditions: list[Admission] = []
     if rules.admit != "all":

@@ -8,10 +8,10 @@ from kvtier.manager import LoadPlan
 from kvtier.manager.plans import NO_SLOT
 from kvtier.types import Job, Outcome, TransferResult
 
-__all__ = ["HonestTruth"]
+__all__ = ["ReliableSlotStatus"]
 
 
-class HonestTruth:
+class ReliableSlotStatus:
     """Workers that are instant, and fail to load only what did not come up."""
 
     def __init__(self) -> None:

@@ -1,12 +1,16 @@
-"""How a batch is cut into runs of neighbouring slots."""
+"""Pieces of consecutive slots, and checksums that do not depend on how they are sliced."""
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
+import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.slab.pieces import plan_pieces
+from kvtier.tiers.slab.piece_io import plan_pieces, select_digest
 
 SLOTS = st.lists(st.integers(0, 40), max_size=40)
 
@@ -37,3 +41,28 @@ def test_neighbours_in_any_order_take_as_few_pieces_as_possible(
     slots = np.random.default_rng(count).permutation(np.arange(first, first + count))
     plan = plan_pieces(slots, np.arange(count), slots_per_piece=slots_per_piece)
     assert len(plan) == -(-count // slots_per_piece)
+
+
+EDGES = (
+    4096,
+    64 << 10,
+    128 << 10,
+    (256 << 10) - 1,
+    256 << 10,
+    1 << 20,
+    (1 << 20) + 4096,
+    9 << 20,
+)
+
+
+@pytest.mark.parametrize("nbytes", EDGES)
+@pytest.mark.parametrize("alone", [True, False])
+def test_slices_do_not_change_a_checksum(nbytes: int, *, alone: bool) -> None:
+    payload = memoryview(random.Random(nbytes).randbytes(nbytes))
+    seed = 2**64 - nbytes
+    whole = xxhash.xxh3_64_intdigest(payload, seed=seed)
+    assert select_digest("xxh3", alone=alone)(payload, seed) == whole
+
+
+def test_a_checksum_that_is_off_is_zero() -> None:
+    assert select_digest("off", alone=True)(memoryview(b"bytes"), 7) == 0

@@ -1,0 +1,374 @@
+"""Decides whether a load is worth its time: chunks that are faster to compute are not loaded.
+
+A slower tier usually returns a chunk in a fraction of the time that computing it takes. A disk
+that is busy, worn or remote may not, and then a cache makes requests slower. So before chunks
+are promoted for a request, the time of that is compared with the time of computing the tokens
+it saves, both as :mod:`kvtier.manager.estimates` has measured them.
+
+**Which head.** The head is loaded for which loading minus ``margin`` x computing is least. A
+loaded head saves its tokens whatever happens to the tail; a tail without its head saves none.
+Chunks in RAM cost nothing, but need all chunks before them. The times of several tiers are
+added although loads may overlap: a slower tier then never means that more is loaded, which a
+maximum would not guarantee. A head ends where a tier would come near the deadline of its jobs:
+chunks that miss it are waited for in vain.
+
+**Unknown costs.** While nothing is known, chunks are loaded: their deadline bounds the cost. An
+estimate without new samples is trusted less and less: for the purpose of a new sample it halves
+every ten seconds. A sample loads 16 MiB at most, or one chunk, if nothing else is loaded from
+the tier. So a tier that was slow for a while is found to have recovered, and a tier that is
+always slow is sampled ever less often.
+
+A tier whose estimate is only a lower bound is loaded from by such samples only, until one
+arrives. Otherwise a series of ever smaller loads would each have to miss its deadline first.
+With several KV cache groups a sample is useless to the request, but as good a measurement.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.manager.estimates import ComputeEstimate, LoadCost, LoadEstimate
+from kvtier.types import JobId, Outcome, TransferResult
+
+__all__ = ["CostFigures", "CostModel", "LoadChoice", "SkipCause"]
+
+_SAMPLE_NBYTES: Final = 16 << 20
+_DEADLINE_SHARE: Final = 0.8
+"""Share of a load's deadline that may be planned: an estimate is a mean, and a job that is a
+little late moved its bytes in vain."""
+
+
+class SkipCause(enum.Enum):
+    """Purpose stored chunks are computed."""
+
+    SLOWER = enum.auto()
+    """Computing was expected to be faster."""
+    LATE = enum.auto()
+    """Loading is faster, but would miss its deadline."""
+    UNPROVEN = enum.auto()
+    """A load missed its deadline, and none has arrived since to measure the tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """A load that is skipped, or cut to a head.
+
+    Attributes:
+        cause: Purpose.
+        kept: Leading chunks of the request that are loaded.
+        tokens_per_chunk: Prompt tokens per chunk, on average.
+        skipped: Skipped chunks of each slower tier, by its index.
+        tokens: Prompt tokens that are computed although their chunks were found.
+        load_s: Estimated time to load all chunks.
+        recompute_s: Estimated time to compute all chunks.
+        nbytes: Bytes of all chunks in slower tiers.
+        queued_nbytes: Bytes queued before them.
+        max_load_s: Longest that a load from one tier may take.
+    """
+
+    cause: SkipCause
+    kept: int
+    tokens_per_chunk: float
+    skipped: Mapping[int, int]
+    tokens: int
+    load_s: float
+    recompute_s: float
+    nbytes: int
+    queued_nbytes: int
+    max_load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostFigures:
+    """The estimates now, and the loads skipped so far.
+
+    Attributes:
+        load_costs: Cost of a load per tier; None where nothing was measured.
+        recompute_s_per_token: Time to compute a token; None where nothing was measured.
+        skipped_chunks: Chunks skipped, per tier.
+        skipped_tokens: Prompt tokens of these chunks, per tier.
+        last: The latest load that was skipped or cut.
+    """
+
+    load_costs: Sequence[LoadCost | None]
+    recompute_s_per_token: float | None
+    skipped_chunks: Sequence[int]
+    skipped_tokens: Sequence[int]
+    last: LoadChoice | None
+
+
+class CostModel:
+    """Decides how much of a prefix is loaded, from the times of earlier loads and steps.
+
+    It reads no clock: time arrives with the measurements. One object serves one manager.
+
+    Args:
+        tiers: Number of tiers, RAM included.
+        chunk_nbytes: Bytes that move for a chunk.
+        chunk_tokens: Tokens that a chunk saves; 0 makes every load worth its time.
+        recompute_s_per_token: Time to compute a token; None to measure it.
+        margin: How many times the computing time a load may take; infinite for any.
+
+    Attributes:
+        last: The latest load that was skipped or cut.
+    """
+
+    def __init__(
+        self,
+        *,
+        tiers: int,
+        chunk_nbytes: int,
+        chunk_tokens: int,
+        recompute_s_per_token: float | None = None,
+        margin: float = 1.0,
+    ) -> None:
+        self._chunk_nbytes = chunk_nbytes
+        self._sample_chunks = max(_SAMPLE_NBYTES // chunk_nbytes, 1)
+        self._chunk_tokens = chunk_tokens
+        self._fixed_s_per_token = recompute_s_per_token
+        self._margin = margin
+        self._loads = [LoadEstimate() for _ in range(tiers)]
+        self._queued_nbytes = [0] * tiers
+        self._jobs: dict[JobId, tuple[int, int, int]] = {}
+        self._max_load_s = math.inf
+        self._computing = ComputeEstimate()
+        self._skipped_chunks = [0] * tiers
+        self._skipped_tokens = [0] * tiers
+        self.last: LoadChoice | None = None
+
+    # -- measuring --------------------------------------------------------------------------
+
+    def record_job(self, job_id: JobId, tier: int, chunks: int) -> None:
+        """Record a job that reads ``chunks`` chunks of a tier for a request that waits."""
+        nbytes = chunks * self._chunk_nbytes
+        self._queued_nbytes[tier] += nbytes
+        self._jobs[job_id] = (tier, nbytes, self._queued_nbytes[tier])
+
+    def record_result(self, result: TransferResult, *, timeout_s: float, now: float) -> None:
+        """Record the result of a job; unknown jobs are ignored.
+
+        Args:
+            result: The result.
+            timeout_s: The job's deadline, which later loads must keep too.
+            now: Seconds on the clock of :meth:`choose`.
+        """
+        job = self._jobs.pop(result.job_id, None)
+        if job is None:
+            return
+        tier, nbytes, awaited_nbytes = job
+        self._queued_nbytes[tier] -= nbytes
+        self._max_load_s = _DEADLINE_SHARE * timeout_s
+        estimate = self._loads[tier]
+        seconds = result.queued_s + result.seconds
+        if Outcome.EXPIRED in result.outcomes:
+            if result.settled and not result.seconds:
+                estimate.measured_s = (
+                    now  # it never ran, so the tier is no faster than estimated
+                )
+            else:
+                estimate.record_bound(awaited_nbytes, timeout_s, now)
+        elif Outcome.DONE in result.outcomes and seconds > 0.0:
+            estimate.record(awaited_nbytes, seconds, now)
+        # A job that failed, or was refused or cancelled, measures nothing.
+
+    def record_prefill(self, tokens: int, seconds: float, now: float) -> None:
+        """Record that a step of the engine computed ``tokens`` prompt tokens.
+
+        Args:
+            tokens: Prompt tokens; steps of few are ignored.
+            seconds: Time of the step.
+            now: Seconds on the clock of :meth:`choose`.
+        """
+        self._computing.record(tokens, seconds, now)
+
+    @property
+    def recompute_s_per_token(self) -> float | None:
+        """Seconds to compute a prompt token; None where nothing was measured."""
+        if self._fixed_s_per_token is not None:
+            return self._fixed_s_per_token
+        return self._computing.s_per_token
+
+    # -- deciding ---------------------------------------------------------------------------
+
+    def choose(self, sources: Sequence[int], *, counted: int, now: float) -> LoadChoice | None:
+        """Decide how many of the chunks that a request found are worth loading.
+
+        Args:
+            sources: Index of the tier of each chunk, in the order of the load; 0 for chunks in
+                RAM or on their way there.
+            counted: How many of the chunks stand for tokens. If not all do, they belong to
+                several KV cache groups. Then all are loaded, or only a sample: a head of one
+                group is useless.
+            now: Seconds on a monotonic clock.
+
+        Returns:
+            None to load all chunks.
+        """
+        s_per_token = self.recompute_s_per_token
+        if s_per_token is None or not self._chunk_tokens or self._margin == math.inf:
+            return None
+        tiers = {tier for tier in sources if tier}
+        costs = {tier: cost for tier in tiers if (cost := self._loads[tier].cost()) is not None}
+        if not costs:
+            return None
+        tokens_per_chunk = self._chunk_tokens * counted / len(sources)
+        candidate = _Candidate(
+            sources=sources,
+            is_divisible=counted == len(sources),
+            chunk_nbytes=self._chunk_nbytes,
+            recompute_s=tokens_per_chunk * s_per_token * self._computing.sharing_factor(now),
+            margin=self._margin,
+            costs=costs,
+            queued_nbytes=self._queued_nbytes,
+            max_load_s=self._max_load_s,
+        )
+        best = candidate.best_head(costs)
+        proven = self._proven_head(candidate, best)
+        kept = proven
+        if proven < len(sources) and not any(self._queued_nbytes[tier] for tier in costs):
+            kept = self._sampled_head(candidate, proven, now)
+        if kept == len(sources):
+            return None
+        cause = candidate.cause(best) if proven == best else SkipCause.UNPROVEN
+        return candidate.choice(kept, tokens_per_chunk, cause)
+
+    def record_skip(self, choice: LoadChoice | None) -> None:
+        """Count the chunks of a choice that is final; None for a load of all chunks."""
+        if choice is None:
+            return
+        self.last = choice
+        for tier, chunks in choice.skipped.items():
+            self._skipped_chunks[tier] += chunks
+            self._skipped_tokens[tier] += round(chunks * choice.tokens_per_chunk)
+
+    @property
+    def skipped_chunks(self) -> int:
+        """Chunks skipped so far."""
+        return sum(self._skipped_chunks)
+
+    def figures(self) -> CostFigures:
+        """Return the estimates and the counts now."""
+        return CostFigures(
+            load_costs=[estimate.cost() for estimate in self._loads],
+            recompute_s_per_token=self.recompute_s_per_token,
+            skipped_chunks=tuple(self._skipped_chunks),
+            skipped_tokens=tuple(self._skipped_tokens),
+            last=self.last,
+        )
+
+    def _proven_head(self, candidate: _Candidate, best: int) -> int:
+        """Return the part of a head of ``best`` chunks that is loaded from measured tiers.
+
+        From a tier whose cost is only a bound, a sample is loaded if nothing else is.
+        """
+        left = {
+            tier: 0 if self._queued_nbytes[tier] else self._sample_chunks
+            for tier in candidate.costs
+            if self._loads[tier].is_bound
+        }
+        for at, tier in enumerate(candidate.sources[:best]):
+            if tier in left:
+                if not left[tier]:
+                    return at
+                left[tier] -= 1
+        return best
+
+    def _sampled_head(self, candidate: _Candidate, kept: int, now: float) -> int:
+        """Return ``kept``, or more chunks for the sake of a new sample."""
+        costs = {
+            tier: cost
+            for tier in candidate.costs
+            if (cost := self._loads[tier].optimistic_cost(now)) is not None
+        }
+        length = candidate.best_head(costs)
+        sampled = set(candidate.sources[:kept]) - {0}
+        left = self._sample_chunks
+        for at in range(kept, length):
+            tier = candidate.sources[at]
+            left -= tier != 0
+            if left < 0 or tier in sampled:
+                return at
+        return max(length, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A prefix that could be loaded.
+
+    Attributes:
+        sources: Index of the tier of each chunk; 0 for RAM.
+        is_divisible: Whether a head of it is useful.
+        chunk_nbytes: Bytes that move for a chunk.
+        recompute_s: Time to compute a chunk.
+        margin: How many times that a load may take.
+        costs: Cost of a load from each slower tier that was measured.
+        queued_nbytes: Bytes queued before it, by tier.
+        max_load_s: Longest that a load from one tier may take.
+    """
+
+    sources: Sequence[int]
+    is_divisible: bool
+    chunk_nbytes: int
+    recompute_s: float
+    margin: float
+    costs: Mapping[int, LoadCost]
+    queued_nbytes: Sequence[int]
+    max_load_s: float
+
+    def best_head(
+        self, costs: Mapping[int, LoadCost], *, max_load_s: float | None = None
+    ) -> int:
+        """Return the length of the head whose loading saves most and is done in time."""
+        if max_load_s is None:
+            max_load_s = self.max_load_s
+        saved_s = self.margin * self.recompute_s
+        load_s = 0.0
+        best, best_s = 0, 0.0
+        chunk_s = {tier: cost.s_per_byte * self.chunk_nbytes for tier, cost in costs.items()}
+        tier_s: dict[int, float] = {}
+        for length, tier in enumerate(self.sources, start=1):
+            more_s = chunk_s.get(tier)
+            if more_s is not None:
+                total_s = tier_s.get(tier)
+                if total_s is None:
+                    more_s += costs[tier].seconds(self.queued_nbytes[tier])
+                    total_s = 0.0
+                tier_s[tier] = total_s = total_s + more_s
+                if total_s > max_load_s:
+                    break
+                load_s += more_s
+            net_s = load_s - length * saved_s
+            if net_s < best_s and (self.is_divisible or length == len(self.sources)):
+                best, best_s = length, net_s
+        return best
+
+    def cause(self, best: int) -> SkipCause:
+        """Return why the best head is not longer."""
+        unlimited = self.best_head(self.costs, max_load_s=math.inf)
+        return SkipCause.LATE if unlimited > best else SkipCause.SLOWER
+
+    def choice(self, kept: int, tokens_per_chunk: float, cause: SkipCause) -> LoadChoice:
+        """Return the choice to load no more than ``kept`` chunks."""
+        sources, chunk_nbytes = self.sources, self.chunk_nbytes
+        wanted = {tier: sources.count(tier) for tier in sorted(set(sources) - {0})}
+        tail = sources[kept:]
+        queued = {tier: self.queued_nbytes[tier] for tier in wanted}
+        return LoadChoice(
+            cause=cause,
+            kept=kept,
+            tokens_per_chunk=tokens_per_chunk,
+            skipped={tier: chunks for tier in wanted if (chunks := tail.count(tier))},
+            tokens=round(len(tail) * tokens_per_chunk),
+            load_s=sum(
+                cost.seconds(queued[tier] + wanted[tier] * chunk_nbytes)
+                for tier, cost in self.costs.items()
+            ),
+            recompute_s=len(sources) * self.recompute_s,
+            nbytes=sum(wanted.values()) * chunk_nbytes,
+            queued_nbytes=sum(queued.values()),
+            max_load_s=self.max_load_s,
+        )

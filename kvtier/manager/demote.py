@@ -1,0 +1,566 @@
+"""Copies chunks to slower tiers: at once (write-through) or before eviction (write-on-evict).
+
+A chunk that a slower tier must still receive is dirty and cannot be evicted. With write-through
+it is dirty from the end of its store until it arrived below. With write-on-evict it is dirty
+from then on too, but copied only when free slots are low (:class:`_Reclaimer`). Either way an
+eviction never waits for a disk, and a chunk that could not be copied is counted as lost.
+
+When a slower tier is slower than the stores, its backlog grows. Beyond a bound the newest
+chunks are not queued: they are hits in RAM, but are lost when evicted. That keeps the heads of
+prefixes, without which their tails are useless, and leaves RAM to the chunks in use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress
+
+from kvtier.manager.jobs import Failure, JobRecord
+from kvtier.manager.runs import Run, without
+from kvtier.manager.tier import TierState
+from kvtier.manager.tier_stack import TierStack, first_resident
+from kvtier.policies import ChunkCopy, CopyState
+from kvtier.types import Outcome, Purpose, TransferResult
+
+__all__ = ["Demoter"]
+
+_RESIDENT = CopyState.RESIDENT
+_DEMOTE = Purpose.DEMOTE
+
+
+class Demoter:
+    """Queues RAM copies for slower tiers, and plans their jobs within the queue limits."""
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._ram = stack.ram
+        self._targets = _Targets(stack)
+        self._jobs = _DemotionJobs(stack)
+        self._reclaimer = _Reclaimer(stack, self._targets, self._jobs)
+        self._queues: list[deque[Run]] = [deque() for _ in stack.tiers]
+        self._queued = [0] * len(stack.tiers)
+        self._min_chunks = stack.placement.min_chunks
+
+    @property
+    def queued(self) -> int:
+        """Copies that wait for a demotion job."""
+        return sum(self._queued)
+
+    @property
+    def is_reclaiming(self) -> bool:
+        """Whether :meth:`end_step` may demote copies to free slots, perhaps again at once."""
+        return self._reclaimer.is_needed
+
+    def publish(self, run: Run) -> None:
+        """Make stored chunks hits in RAM, and queue them for the tiers that must have them."""
+        copies = run.copies
+        self._stack.publish(self._ram, copies)
+        if len(self._stack.tiers) == 1 or not copies:
+            return
+        if self._min_chunks > 1:
+            self._place(copies)
+        else:
+            self._place_run(run)
+
+    def record_use(self, copies: Sequence[ChunkCopy]) -> None:
+        """Place chunks that were loaded from RAM again, if the policy wants that."""
+        if self._stack.placement.places_used and len(self._stack.tiers) > 1:
+            self._place(copies)
+
+    def add_sole_copies(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Mark dirty those of ``copies``, in ``tier`` only, that a slower tier must receive."""
+        self._reclaimer.add_sole_copies(tier, copies)
+
+    def add_recovered(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`add_sole_copies` for chunks that survived a restart."""
+        if tier not in self._reclaimer.tiers:
+            return
+        slower = self._stack.tiers[tier.index + 1 :]
+        sole = [copy for copy in copies if first_resident(slower, copy.key) is None]
+        self._reclaimer.add_sole_copies(tier, sole)
+
+    def end_step(self) -> None:
+        """Plan jobs for queued copies and for victims, within the queue limits."""
+        if self._reclaimer.tiers:
+            self._reclaimer.end_step()
+        if any(self._queues):
+            for index, queue in enumerate(self._queues):
+                if queue:
+                    self._drain(index)
+
+    def flush_all(self) -> None:
+        """Plan jobs for every dirty copy of RAM; for an orderly shutdown.
+
+        Retained copies, and those that are being loaded, are demoted too.
+        """
+        coming = chain(self.waiting(), self._jobs.sources(self._ram))
+        on_their_way = set(map(id, coming))
+        dirty = [
+            copy
+            for copy in self._ram.copies.values()
+            if copy.dirty and copy.state == _RESIDENT and id(copy) not in on_their_way
+        ]
+        for target, group in self._targets.of_victims(dirty, self._ram.index).items():
+            if target is not None:
+                self._ram.pin(group)
+                self._enqueue(target, self._ram.run_of(group))
+        self.end_step()
+
+    def waiting(self) -> Iterator[ChunkCopy]:
+        """Yield the copies that wait for a demotion job; some may have been dropped."""
+        return chain.from_iterable(run.copies for queue in self._queues for run in queue)
+
+    def apply(self, record: JobRecord, result: TransferResult) -> None:
+        """Apply the result of a demotion job."""
+        arrived = self._jobs.apply(record, result)
+        self.add_sole_copies(self._stack.tiers[record.destination], arrived)
+
+    def clear(self) -> None:
+        """Unpin what is queued; for a reset of the cache."""
+        self._ram.unpin(self.waiting())
+        for queue in self._queues:
+            queue.clear()
+        self._queued = [0] * len(self._queued)
+        self._jobs.clear()
+
+    def _place(self, copies: Iterable[ChunkCopy]) -> None:
+        """Do :meth:`_place_run` for the clean ones of ``copies`` in long enough prefixes."""
+        if self._min_chunks > 1:
+            copies = dict.fromkeys(self._in_long_prefixes(copies))
+        clean = [copy for copy in copies if not copy.dirty]
+        if clean:
+            self._place_run(self._ram.run_of(clean))
+
+    def _place_run(self, run: Run) -> None:
+        """Queue clean RAM copies for the tiers that must have them soon."""
+        queued, others = self._targets.of_new(run)
+        for target, part in queued:
+            fitting = self._cut_to_backlog(part, target)
+            if fitting is not None:
+                self._ram.begin_demotion(fitting.copies)
+                self._enqueue(target, fitting)
+        self.add_sole_copies(self._ram, others)
+
+    def _in_long_prefixes(self, copies: Iterable[ChunkCopy]) -> Iterator[ChunkCopy]:
+        """Yield the RAM ``copies`` whose prefix has ``min_chunks`` chunks.
+
+        The chunks before a copy that makes its prefix long enough are yielded with it: without
+        them it would be stranded below.
+        """
+        for copy in copies:
+            length = copy.depth + 1
+            if length == self._min_chunks:
+                yield from self._before(copy)
+            if length >= self._min_chunks:
+                yield copy
+
+    def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
+        """Return the chunks before ``copy`` that RAM has without a gap, root to leaf."""
+        before: list[ChunkCopy] = []
+        while copy.depth and copy.parent is not None:
+            parent = self._ram.copies.get(copy.parent)
+            if parent is None or parent.state != _RESIDENT:
+                break
+            if parent.depth != copy.depth - 1:  # stored again since, behind another chunk
+                break
+            before.append(parent)
+            copy = parent
+        before.reverse()
+        return before
+
+    def _cut_to_backlog(self, run: Run, target: int) -> Run | None:
+        """Return the part of ``run`` that fits the backlog of tier ``target``, if any."""
+        stack, chunks = self._stack, len(run.copies)
+        backlog = self._queued[target] + self._jobs.in_flight[target]
+        fits = max(stack.limits.backlog - backlog, 0)
+        if fits >= chunks:
+            return run if chunks else None
+        stack.tiers[target].counters.dropped += chunks - fits
+        self._ram.counters.lost += chunks - fits
+        return run.head(fits) if fits else None
+
+    def _enqueue(self, target: int, run: Run) -> None:
+        """Queue copies that are dirty and pinned for tier ``target``."""
+        self._queues[target].append(run)
+        self._queued[target] += len(run.copies)
+
+    def _drain(self, index: int) -> None:
+        """Plan jobs for the queue of tier ``index``, within its limit."""
+        queue, limits = self._queues[index], self._stack.limits
+        while queue:
+            chunks = limits.queue - self._jobs.in_flight[index]
+            if not self._can_free_at_once(index):
+                chunks = min(chunks, limits.batch)
+            run = self._dequeue(index, chunks)
+            if run is None:
+                break
+            # The job takes over the pins of those that it copies.
+            sent = self._jobs.plan(self._ram, run, index)
+            if sent < len(run.copies):
+                self._ram.unpin(run.copies[sent:])
+                break
+
+    def _can_free_at_once(self, index: int) -> bool:
+        """Return whether slots for the whole queue of tier ``index`` may be freed at once.
+
+        Otherwise slots are freed job by job, so that a job without slots does not lose later
+        ones. The order matters to a policy that hears of misses or evicts leaves only.
+        """
+        target = self._stack.tiers[index]
+        policy = target.eviction
+        is_order_free = not policy.tracks_misses and not policy.leaf_only
+        return is_order_free and self._queued[index] <= target.available
+
+    def _dequeue(self, index: int, chunks: int) -> Run | None:
+        """Take up to ``chunks`` of the oldest queued copies that tier ``index`` still needs."""
+        queue = self._queues[index]
+        taken: list[Run] = []
+        while queue and chunks > 0:
+            run = queue.popleft()
+            if len(run.copies) > chunks:
+                run, later = run.cut(chunks)
+                queue.appendleft(later)
+            self._queued[index] -= len(run.copies)
+            run = self._still_needed(run, index)
+            chunks -= len(run.copies)
+            taken.append(run)
+        return Run.join(taken) if taken else None
+
+    def _still_needed(self, run: Run, index: int) -> Run:
+        """Return the part of ``run`` that tier ``index`` lacks; release the rest."""
+        members = self._stack.tiers[index].copies
+        if run.drops == self._ram.drops and members.keys().isdisjoint(run.keys):
+            return run
+        needed = [
+            copy for copy in run.copies if copy.state == _RESIDENT and copy.key not in members
+        ]
+        others = without(run.copies, needed)
+        self._ram.unpin(others)
+        self._jobs.release(self._ram, others)
+        return self._ram.run_of(needed)
+
+
+class _Targets:
+    """Asks the placement policy which slower tiers must receive copies.
+
+    Many copies are asked about at a time, because the answer is nearly always the same.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+
+    def of_new(self, run: Run) -> tuple[list[tuple[int, Run]], Sequence[ChunkCopy]]:
+        """Decide where clean RAM copies must be soon.
+
+        Returns:
+            The parts to demote now, each with its tier, and the copies of no part.
+        """
+        stack, new = self._stack, run.copies
+        if stack.has_any(run.keys, slower_than=0):
+            new = [copy for copy in new if first_resident(stack.slower, copy.key) is None]
+        others = new
+        parts: list[tuple[int, Run]] = []
+        for target, group in self._place(new).items():
+            allowed = group
+            if stack.restricts_stores:
+                allowed = [copy for copy in group if copy.terms.may_store_in(target)]
+            admitted = self.admitted(allowed, target)
+            if len(admitted) == len(new):
+                others = ()
+            else:
+                excluded = set(admitted)
+                others = [copy for copy in others if copy not in excluded]
+            part = run if len(admitted) == len(run.copies) else stack.ram.run_of(admitted)
+            parts.append((target, part))
+        return parts, others
+
+    def of_victims(
+        self, copies: Sequence[ChunkCopy], source: int, *, min_chunks: int = 1
+    ) -> dict[int | None, Sequence[ChunkCopy]]:
+        """Group ``copies``, which no slower tier has, by the tier that must receive each.
+
+        Args:
+            copies: Copies in one tier.
+            source: Index of that tier.
+            min_chunks: Shortest prefix whose clean copies are demoted; dirty ones always are.
+
+        Returns:
+            The groups; under None the copies that no tier must or may receive.
+        """
+        if not copies:
+            return {}
+        targets = self._stack.placement.demote_many(copies, source, self._stack.ctx)
+        if min_chunks > 1:
+            targets = [
+                target if copy.dirty or copy.depth + 1 >= min_chunks else None
+                for copy, target in zip(copies, targets, strict=True)
+            ]
+        if not self._stack.restricts_stores and targets.count(targets[0]) == len(copies):
+            return {targets[0]: copies}
+        groups: dict[int | None, list[ChunkCopy]] = {}
+        for copy, target in zip(copies, targets, strict=True):
+            place = target if copy.terms.may_store_in(target) else None
+            groups.setdefault(place, []).append(copy)
+        return dict(groups)
+
+    def admitted(self, copies: Sequence[ChunkCopy], target: int) -> Sequence[ChunkCopy]:
+        """Return those of ``copies`` that may enter tier ``target``."""
+        answers = self._stack.placement.admit_many(copies, target, _DEMOTE, self._stack.ctx)
+        return copies if all(answers) else list(compress(copies, answers))
+
+    def _place(self, copies: Sequence[ChunkCopy]) -> dict[int, Sequence[ChunkCopy]]:
+        """Return the slower tiers that must have some of ``copies`` soon, and which."""
+        places = self._stack.placement.place_many(copies, self._stack.ctx)
+        if places and places.count(places[0]) == len(places):
+            return dict.fromkeys(places[0], copies)
+        groups: dict[int, list[ChunkCopy]] = {}
+        for copy, targets in zip(copies, places, strict=True):
+            for target in targets:
+                groups.setdefault(target, []).append(copy)
+        return dict(groups)
+
+
+class _DemotionJobs:
+    """Plans demotion jobs and applies their results.
+
+    Attributes:
+        in_flight: Chunks on their way to each tier, by its index, without those of late jobs.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self.in_flight = [0] * len(stack.tiers)
+
+    def plan(
+        self, source: TierState, run: Run, index: int, *, is_eviction: bool = False
+    ) -> int:
+        """Plan jobs that copy ``run``; chunks that find no slot are counted as lost.
+
+        Args:
+            source: Tier of the run.
+            run: What to copy.
+            index: Index of the tier that receives it.
+            is_eviction: Whether the run leaves its tier, in its order, to free slots.
+
+        Returns:
+            How many copies of the run have a job; the job needs a pin on each of them.
+        """
+        stack = self._stack
+        target = stack.tiers[index]
+        chunks = len(run.copies)
+        fits = min(chunks, target.available)
+        taken = stack.take_slots(target, run.keys[:fits])
+        if taken is None:
+            fits = target.slots.free
+        slots = target.slots.allocate(fits) if taken is None else taken[0]
+        if fits < chunks:
+            run, rest = run.cut(fits)
+            target.request_slots(chunks)
+            target.counters.refused += chunks - fits
+            source.counters.lost += chunks - fits
+            self.release(source, rest.copies)
+        if not fits:
+            return 0
+        copies = target.begin_copying(run.keys, slots, run.copies)
+        self.in_flight[index] += fits
+        batch = stack.limits.batch
+        for at in range(0, fits, batch):
+            part = slice(at, at + batch)
+            record = JobRecord(
+                _DEMOTE,
+                source.index,
+                index,
+                run.copies[part],
+                run.keys[part],
+                run.slots[part],
+                copies[part],
+                stack.epoch,
+                is_eviction=is_eviction,
+            )
+            stack.jobs.add(record, slots[part], timeout_s=stack.limits.store_timeout_s)
+        return fits
+
+    def apply(self, record: JobRecord, result: TransferResult) -> Sequence[ChunkCopy]:
+        """Apply the result of a demotion job; return the copies that arrived."""
+        stack = self._stack
+        source_tier = stack.tiers[record.source]
+        target = stack.tiers[record.destination]
+        if not record.is_late:
+            self.in_flight[record.destination] -= len(record.sources)
+        if not result.settled:  # its slots stay taken, but later jobs need not wait for it
+            record.is_late = True
+            target.counters.expired += len(record.sources)
+            return ()
+        arrived, failures = record.split(result.outcomes)
+        if failures:
+            self._abort(record, failures)
+        source_tier.end_demotion(record.sources)
+        if source_tier.leaving:
+            keys, slots = record.keys, record.source_slots
+            self._evict_leaving(
+                source_tier, Run(record.sources, keys, slots, source_tier.drops)
+            )
+        source_tier.counters.demoted += len(arrived)
+        stack.publish(target, arrived, is_ordered=record.is_eviction)
+        return arrived
+
+    def release(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Record that ``copies`` need no job; evict those that were leaving."""
+        tier.mark_clean(copies)
+        if tier.leaving and copies:
+            self._evict_leaving(tier, tier.run_of(copies))
+
+    def sources(self, tier: TierState) -> Iterator[ChunkCopy]:
+        """Yield the copies of ``tier`` that demotion jobs in flight read."""
+        for record in self._stack.jobs.records():
+            if record.purpose is _DEMOTE and record.source == tier.index:
+                yield from record.sources
+
+    def clear(self) -> None:
+        """Count no chunk as in flight; for a reset of the cache."""
+        self.in_flight = [0] * len(self.in_flight)
+
+    def _abort(self, record: JobRecord, failures: Sequence[Failure]) -> None:
+        """Drop the copies of a job that did not arrive."""
+        source_tier = self._stack.tiers[record.source]
+        target = self._stack.tiers[record.destination]
+        for source, copy, outcome in failures:
+            target.abort(copy)
+            if not record.is_late:  # else it was counted at its deadline
+                target.counters.record_failure(outcome, reading=False)
+            source_tier.counters.lost += 1
+            if outcome is Outcome.CORRUPT and record.source:
+                self._stack.drop_corrupt(source_tier, source)
+
+    def _evict_leaving(self, tier: TierState, run: Run) -> None:
+        """Evict those of ``run`` that are leaving and clean; restore those in use again."""
+        are_needed = [copy.pins or copy.dirty for copy in run.copies]
+        if not any(are_needed) and tier.leaving.issuperset(run.copies):
+            self._stack.evict_leaving(tier, run)
+            return
+        clean = [copy for copy in run.copies if not copy.dirty and copy in tier.leaving]
+        tier.restore([copy for copy in clean if copy.pins], self._stack.ctx)
+        evicted = [copy for copy in clean if not copy.pins]
+        if evicted:
+            self._stack.evict_leaving(tier, tier.run_of(evicted))
+
+
+class _Reclaimer:
+    """Keeps slots of every tier free by demoting its best victims: write-on-evict.
+
+    A new chunk is dirty if a slower tier must receive it, but is not copied while slots are
+    free. When they are low, the best victims leave the eviction order. They are evicted at once
+    if a slower tier has them, else when they have been copied.
+
+    Attributes:
+        tiers: The tiers whose victims are demoted.
+    """
+
+    def __init__(self, stack: TierStack, targets: _Targets, jobs: _DemotionJobs) -> None:
+        self._stack = stack
+        self._targets = targets
+        self._jobs = jobs
+        self._target_tiers = {
+            tier: stack.placement.demotion_targets(tier.index, len(stack.tiers))
+            for tier in stack.tiers
+        }
+        self.tiers = [tier for tier, targets in self._target_tiers.items() if targets]
+        self._reserve = [
+            int(stack.limits.reserve * tier.slots.capacity) for tier in stack.tiers
+        ]
+        self._min_chunks = stack.placement.min_chunks
+
+    def add_sole_copies(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
+        """Do :meth:`Demoter.add_sole_copies`."""
+        if tier not in self.tiers or not copies:
+            return
+        for target, group in self._targets.of_victims(copies, tier.index).items():
+            if target is not None:
+                tier.mark_dirty(group)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a tier lacks free slots."""
+        return any(map(self._lacks_slots, self.tiers))
+
+    def end_step(self) -> None:
+        """Demote victims of every tier that lacks free slots."""
+        for tier in self.tiers:
+            if self._lacks_slots(tier):
+                self._reclaim(tier)
+
+    def _lacks_slots(self, tier: TierState) -> bool:
+        free = tier.slots.free + len(tier.leaving)
+        return bool(tier.requested_slots) or free < self._reserve[tier.index]
+
+    def _reclaim(self, tier: TierState) -> None:
+        """Demote victims of ``tier`` until enough slots are free or will be.
+
+        Only free slots count. If idle copies counted too, they would be evicted first, and the
+        chunks promoted last, which are in use, are the idle ones.
+        """
+        stack = self._stack
+        # Transient copies are dropped soon, but a refused request cannot wait for that.
+        wanted = max(self._reserve[tier.index] - tier.transient, tier.requested_slots)
+        tier.requested_slots = 0
+        shortage = wanted - tier.slots.free - len(tier.leaving)
+        if shortage <= 0:
+            return
+        room = {index: self._room(stack.tiers[index]) for index in self._target_tiers[tier]}
+        # Every victim frees a slot. No more are picked than all targets could receive: a victim
+        # that is put back would count as just used.
+        while shortage > 0 and (most := min(shortage, *room.values())) > 0:
+            victims = tier.run_of(tier.pick_leaving(most, stack.ctx))
+            if not victims.copies:
+                return
+            shortage -= len(victims.copies)
+            for index, batch in self._evict_copied(tier, victims).items():
+                sent = self._jobs.plan(tier, victims.part(batch), index, is_eviction=True)
+                tier.pin(batch[:sent])
+                room[index] -= len(batch)
+        if shortage > 0:
+            for index, left in room.items():
+                if left <= 0:
+                    stack.tiers[index].request_slots(wanted)
+
+    def _evict_copied(self, tier: TierState, victims: Run) -> dict[int, Sequence[ChunkCopy]]:
+        """Evict the victims that need not be copied.
+
+        Returns:
+            The others, by the tier that receives them.
+        """
+        stack, sole = self._stack, victims.copies
+        for slower in stack.tiers[tier.index + 1 :]:
+            if slower.copies.keys().isdisjoint(victims.keys):
+                continue
+            # The slower tier did not hear of their uses here.
+            slower.touch_each(slower.resident([victim.key for victim in sole]), stack.ctx)
+            # Some may still be on their way there; that job counts them if they are lost.
+            sole = [victim for victim in sole if victim.key not in slower.copies]
+        evicted = list(without(victims.copies, sole))
+        batches: dict[int, Sequence[ChunkCopy]] = {}
+        groups = self._targets.of_victims(sole, tier.index, min_chunks=self._min_chunks)
+        for target, group in groups.items():
+            admitted: Sequence[ChunkCopy] = ()
+            if target is not None:
+                admitted = batches[target] = self._targets.admitted(group, target)
+                tier.counters.lost += len(group) - len(admitted)
+                tier.mark_dirty([copy for copy in admitted if not copy.dirty])
+            evicted += without(group, admitted)
+        if evicted:
+            stack.evict_leaving(tier, victims.part(evicted))
+        return {target: batch for target, batch in batches.items() if batch}
+
+    def _room(self, target: TierState) -> int:
+        """Return how many chunks may be sent to ``target`` now.
+
+        A tier whose slots are all pinned receives none, and its victims wait; they also wait
+        for slots of chunks on their way to RAM. A tier without slots receives any number: they
+        are lost, because waiting would not help.
+        """
+        queue = self._stack.limits.queue - self._jobs.in_flight[target.index]
+        if not target.slots.capacity:
+            return queue
+        moving = self._stack.jobs.slots_to_free(target.index)
+        return min(queue, target.slots.free if moving else target.available)

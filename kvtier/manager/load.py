@@ -1,0 +1,289 @@
+"""Pins what requests load, from the load's plan to the last worker's acknowledgement.
+
+Loads are kept per request rather than per chunk: a chunk may be dropped, stored again and
+loaded by another request while the first one's workers still read its former slot. Each load
+must take back its own pins.
+
+**Direct loads.** A chunk in a slower tier is a hit at once if a RAM slot can be reserved for it
+(:mod:`kvtier.manager.lookup`). Its load, planned in the same step, allocates the slots, plans
+the jobs that fill them, and names the slots and their expected stamps to the workers. A worker
+copies each chunk as soon as its slot has its stamp. So a chunk moves from the disk to the
+device within one job of the worker, with no scheduling step in between. Its copy in RAM stays
+if the placement policy keeps it.
+
+**Hits.** Only when a load ends is it known which chunks arrived, so hits are counted then: the
+chunks before the first that failed, because the engine computes from there on. With several KV
+cache groups the engine computes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from kvtier.keys import ChunkKey, is_single_group
+from kvtier.manager.demote import Demoter
+from kvtier.manager.grants import Grants
+from kvtier.manager.lookup import HitLookup
+from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
+from kvtier.manager.promote import Promoter
+from kvtier.manager.requests import RequestState
+from kvtier.manager.tier_stack import TierStack
+from kvtier.policies import ChunkCopy, CopyState
+
+__all__ = ["Loader"]
+
+_RESIDENT = CopyState.RESIDENT
+_WRITING = CopyState.WRITING
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load in flight.
+
+    Attributes:
+        keys: The chunks that were asked for.
+        copies: The copies that it pins: one for each key that has one.
+        slots: Slot of each copy.
+        generations: Stamp of each copy.
+        origins: Index of the tier that each copy's bytes come from.
+        lead: Number of keys before the first that has no copy.
+        direct: RAM slots that it fills from slower tiers.
+        coming: Copies that were not whole when it was planned, or arrived too late for another
+            load in flight.
+    """
+
+    keys: Sequence[ChunkKey]
+    copies: Sequence[ChunkCopy]
+    slots: Sequence[int]
+    generations: Sequence[int]
+    origins: Sequence[int]
+    lead: int
+    direct: int = 0
+    coming: Collection[ChunkCopy] = ()
+
+
+class Loader:
+    """Plans loads and completes them."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        *,
+        grants: Grants,
+        lookup: HitLookup,
+        promoter: Promoter,
+        demoter: Demoter,
+    ) -> None:
+        self._stack = stack
+        self._ram = stack.ram
+        self._grants = grants
+        self._lookup = lookup
+        self._promoter = promoter
+        self._demoter = demoter
+        self._loads: dict[str, list[_Load]] = {}
+
+    def prepare(
+        self, keys: Sequence[ChunkKey], req_id: str, request: RequestState | None
+    ) -> LoadPlan:
+        """Do :meth:`TieredOffloadingManager.prepare_load`."""
+        copies = self._ram.resident(keys)
+        if len(copies) < len(keys):
+            return self._prepare_direct(keys, copies, req_id, request)
+        if request is None or not self._grants.transfer(request, copies):
+            self._ram.pin(copies)
+        self._use(copies)
+        load = _load_of(keys, copies)
+        self._begin(load, req_id, request)
+        self._stack.slot_status.issue(load.slots)
+        return LoadPlan(load.slots, load.generations, load.origins)
+
+    def complete(self, req_id: str, request: RequestState | None) -> None:
+        """Do :meth:`TieredOffloadingManager.complete_load`."""
+        loads = self._loads.get(req_id)
+        if loads is None:
+            return
+        load = loads.pop(0)
+        if not loads:
+            del self._loads[req_id]
+        copies = load.copies
+        self._grants.direct -= load.direct
+        loaded = self._stack.slot_status.loaded(load.slots, load.generations)
+        if not all(loaded):
+            failed = [not ok for ok in loaded]
+            self._count_failures(compress(copies, failed), compress(load.origins, failed))
+            self._drop_failed(load, compress(copies, failed))
+            if request is not None:
+                self._grants.fail(request)
+        if any(load.origins):
+            for copy in copies:
+                copy.origin = 0
+        self._ram.unpin(copies)
+        self._stack.drop_transient(copies)
+        self._count_hits(load, loaded)
+
+    def in_flight(self) -> Iterator[ChunkCopy]:
+        """Yield each copy once for each load in flight."""
+        for loads in self._loads.values():
+            for load in loads:
+                yield from load.copies
+
+    def clear(self) -> list[ChunkCopy]:
+        """Forget every load; for a reset of the cache, after which no completion comes.
+
+        Returns:
+            The copies that workers may be loading, each with one pin per load.
+        """
+        copies = list(self.in_flight())
+        self._loads.clear()
+        return copies
+
+    def _use(self, copies: Sequence[ChunkCopy]) -> None:
+        """Count a use of resident ``copies``."""
+        for copy in copies:
+            copy.hits += 1
+        self._ram.touch(copies, self._stack.ctx)
+        self._demoter.record_use(copies)
+
+    def _begin(self, load: _Load, req_id: str, request: RequestState | None) -> None:
+        self._loads.setdefault(req_id, []).append(load)
+        self._lookup.redeem(request)
+        self._grants.direct += load.direct
+        if request is not None:
+            self._grants.release(request)
+            request.extend(load.copies)
+
+    def _count_hits(self, load: _Load, loaded: Sequence[bool]) -> None:
+        """Count the chunks of a load that its engine need not compute."""
+        keys = load.keys
+        hits = load.lead if all(loaded) else min(load.lead, loaded.index(False))
+        if not hits or (hits < len(keys) and not is_single_group(keys)):
+            return
+        origins = load.origins[:hits]
+        is_counted = self._stack.is_counted
+        counted: Sequence[int] = origins
+        if not (is_single_group(keys) and is_counted(keys[0])):
+            counted = list(compress(origins, map(is_counted, keys)))
+        for tier in self._stack.tiers:
+            tier.counters.hits += origins.count(tier.index)
+            tier.counters.prompt_hits += counted.count(tier.index)
+
+    # -- direct loads -----------------------------------------------------------------------
+
+    def _prepare_direct(
+        self,
+        keys: Sequence[ChunkKey],
+        resident: Sequence[ChunkCopy],
+        req_id: str,
+        request: RequestState | None,
+    ) -> LoadPlan:
+        """Plan a load of chunks of which only ``resident`` are whole in RAM.
+
+        Raises:
+            KeyError: Loads are not direct.
+        """
+        stack = self._stack
+        if not stack.limits.direct_loads:
+            whole = {copy.key for copy in resident}
+            raise KeyError(next(key for key in keys if key not in whole))
+        self._ram.pin(resident)  # so that they are not evicted for the others
+        self._use(resident)
+        direct = self._promote(keys, None if request is None else request.terms.load_tiers)
+        chosen = list(map(self._pin_coming, map(self._ram.copies.get, keys)))
+        load = _load_of(keys, [copy for copy in chosen if copy is not None], direct=direct)
+        load.coming = {copy for copy in load.copies if copy.state != _RESIDENT}
+        plan = LoadPlan(load.slots, load.generations, load.origins)
+        if None in chosen:
+            load.lead = chosen.index(None)
+            plan = _plan_with_gaps(chosen)
+        self._begin(load, req_id, request)
+        stack.slot_status.issue(load.slots)
+        if load.lead < len(keys) and request is not None:
+            self._grants.fail(request)
+        return plan._replace(wait_s=stack.limits.load_timeout_s)
+
+    def _promote(self, keys: Sequence[ChunkKey], allowed: Collection[int] | None) -> int:
+        """Plan the promotion of those of ``keys`` that are not in RAM; return how many."""
+        members = self._ram.copies
+        absent = [key for key in keys if key not in members]
+        sources, tiers = self._stack.find_below(absent, allowed)
+        jobs = self._promoter.plan(sources, tiers) if sources else None
+        return len(sources) if jobs else 0
+
+    def _pin_coming(self, copy: ChunkCopy | None) -> ChunkCopy | None:
+        """Pin ``copy`` if it is being promoted; return None if the load cannot use it."""
+        if copy is None or copy.state == _RESIDENT:
+            return copy
+        # If a worker's store fails, nobody reports it to the workers that wait for the slot.
+        if copy.state != _WRITING or not copy.origin:
+            return None
+        self._ram.pin((copy,))
+        copy.hits += 1
+        return copy
+
+    # -- failed loads -----------------------------------------------------------------------
+
+    def _count_failures(self, copies: Iterable[ChunkCopy], origins: Iterable[int]) -> None:
+        """Count failures between RAM and the workers; other chunks failed in a slower tier."""
+        self._ram.counters.load_failed += sum(
+            not origin or copy.state == _RESIDENT
+            for copy, origin in zip(copies, origins, strict=True)
+        )
+
+    def _drop_failed(self, load: _Load, failed: Iterable[ChunkCopy]) -> None:
+        """Drop copies that a worker could not load, so that no other request gets them.
+
+        A copy that was on its way when ``load`` was planned was only late. It may arrive and
+        stay, because its tier verifies its bytes. Its failure is forgotten, so that the next
+        load of the same stamp does not count as failed.
+        """
+        late: list[ChunkCopy] = []
+        for copy in failed:
+            if copy in load.coming:
+                late.append(copy)
+            elif copy.state == _RESIDENT:
+                self._grants.withdraw_from_all(copy)
+                self._stack.retention.release(copy)
+                self._stack.drop(self._ram, copy)
+        if late:
+            shared = self._share_lateness(late)
+            self._stack.slot_status.forgive([copy.slot for copy in late if copy not in shared])
+
+    def _share_lateness(self, late: Collection[ChunkCopy]) -> set[ChunkCopy]:
+        """Return those of ``late`` that other loads in flight have too.
+
+        The slot status does not tell which load failed. So the copy counts as late for all of
+        them, and the last load to complete forgets the failure.
+        """
+        shared: set[ChunkCopy] = set()
+        for loads in self._loads.values():
+            for load in loads:
+                common = set(late).intersection(load.copies)
+                load.coming = {*load.coming, *common}
+                shared |= common
+        return shared
+
+
+def _load_of(
+    keys: Sequence[ChunkKey], copies: Sequence[ChunkCopy], *, direct: int = 0
+) -> _Load:
+    """Return the load of ``copies``, in the order of ``keys``."""
+    return _Load(
+        keys,
+        copies,
+        [copy.slot for copy in copies],
+        [copy.generation for copy in copies],
+        [copy.origin for copy in copies],
+        lead=len(keys),
+        direct=direct,
+    )
+
+
+def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:
+    """Return the plan of a load that fails where there is no copy."""
+    return LoadPlan(
+        [copy.slot if copy else NO_SLOT for copy in chosen],
+        [copy.generation if copy else NO_GENERATION for copy in chosen],
+        [copy.origin if copy else 0 for copy in chosen],
+    )

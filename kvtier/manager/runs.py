@@ -1,0 +1,168 @@
+"""Runs of copies, and the order of the chunks of one prompt.
+
+A prefix is useful only as far as it is whole: in every KV cache group, from its root on. So of
+the chunks that a request used together the deepest should be evicted first, and all groups
+should become shorter together. Engines name the chunks of a request group by group, each root
+to leaf. *Prompt order* is root to leaf across the groups.
+
+Groups may have chunks of different lengths. Chunks named together cover the same tokens, so a
+chunk's position in its group, as a share of the group's chunks, tells where it ends.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.policies import ChunkCopy
+
+__all__ = ["Run", "by_group", "nearest_to_root", "prompt_order", "split_prompts", "without"]
+
+_key_of = operator.attrgetter("key")
+_parent_of = operator.attrgetter("parent")
+
+
+class Run(NamedTuple):
+    """Copies of one tier that are handled together, such as the chunks of one request.
+
+    Keys and slots are kept beside the copies because reading them from every copy again is
+    expensive. The lists are never changed.
+
+    Attributes:
+        copies: The copies.
+        keys: Key of each.
+        slots: Slot of each.
+        drops: :attr:`TierState.drops` when all copies were in the tier.
+    """
+
+    copies: Sequence[ChunkCopy]
+    keys: Sequence[ChunkKey]
+    slots: Sequence[int]
+    drops: int
+
+    def part(self, copies: Sequence[ChunkCopy]) -> Run:
+        """Return the run of some of its copies, in their order."""
+        if copies == self.copies:
+            return self
+        keys = [copy.key for copy in copies]
+        return Run(copies, keys, [copy.slot for copy in copies], self.drops)
+
+    def cut(self, chunks: int) -> tuple[Run, Run]:
+        """Return the run of the first ``chunks`` copies, and the run of the others."""
+        copies, keys, slots, drops = self
+        return (
+            Run(copies[:chunks], keys[:chunks], slots[:chunks], drops),
+            Run(copies[chunks:], keys[chunks:], slots[chunks:], drops),
+        )
+
+    def head(self, chunks: int) -> Run:
+        """Return the run of the ``chunks`` copies nearest to the root of one prompt."""
+        return self.part([self.copies[at] for at in nearest_to_root(self.keys, chunks)])
+
+    @staticmethod
+    def join(runs: Sequence[Run]) -> Run:
+        """Return one run of all ``runs``, at least one."""
+        if len(runs) == 1:
+            return runs[0]
+        return Run(
+            [copy for run in runs for copy in run.copies],
+            [key for run in runs for key in run.keys],
+            [slot for run in runs for slot in run.slots],
+            min(run.drops for run in runs),
+        )
+
+
+def without(copies: Sequence[ChunkCopy], some: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+    """Return ``copies`` without ``some``, a subset of them."""
+    if len(some) == len(copies):
+        return ()
+    if not some:
+        return copies
+    excluded = set(some)
+    return [copy for copy in copies if copy not in excluded]
+
+
+def by_group(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
+    """Split copies that are sorted by KV cache group into one sequence per group."""
+    parts: list[Sequence[ChunkCopy]] = []
+    begin = 0
+    while begin < len(copies):
+        group = copies[begin].key[-GROUP_NBYTES:]
+        end = bisect_right(copies, 0, begin, key=lambda copy: not copy.key.endswith(group))
+        parts.append(copies[begin:end])
+        begin = end
+    return parts
+
+
+def prompt_order(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+    """Return the copies of one prompt root to leaf across its KV cache groups.
+
+    Args:
+        copies: Group by group, each root to leaf.
+    """
+    if not copies or _is_one_group(copies):
+        return copies
+    return _merge(by_group(copies))
+
+
+def nearest_to_root(keys: Sequence[ChunkKey], count: int) -> Sequence[int]:
+    """Return the positions of the ``count`` keys of a prompt nearest to its root, ascending.
+
+    Args:
+        keys: Group by group, each root to leaf.
+        count: At most the number of keys.
+    """
+    if is_single_group(keys):
+        return range(count)
+    groups = Counter(key[-GROUP_NBYTES:] for key in keys)
+    ends = [at / chunks for chunks in groups.values() for at in range(1, chunks + 1)]
+    return sorted(sorted(range(len(keys)), key=ends.__getitem__)[:count])
+
+
+def split_prompts(copies: Sequence[ChunkCopy]) -> list[Sequence[ChunkCopy]]:
+    """Return the copies of each prompt, in prompt order.
+
+    Chunks behind a gap count as another prompt.
+
+    Args:
+        copies: Prompt after prompt, each group by group and root to leaf.
+    """
+    if not copies:
+        return []
+    first, last = copies[0], copies[-1]
+    if last.depth - first.depth == len(copies) - 1 and _is_one_group(copies):
+        return [copies]
+    follows = map(operator.eq, map(_key_of, copies), map(_parent_of, copies[1:]))
+    cuts = [at for at, is_next in enumerate(follows, 1) if not is_next]
+    prompts: list[Sequence[ChunkCopy]] = []
+    parts: list[Sequence[ChunkCopy]] = []
+    for begin, end in pairwise([0, *cuts, len(copies)]):
+        part = copies[begin:end]
+        if parts and part[0].key[-GROUP_NBYTES:] <= parts[-1][0].key[-GROUP_NBYTES:]:
+            prompts.append(_merge(parts))
+            parts = []
+        parts.append(part)
+    prompts.append(_merge(parts))
+    return prompts
+
+
+def _is_one_group(copies: Sequence[ChunkCopy]) -> bool:
+    return copies[0].key[-GROUP_NBYTES:] == copies[-1].key[-GROUP_NBYTES:]
+
+
+def _merge(parts: Sequence[Sequence[ChunkCopy]]) -> Sequence[ChunkCopy]:
+    """Merge ``parts``, which cover the same tokens, by where their chunks end."""
+    if len(parts) == 1:
+        return parts[0]
+    merged = list(chain.from_iterable(parts))
+    if len(set(map(len, parts))) == 1:
+        for at, part in enumerate(parts):
+            merged[at :: len(parts)] = part
+        return merged
+    ends = [at / len(part) for part in parts for at in range(1, len(part) + 1)]
+    return [merged[at] for at in sorted(range(len(merged)), key=ends.__getitem__)]

@@ -1,0 +1,260 @@
+"""Stores new chunks into RAM.
+
+A store is planned before a byte moves: slots are allocated and the chunks are added as
+*writing*. They become hits only when every rank recorded that its bytes are whole. The engine
+offers a request's chunks at every step until they are accepted. So a store that finds no slots
+is refused a few times, and after that cut to what fits: the engine forgets the chunks that an
+accepted store leaves out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, compress, count
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
+from kvtier.manager.demote import Demoter
+from kvtier.manager.grants import Grants
+from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
+from kvtier.manager.requests import RequestState
+from kvtier.manager.runs import Run, nearest_to_root
+from kvtier.manager.tier_stack import TierStack
+from kvtier.policies import ChunkCopy, CopyState
+from kvtier.policies.terms import NO_TERMS
+
+__all__ = ["Storer"]
+
+_RESIDENT = CopyState.RESIDENT
+_WRITING = CopyState.WRITING
+_slot_of = operator.attrgetter("slot")
+_NO_TAIL: tuple[ChunkKey | None, int] = (None, -1)
+
+
+class Storer:
+    """Plans stores into RAM and completes them."""
+
+    def __init__(self, stack: TierStack, grants: Grants, demoter: Demoter) -> None:
+        self._stack = stack
+        self._ram = stack.ram
+        self._grants = grants
+        self._demoter = demoter
+        self._writes: dict[int, Run] = {}  # in flight, by generation
+
+    def prepare(
+        self, keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> StorePlan | None:
+        """Do :meth:`TieredOffloadingManager.prepare_store`."""
+        if not keys:
+            return NOTHING_TO_STORE
+        if not self._stack.has_any(keys):
+            plan = self._store(keys, keys, request)
+            if plan is not None and request is not None and not request.has_gap:
+                request.has_gap = any(map(self._stack.is_counted, keys))
+            return plan
+        members = self._ram.copies
+        new = [key for key in keys if key not in members]
+        if not new:
+            self._offer_again(keys, request)
+            return NOTHING_TO_STORE
+        stranded = self._count_stranded(keys, request)
+        offered = [copy for key in keys if (copy := members.get(key)) is not None]
+        self._ram.pin(offered)  # a prefix must not be evicted for its own tail
+        plan = self._store(new, keys, request)
+        self._ram.unpin(offered)
+        if plan is not None:  # else all are offered again
+            self._record_stranded(stranded, request)
+            if plan is not NOTHING_TO_STORE:
+                self._touch(keys)
+        return plan
+
+    def complete(self, keys: Collection[ChunkKey]) -> None:
+        """Do :meth:`TieredOffloadingManager.complete_store`."""
+        first = self._ram.copies.get(next(iter(keys), b""))
+        run = None if first is None else self._writes.pop(first.generation, None)
+        if first is None or run is None or not self._is_whole_store(run, keys):
+            run = self._run_of(keys)
+            generations = [copy.generation for copy in run.copies]
+            for generation in {*generations}:
+                self._writes.pop(generation, None)
+        else:
+            generations = [first.generation] * len(run.copies)
+        stored = self._stack.slot_status.stored(run.slots, generations)
+        if not all(stored):
+            copies = run.copies
+            self._abort([copy for copy, ok in zip(copies, stored, strict=True) if not ok])
+            run = self._ram.run_of(list(compress(copies, stored)))
+        self._demoter.publish(run)
+        self._grants.record_arrived(run.copies)
+
+    def clear(self) -> list[ChunkCopy]:
+        """Forget the stores in flight; for a reset of the cache.
+
+        Returns:
+            The copies that workers may be writing, each with its writer's pin.
+        """
+        self._writes.clear()
+        return list(filter(_is_being_stored, self._ram.copies.values()))
+
+    def _offer_again(self, keys: Sequence[ChunkKey], request: RequestState | None) -> None:
+        """Record an offer of ``keys``, which are all in RAM."""
+        if request is not None:
+            if request.has_gap:
+                self._record_stranded(self._count_stranded(keys, request), request)
+            request.extend([self._ram.copies[key] for key in keys])
+        self._touch(keys)
+
+    def _count_stranded(
+        self, keys: Sequence[ChunkKey], request: RequestState | None
+    ) -> tuple[Sequence[int], bool]:
+        """Count chunks that had to be computed because no tier has a chunk before them.
+
+        In the simulator this is ``hits - lead_chunks`` of a tier. Only the counting group
+        counts, because a sliding window may have gaps.
+
+        Returns:
+            How many each tier has, and whether the chunks after ``keys`` are stranded too.
+        """
+        tiers = self._stack.tiers
+        counts = [0] * len(tiers)
+        has_gap = request is not None and request.has_gap
+        for key in filter(self._stack.is_counted, keys):
+            for tier in tiers:
+                copy = tier.copies.get(key)
+                if copy is not None:
+                    counts[tier.index] += has_gap and copy.state == _RESIDENT
+                    break
+            else:
+                has_gap = True
+        return counts, has_gap
+
+    def _record_stranded(
+        self, stranded: tuple[Sequence[int], bool], request: RequestState | None
+    ) -> None:
+        counts, has_gap = stranded
+        for tier, chunks in zip(self._stack.tiers, counts, strict=True):
+            tier.counters.stranded += chunks
+        if request is not None:
+            request.has_gap = has_gap
+
+    def _is_whole_store(self, run: Run, keys: Collection[ChunkKey]) -> bool:
+        """Return whether ``keys`` are all keys of a store from which nothing was dropped."""
+        if run.drops != self._ram.drops or len(keys) != len(run.keys):
+            return False
+        if isinstance(keys, (set, frozenset)):  # an engine may pass a set
+            return keys.issuperset(run.keys)
+        return keys == run.keys
+
+    def _run_of(self, keys: Collection[ChunkKey]) -> Run:
+        """Return those of ``keys`` that are being stored, by slot."""
+        copies = [copy for copy in map(self._ram.copies.get, keys) if copy is not None]
+        written = list(filter(_is_being_stored, copies))
+        written.sort(key=_slot_of)  # ascending along the prefix, in whatever order a set is
+        return self._ram.run_of(written)
+
+    def _abort(self, copies: Sequence[ChunkCopy]) -> None:
+        """Drop chunks whose bytes are not whole."""
+        for copy in copies:
+            self._ram.counters.failed += 1
+            self._grants.record_missing(copy)
+            self._ram.abort(copy)
+
+    def _store(
+        self, new: Sequence[ChunkKey], offered: Sequence[ChunkKey], request: RequestState | None
+    ) -> StorePlan | None:
+        """Plan the store of ``new``, those of ``offered`` that are not in RAM."""
+        stack, ram = self._stack, self._ram
+        fits = self._fitting(len(new), request)
+        if fits is None:
+            return None
+        for gaps in stack.gaps:  # somebody computed them, so they were wanted
+            stack.record_wanted(gaps.recently_evicted(new))
+        head = new if fits == len(new) else [new[at] for at in nearest_to_root(new, fits)]
+        taken = stack.take_slots(ram, head) if head else None
+        if taken is None:
+            self._count_refused(len(new))
+            return NOTHING_TO_STORE
+        slots, evicted = taken
+        self._count_refused(len(new) - fits)
+        stack.slot_status.withdraw(slots)
+        generation = stack.next_generation()
+        parents, depths = _places(head, offered, {} if request is None else request.tails)
+        terms = NO_TERMS if request is None else request.terms
+        copies = ram.begin_writing(head, slots, parents, depths, generation, terms)
+        self._writes[generation] = Run(copies, head, slots, ram.drops)
+        stack.slot_status.issue(slots)
+        return StorePlan(head, slots, generation, evicted)
+
+    def _fitting(self, chunks: int, request: RequestState | None) -> int | None:
+        """Return how many of ``chunks`` new chunks to store; None to be offered them again."""
+        available = self._ram.available
+        if chunks <= available:
+            if request is not None:
+                request.refusals = 0
+            return chunks
+        self._ram.request_slots(chunks)
+        limit = self._stack.limits.max_store_refusals
+        never_fits = chunks > self._ram.slots.capacity
+        if request is None or never_fits or request.refusals >= limit:
+            self._stack.retention.release_early(chunks - available)
+            return min(chunks, self._ram.available)
+        request.refusals += 1
+        return None
+
+    def _count_refused(self, chunks: int) -> None:
+        """Count refused chunks, and those that dirty copies left no slot for."""
+        ram = self._ram
+        ram.counters.refused += chunks
+        ram.counters.dropped += min(chunks, ram.dirty)
+
+    def _touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Count an offer of ``keys`` as a use, in every tier that has them."""
+        for tier in self._stack.tiers:
+            copies = tier.resident(keys)
+            if copies:
+                tier.touch(copies, self._stack.ctx)
+
+
+def _is_being_stored(copy: ChunkCopy) -> bool:
+    """Return whether a worker, rather than a promotion, writes ``copy`` of RAM."""
+    return copy.state == _WRITING and not copy.origin
+
+
+def _places(
+    new: Sequence[ChunkKey],
+    offered: Sequence[ChunkKey],
+    tails: dict[bytes, tuple[ChunkKey, int]],
+) -> tuple[Iterable[ChunkKey | None], Iterable[int]]:
+    """Return the parent and the depth of each of ``new`` in its group.
+
+    Args:
+        new: Chunks to store, those of each group root to leaf.
+        offered: The chunks they were chosen from.
+        tails: The last chunk of each group so far, and its depth; updated.
+    """
+    group = offered[0][-GROUP_NBYTES:]
+    if len(new) == len(offered) and is_single_group(new):
+        parent, depth = tails.get(group, _NO_TAIL)
+        tails[group] = (new[-1], depth + len(new))
+        return chain((parent,), new), count(depth + 1)
+    parents: list[ChunkKey | None] = []
+    depths: list[int] = []
+    remaining = iter(new)
+    expected = next(remaining, None)
+    group, parent, depth = b"\0", None, -1
+    tail = _NO_TAIL
+    for key in offered:
+        if parent is None or not key.endswith(group):
+            if parent is not None:
+                tails[group] = (parent, depth)
+            group = key[-GROUP_NBYTES:]
+            parent, depth = tail = tails.get(group, _NO_TAIL)
+        depth = tail[1] if key == tail[0] else depth + 1
+        if key is expected:
+            parents.append(parent)
+            depths.append(depth)
+            expected = next(remaining, None)
+        parent = key
+    if parent is not None:
+        tails[group] = (parent, depth)
+    return parents, depths

@@ -1,0 +1,245 @@
+"""All tiers, and the state that the parts of the manager share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from kvtier.keys import ChunkKey, group_filter
+from kvtier.manager.cost_model import CostModel
+from kvtier.manager.events import EventLog
+from kvtier.manager.jobs import JobTable
+from kvtier.manager.plans import ManagerLimits, SlotStatus
+from kvtier.manager.requests import RequestState
+from kvtier.manager.retention import Retention
+from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
+from kvtier.manager.runs import Run
+from kvtier.manager.tier import TierState
+from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
+
+__all__ = ["TierStack", "first_resident"]
+
+_RESIDENT = CopyState.RESIDENT
+
+
+def first_resident(
+    tiers: Iterable[TierState], key: ChunkKey
+) -> tuple[TierState, ChunkCopy] | None:
+    """Return the first of ``tiers`` that has ``key`` resident, and its copy."""
+    for tier in tiers:
+        copy = tier.copies.get(key)
+        if copy is not None and copy.state == _RESIDENT:
+            return tier, copy
+    return None
+
+
+class TierStack:
+    """Tiers, fastest first, with the placement policy and the jobs between them.
+
+    Attributes:
+        tiers: The tiers; index 0 is RAM.
+        ram: The first tier.
+        slower: The other tiers.
+        placement: Decides what moves between tiers.
+        limits: Bounds to keep.
+        slot_status: What the workers report about RAM slots.
+        cost_model: Decides which loads are worth their time.
+        is_counted: Whether a key belongs to the group whose chunks stand for tokens.
+        jobs: Jobs in flight.
+        retention: RAM copies retained until a deadline.
+        ctx: What policies may know.
+        epoch: Number of resets.
+        step: Number of scheduling steps.
+        out_of_service: Indices of slower tiers from which nothing is read now.
+        corrupt: Slots that a restart must not recover, as (tier index, slot).
+        gaps: Per tier, how soon evicted chunks were looked up again.
+        tracks_reuse: Whether ``gaps`` are recorded.
+        restricts_stores: Whether a request ever restricted the tiers of its chunks.
+        events: Residency events that were not taken yet.
+    """
+
+    def __init__(  # noqa: PLR0913 - one keyword for each part
+        self,
+        tiers: Sequence[TierState],
+        *,
+        placement: Placement,
+        limits: ManagerLimits,
+        slot_status: SlotStatus,
+        record_events: bool,
+        track_reuse: bool,
+        cost_model: CostModel,
+        counting_group: int,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.ram = self.tiers[0]
+        self.slower = self.tiers[1:]
+        self.placement = placement
+        self.limits = limits
+        self.slot_status = slot_status
+        self.cost_model = cost_model
+        self.is_counted = group_filter(counting_group)
+        self.jobs = JobTable([tier.name for tier in tiers])
+        self.retention = Retention(self.ram, limits.retained)
+        self.ctx = PolicyContext()
+        self.epoch = 0
+        self.step = 0
+        self.out_of_service: Collection[int] = ()
+        self.corrupt: list[tuple[int, int]] = []
+        self.tracks_reuse = track_reuse
+        self.restricts_stores = False
+        self.gaps = [ReuseGaps(tier.slots.capacity) for tier in self.tiers]
+        self._tracked = [
+            (tier.copies, gaps) for tier, gaps in zip(self.tiers, self.gaps, strict=True)
+        ]
+        self._sampling = min(gaps.mask for gaps in self.gaps)
+        self._generation = 0
+        self.events = EventLog(has_listener=record_events)
+
+    def next_generation(self) -> int:
+        """Return a stamp for RAM slots about to be written: never 0, never repeated."""
+        self._generation += 1
+        return self._generation
+
+    def set_request(self, req_id: str, request: RequestState | None) -> None:
+        """Name the request whose chunks are used and inserted next, for policies."""
+        self.ctx.request = req_id
+        self.ctx.session = "" if request is None else request.terms.session
+
+    def end_step(self) -> None:
+        """Close the reuse gaps of a step."""
+        if self.tracks_reuse:
+            for gaps in self.gaps:
+                if gaps.is_changed:
+                    gaps.end_step(self.ctx.now)
+
+    # -- finding chunks ---------------------------------------------------------------------
+
+    def has_any(self, keys: Collection[ChunkKey], *, slower_than: int = -1) -> bool:
+        """Return whether a tier slower than ``slower_than`` has any of ``keys``."""
+        for tier in self.tiers[slower_than + 1 :]:
+            if not tier.copies.keys().isdisjoint(keys):
+                return True
+        return False
+
+    def readable(self, allowed: Collection[int] | None) -> Sequence[TierState]:
+        """Return the slower tiers in service, fastest first.
+
+        Args:
+            allowed: Indices of the tiers to choose from; None for all.
+        """
+        if allowed is None and not self.out_of_service:
+            return self.slower
+        return [
+            tier
+            for tier in self.slower
+            if tier.index not in self.out_of_service
+            and (allowed is None or tier.index in allowed)
+        ]
+
+    def is_from(self, key: ChunkKey, allowed: Collection[int]) -> bool:
+        """Return whether a tier in ``allowed`` has ``key``, or it was promoted from one."""
+        copy = self.ram.copies.get(key)
+        if copy is not None and copy.origin in allowed:
+            return True
+        tiers = (tier for tier in self.slower if tier.index in allowed)
+        return first_resident(tiers, key) is not None
+
+    def find_below(
+        self, keys: Sequence[ChunkKey], allowed: Collection[int] | None
+    ) -> tuple[list[ChunkCopy], list[int]]:
+        """Find ``keys`` in the slower tiers in service.
+
+        Args:
+            keys: Chunks.
+            allowed: Indices of the tiers to look in; None for all.
+
+        Returns:
+            A resident copy of each key that was found, and the index of its tier.
+        """
+        readable = self.readable(allowed)
+        if len(readable) == 1:
+            (tier,) = readable
+            copies = tier.resident(keys)
+            return copies, [tier.index] * len(copies)
+        found = [at for key in keys if (at := first_resident(readable, key)) is not None]
+        return [copy for _, copy in found], [tier.index for tier, _ in found]
+
+    def record_wanted(self, keys: Iterable[ChunkKey]) -> None:
+        """Record that ``keys`` were looked up, in every tier before the one that has each."""
+        if not self.tracks_reuse:
+            return
+        mask = self._sampling
+        for key in keys:
+            if key[SAMPLING_BYTE] & mask:
+                continue
+            for copies, gaps in self._tracked:
+                if key in copies:
+                    break
+                gaps.record_wanted(key)
+
+    # -- adding and removing copies ---------------------------------------------------------
+
+    def take_slots(
+        self, tier: TierState, keys: Sequence[ChunkKey]
+    ) -> tuple[list[int], list[ChunkKey]] | None:
+        """Do :meth:`TierState.take_slots` for ``keys`` and record the evictions.
+
+        Returns:
+            A slot for each key and the keys of the victims; None, and nothing changed, if too
+            few copies can be evicted.
+        """
+        count = len(keys)
+        if count > tier.available:
+            return None
+        if tier.eviction.tracks_misses:
+            for key in keys:
+                tier.eviction.on_miss(key, self.ctx)
+        taken = tier.take_slots(count, self.ctx)
+        if taken is not None and taken[1]:
+            self._record_evicted(tier, taken[1])
+        return taken
+
+    def evict_leaving(self, tier: TierState, run: Run) -> None:
+        """Do :meth:`TierState.evict_leaving` and record it."""
+        tier.evict_leaving(run)
+        self._record_evicted(tier, run.keys)
+
+    def publish(
+        self, tier: TierState, copies: Sequence[ChunkCopy], *, is_ordered: bool = False
+    ) -> None:
+        """Do :meth:`TierState.publish` and record it."""
+        if not copies:
+            return
+        tier.publish(copies, self.ctx, is_ordered=is_ordered)
+        if self.events.has_listener:
+            self.events.add(tier.index, [copy.key for copy in copies], removed=False)
+
+    def drop(self, tier: TierState, copy: ChunkCopy) -> None:
+        """Do :meth:`TierState.drop` and record it."""
+        if copy.state == _RESIDENT:
+            self.events.add(tier.index, (copy.key,), removed=True)
+        tier.drop(copy)
+
+    def drop_transient(self, copies: Sequence[ChunkCopy]) -> None:
+        """Drop the transient ones of ``copies`` in RAM that nothing pins."""
+        if self.ram.transient:
+            for copy in copies:
+                if copy.transient and not copy.pins and copy.state == _RESIDENT:
+                    self.drop(self.ram, copy)
+
+    def drop_corrupt(self, tier: TierState, copy: ChunkCopy) -> None:
+        """Count a copy of a slower tier whose bytes are wrong, and drop it."""
+        tier.counters.corrupt += 1
+        if copy.state == _RESIDENT:
+            self.corrupt.append((tier.index, copy.slot))
+            self.drop(tier, copy)
+
+    def take_corrupt(self) -> list[tuple[int, int]]:
+        """Return the corrupt slots since the last call."""
+        corrupt, self.corrupt = self.corrupt, []
+        return corrupt
+
+    def _record_evicted(self, tier: TierState, keys: Sequence[ChunkKey]) -> None:
+        if self.tracks_reuse:
+            tier.counters.followed += self.gaps[tier.index].record_evicted(keys)
+        if self.events.has_listener:
+            self.events.add(tier.index, keys, removed=True)
