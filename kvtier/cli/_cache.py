@@ -31,7 +31,7 @@ Only = Annotated[
 
 @cache.command()
 def stat(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
-    """Print what a store holds, its model and the engine that uses it.
+    """Print what a store holds and who uses it.
 
     Only reads, and may run beside an engine.
     """
@@ -120,9 +120,7 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     directory: Store,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            metavar="AGE", help="Remove chunks that were neither stored nor used for AGE, as in 7d."
-        ),
+        typer.Option(metavar="AGE", help="Remove chunks not stored or used for AGE, as in 7d."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all chunks.")] = False,
     namespace: Only = None,

@@ -77,15 +77,15 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     # Importing torch takes seconds, and only this command needs it.
     from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
 
-    ladder = resolve_rank_paths(load_config(config), rank=None)
+    settings = resolve_rank_paths(load_config(config), rank=None)
     loaded = read(trace, format_name, tokens_per_id)
     given = dict(parse_speed(text) for text in tier_speed or ())
     for name in given:
-        choice("--tier-speed", name, [tier.name for tier in ladder.tiers])
-        if name == ladder.ram.name:
+        choice("--tier-speed", name, [tier.name for tier in settings.tiers])
+        if name == settings.ram.name:
             problem = "copies between RAM and the KV memory are always measured"
             raise ConfigError(f"--tier-speed {name}: {problem}; leave it out")
-    _check_beside(ladder)
+    _check_beside(settings)
     options = ReplayOptions(
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         gpu_bytes=quantity("--gpu-memory", gpu_memory, parse_size),
@@ -93,10 +93,10 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         requests=requests,
         tokens_per_s=prefill_rate,
         output_tokens=output_tokens,
-        speeds=_measured(ladder, given) | given,
+        speeds=_measured(settings, given) | given,
     )
     with exit_on_signals(), show_progress("replaying") as progress:
-        result = replay_trace(loaded, ladder, options, progress=progress)
+        result = replay_trace(loaded, settings, options, progress=progress)
     if as_json:
         show_json(asdict(result) | {"apart": result.apart()} | loaded.reading())
         return
@@ -193,7 +193,7 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
     yield f"{counts.loaded_blocks:,} blocks loaded, every byte equal to the stored one"
     for count, what in (
         (counts.failed_loads, "loads failed and were computed"),
-        (sum(tier.failed_chunks for tier in result.tiers), "chunks failed to move between tiers"),
+        (sum(tier.failed_chunks for tier in result.tiers), "chunks not moved between tiers"),
         (result.preemptions, "preemptions"),
         (result.skipped_requests, "requests left out: too long for --gpu-memory"),
     ):

@@ -1,4 +1,4 @@
-"""``kvtier trace``: say what a trace is, convert it, or make one up."""
+"""``kvtier trace``: describe, convert and generate traces; files that commands write."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TokensPerId = Annotated[
         min=1,
         max=1 << 20,
         metavar="N",
-        help="Tokens of one chunk id; what the records say if left out.",
+        help="Tokens of one chunk id; by default those of the records.",
     ),
 ]
 Output = Annotated[
@@ -65,7 +65,7 @@ OutputFormat = Annotated[
 
 
 def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
-    """Read a trace as the command line names it; print its warnings on stderr.
+    """Read a trace; print its warnings on stderr.
 
     Raises:
         ConfigError: There is no such format.
@@ -79,7 +79,7 @@ def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
 
 
 def show_assumptions(trace: Trace) -> None:
-    """Print how ``trace`` was read."""
+    """Print the assumptions made when reading ``trace``."""
     show_line(make_console(), f"assumed for {trace.name}: {'; '.join(trace.assumed)}")
 
 
@@ -91,7 +91,7 @@ def info(
     tokens_per_id: TokensPerId = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what TRACE holds, and what an infinite cache would hit."""
+    """Print what TRACE holds, and what an infinite cache would hit."""
     loaded = read(trace, format_name, tokens_per_id)
     facts = describe(loaded)
     if as_json:
@@ -112,8 +112,8 @@ def convert(
 ) -> None:
     """Write TRACE in another format.
 
-    Chunks are renumbered as they appear. The formats keys and oracle lose which references
-    belong to one request.
+    Chunks are renumbered in order of appearance. The formats keys and oracle do not keep which
+    references belong to one request.
     """
     choice("--to", to, WRITERS)
     check_outputs({"--output": output}, [trace])
@@ -130,12 +130,12 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     *,
     output: Output,
     sessions: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sessions that begin.")
+        int, typer.Option(min=1, metavar="N", help="Number of sessions.")
     ] = 1000,
     per_s: Annotated[
         float,
         typer.Option(
-            min=1e-6, callback=finite, metavar="N", help="Sessions that begin per second."
+            min=1e-6, callback=finite, metavar="N", help="Sessions that start per second."
         ),
     ] = 1.0,
     chunk_tokens: Annotated[
@@ -144,10 +144,10 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal traces.")] = 0,
     to: OutputFormat = "mooncake",
 ) -> None:
-    """Make up the traffic of sessions that begin at random.
+    """Generate the traffic of sessions that start at random.
 
     WORKLOAD is chat (conversations), agents (long tool loops) or shared (prompts). The manual's
-    page on the command line has a table of what else is drawn, and from which distribution.
+    page on the command line lists the distributions.
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)
@@ -177,11 +177,11 @@ def _text(value: object) -> str:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:
-    """Make sure that the files can be written, and that nothing is lost by it.
+    """Check that output files can be written and replace no input.
 
     Args:
-        outputs: The files, by option; None where the option is not given.
-        traces: What the command reads.
+        outputs: The files by option; None if the option is not given.
+        traces: Files that the command reads.
 
     Raises:
         ConfigError: One cannot be written, is one of the traces, or is named twice.
@@ -230,12 +230,12 @@ def _obstacle(path: Path) -> str:
 
 
 def _is_one_file(path: Path, other: Path) -> bool:
-    """Return whether both name one file, through links or not; devices keep nothing."""
+    """Return whether both paths name one regular file, also through links."""
     try:
         if path.exists() and other.exists():
             return path.is_file() and path.samefile(other)
         return path.resolve() == other.resolve()
-    except OSError:  # the trace may not be looked at, which reading it says
+    except OSError:  # reading the trace reports it
         return False
 
 

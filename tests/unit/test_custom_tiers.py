@@ -243,7 +243,7 @@ class TestItsDirectory:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "chunks").write_bytes(bytes(1 << 20))
-        monkeypatch.setattr(BlockIo, "free_nbytes", lambda *_: (1 << 20) - 4096)
+        monkeypatch.setattr(base, "free_disk_nbytes", lambda _: (1 << 20) - 4096)
         (line,) = examine(config_of(FILE, f"path: {tmp_path}")).lines(Status.PROBLEM)
         assert line.startswith(
             "a.yaml:4: tiers[1].capacity = 2MiB: needs 2.00 MiB; the disk has "
@@ -254,7 +254,7 @@ class TestItsDirectory:
     ) -> None:
         found = StoreExamination(refusals=[Remark("path", "it is locked", "find the key")])
         monkeypatch.setattr(FileTier, "examine", classmethod(lambda *_: found))
-        (problem,) = examine_start(config_of(FILE, f"path: {tmp_path}"), {}).problems
+        (problem,) = examine(config_of(FILE, f"path: {tmp_path}")).lines(Status.PROBLEM)
         assert problem.startswith("a.yaml:5: tiers[1].path = ")
         assert problem.endswith(": it is locked; find the key")
 
@@ -262,8 +262,8 @@ class TestItsDirectory:
         (tmp_path / ("0" * 16)).mkdir()
         (tmp_path / ("0" * 16) / "slots.bin").write_bytes(bytes(4096))
         keys = [f"{name}: {tmp_path}" for name in ("path", "plan", "ledger")]
-        (warning,) = examine_start(config_of(FAULTY, *keys), {}).warnings
-        assert "looks like a cache of kvtier's" in warning
+        lines = examine(config_of(FAULTY, *keys)).lines(Status.WARNING)
+        assert any("looks like a cache of kvtier's" in line for line in lines)
 
     def test_a_directory_of_another_tier_is_refused(self, tmp_path: Path) -> None:
         nvme = f"- {{kind: nvme, path: {tmp_path}, capacity: 4MiB}}"
