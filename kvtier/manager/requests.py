@@ -8,7 +8,7 @@ from typing import ClassVar, Final, TypeAlias
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.runs import by_group
 from kvtier.policies import ChunkCopy
-from kvtier.policies.terms import RequestTerms
+from kvtier.policies.base import RequestTerms
 from kvtier.types import JobId
 
 __all__ = ["DEFERRED", "BudgetUse", "Phase", "RequestState"]

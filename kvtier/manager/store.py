@@ -21,7 +21,7 @@ from kvtier.manager.requests import RequestState
 from kvtier.manager.runs import Run, nearest_to_root
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import NO_TERMS
+from kvtier.policies.base import NO_TERMS
 
 __all__ = ["Storer"]
 

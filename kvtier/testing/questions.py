@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.keys import make_key
 from kvtier.policies import ChunkCopy, CopyState, PolicyContext
-from kvtier.policies.terms import session_terms
+from kvtier.policies.base import session_terms
 
 __all__ = ["Question", "make_copies", "make_questions"]
 

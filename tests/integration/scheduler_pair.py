@@ -54,6 +54,7 @@ class Reason(enum.StrEnum):
     """What kvtier's scheduler side does otherwise; the page on the connector explains each."""
 
     ENDS_IN_BLOCK = "a hit ends inside a block"
+    SHORT = "a hit is shorter than a chunk of the largest group"
     GONE = "a part of the chunk is gone"
     LAST_TOKEN = "the last token does not count"
     DROPPED = "vLLM drops a block of a window that was given out again, to whomever"
@@ -281,12 +282,14 @@ class PairedConnector(NotesConnector):
             return ours
         theirs = self.reference.get_num_new_matched_tokens(request, num_computed_tokens)
         if theirs != ours:
-            self.world.reasons[Reason.ENDS_IN_BLOCK] += 1
+            short = theirs[0] is not None and theirs[0] < self.world.setup.alignment_tokens
+            self.world.reasons[Reason.SHORT if short else Reason.ENDS_IN_BLOCK] += 1
             if theirs[0] is None:  # a longer one meets a load
                 assert self.world.has_windows, f"vLLM lets {request.request_id} wait"
                 return ours
             end = num_computed_tokens + theirs[0]
-            assert end % self.world.setup.alignment_tokens, f"{ours} instead of {theirs}"
+            aligned = end % self.world.setup.alignment_tokens == 0
+            assert short or not aligned, f"{ours} instead of {theirs}"
             assert ours[0] < theirs[0]
         return ours
 

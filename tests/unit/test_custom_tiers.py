@@ -32,7 +32,7 @@ from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
 from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier
-from kvtier.tiers import StorageTier, StoreExamination, TierContext
+from kvtier.tiers import StorageTier, StoreExamination, TierContext, base
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
 from kvtier.types import LayoutFingerprint

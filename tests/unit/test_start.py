@@ -104,6 +104,20 @@ def test_a_cache_that_was_not_used_for_keep_for_is_named_before_it_is_removed(
     assert "removing the cache of model some/model" in "".join(report.lines(Status.WARNING))
 
 
+def test_a_cache_that_the_next_start_would_empty_after_a_reset_does_not_refuse_another(
+    store: Store,
+) -> None:
+    store.start()
+    store.reset()
+    store.fill()
+    store.stop()
+    report = examine_start(config_of(store), OTHER)
+    assert report.problems == []
+    assert "(128 KiB with 0 chunks, used " in "".join(report.warnings)
+    assert store.start(model="another") == []
+    assert not store.directory.exists()
+
+
 def test_where_the_model_is_not_known_the_note_says_what_another_one_would_do(
     store: Store,
 ) -> None:

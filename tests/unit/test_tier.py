@@ -9,9 +9,8 @@ from typing import ClassVar, Literal
 from kvtier.keys import ChunkKey
 from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.policies.base import Evictable
+from kvtier.policies.base import Evictable, RequestTerms
 from kvtier.policies.eviction import Lru
-from kvtier.policies.terms import RequestTerms
 from kvtier.testing.purity import contents_of
 from tests.support.workbench import prefix
 
