@@ -111,9 +111,9 @@ def test_a_cache_that_the_next_start_would_empty_after_a_reset_does_not_refuse_a
     store.reset()
     store.fill()
     store.stop()
-    report = examine_start(config_of(store), OTHER)
-    assert report.problems == []
-    assert "(128 KiB with 0 chunks, used " in "".join(report.warnings)
+    report = of_stores(config_of(store), OTHER)
+    assert report.lines(Status.PROBLEM) == []
+    assert "(128 KiB with 0 chunks, used " in "".join(report.lines(Status.WARNING))
     assert store.start(model="another") == []
     assert not store.directory.exists()
 
