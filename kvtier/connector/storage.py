@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from kvtier.config import KvtierConfig
-from kvtier.connector.report.observer import Observer, Positions, build_observer
-from kvtier.connector.report.statistics import StoreInfo
+from kvtier.connector.figures import StoreInfo
+from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.connector.pace import StepClock
-from kvtier.manager import prompt_tokens
+from kvtier.connector.timing import StepClock
+from kvtier.manager.estimates import prompt_tokens
 
 
 class Played:

@@ -1,22 +1,30 @@
-"""The RAM tier's memory, which the workers of an engine and its scheduler share."""
+"""Opens the memory and the tiers of one engine, in its workers and in its scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.connector.observer import Positions
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import open_storage
 from kvtier.errors import UnsupportedError
+from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.transfer import bounce_slots_for
-from kvtier.vllm.compat.engine import EngineFacts
+from kvtier.vllm.engine import EngineFacts
+from kvtier.vllm.identity import fingerprint
 from kvtier.vllm.pages import SlotShape
 
-__all__ = ["MEET_TIMEOUT_S", "offer_region", "require_same_file"]
+__all__ = ["offer_region", "open_cache", "require_same_file"]
 
-MEET_TIMEOUT_S = 600.0
+_MEET_TIMEOUT_S: Final = 600.0
 """How long the processes of one engine wait for each other; loading weights comes before it."""
 
-_OFFER_TIMEOUT_S = 24 * 3600.0
-"""How long the first worker offers its memory. vLLM makes the scheduler when all workers have
-warmed up, which has no bound; if it makes none, the worker is ended."""
+_OFFER_TIMEOUT_S: Final = 24 * 3600.0
+"""How long the first worker offers its memory. vLLM builds the scheduler after the workers'
+warm-up, which has no bound. If vLLM fails, it ends the worker."""
 
 
 def offer_region(
@@ -35,7 +43,7 @@ def offer_region(
     """
     geometry = _geometry(engine, settings, shape, content=content)
     if engine.rank:
-        return HostRegion.attach(engine.engine_id, geometry, timeout_s=MEET_TIMEOUT_S)
+        return HostRegion.attach(engine.engine_id, geometry, timeout_s=_MEET_TIMEOUT_S)
     return HostRegion.create(
         engine.engine_id,
         geometry,
@@ -79,4 +87,48 @@ def _geometry(
         is_portable=shape.is_portable,
         content=content,
         bounce_slots=bounce_slots_for(settings, size),
+    )
+
+
+def open_cache(
+    engine: EngineFacts,
+    settings: KvtierConfig,
+    groups: Sequence[GroupReach],
+    positions: Positions | None = None,
+) -> CacheService:
+    """Attach to the workers' memory and open the tiers, in the scheduler's process.
+
+    Args:
+        engine: The engine.
+        settings: kvtier's configuration.
+        groups: What each KV cache group needs of a prefix.
+        positions: Returns a request's chunks and the token each ends before; None if the entry
+            point does not know them.
+
+    Raises:
+        UnsupportedError: The workers read another configuration.
+        StoreLockedError: Another engine has a tier's store.
+    """
+    # The workers chose the region's shape: only they know how the KV memory is laid out.
+    region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
+    try:
+        require_same_file(region.geometry, engine, settings)
+        storage = open_storage(
+            settings,
+            region,
+            fingerprint(engine, settings, region.geometry),
+            tokens_per_chunk=engine.chunk_tokens,
+            groups=groups,
+            counting_group=engine.counting_group,
+            record_events=engine.records_events,
+            positions=positions,
+        )
+    except BaseException:
+        region.close()
+        raise
+    return CacheService(
+        storage,
+        tokens_per_chunk=engine.chunk_tokens,
+        retain_s=settings.placement.retain_s or 0.0,
+        close_timeout_s=settings.transfer.close_timeout_s,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.vllm.compat.meaning import kv_meaning
+from kvtier.vllm.content import kv_meaning
 from tests.unit.vllm_modules import model_settings
 
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

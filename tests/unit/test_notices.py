@@ -1,4 +1,4 @@
-"""The message that says why what is there was computed."""
+"""The notices to the operator: a tier that does not keep up, and loads that were skipped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,45 @@ import logging
 
 import pytest
 
-from kvtier.connector.report.worth_log import WorthLog
+from kvtier.connector.notices import Notices
 from kvtier.manager import CostModel
 from kvtier.types import Outcome, TransferResult
+
+
+@pytest.fixture
+def log() -> Notices:
+    return Notices(["ram", "nvme"], 512 << 10)
+
+
+def test_the_first_drop_is_told_at_once(log: Notices, caplog: pytest.LogCaptureFixture) -> None:
+    log.log_dropped([0, 0], 5.0)
+    assert not caplog.records
+    log.log_dropped([0, 3], 6.0)
+    [record] = caplog.records
+    assert "tier nvme does not keep up: 3 new chunks (1.50 MiB)" in record.getMessage()
+
+
+def test_later_drops_are_added_up_and_told_once_a_minute(
+    log: Notices, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.log_dropped([0, 3], 0.0)
+    for second in range(1, 60):
+        log.log_dropped([0, 3 + second], float(second))
+    assert len(caplog.records) == 1
+    log.log_dropped([0, 63], 60.0)
+    assert "60 new chunks" in caplog.records[1].getMessage()
+    log.log_dropped([0, 63], 120.0)
+    assert len(caplog.records) == 2
+
+
+def test_what_ram_refuses_is_told_in_its_own_words_and_by_itself(
+    log: Notices, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.log_dropped([2, 3], 0.0)
+    ram, nvme = (record.getMessage() for record in caplog.records)
+    assert "tier ram is full of chunks that wait for a slower tier" in ram
+    assert "2 new chunks (1.00 MiB) were not stored at all" in ram
+    assert "tier nvme does not keep up" in nvme
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +70,11 @@ def slow_disk() -> CostModel:
 def test_the_latest_decision_is_explained_with_its_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log, cost_model = WorthLog(["ram", "nvme"]), slow_disk()
-    log.note(cost_model, 0.0)
+    log, cost_model = Notices(["ram", "nvme"], 4096), slow_disk()
+    log.log_skipped(cost_model, 0.0)
     assert not caplog.records
     skipped(cost_model, 10)
-    log.note(cost_model, 1.0)
+    log.log_skipped(cost_model, 1.0)
     (record,) = caplog.records
     assert record.getMessage() == (
         "10 chunks were computed although they are stored since the last such message. The "
@@ -51,11 +87,11 @@ def test_the_latest_decision_is_explained_with_its_numbers(
 def test_later_ones_are_added_up_and_told_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log, cost_model = WorthLog(["ram", "nvme"]), slow_disk()
+    log, cost_model = Notices(["ram", "nvme"], 4096), slow_disk()
     for second in range(1, 62):
         skipped(cost_model, 2)
-        log.note(cost_model, float(second))
-        log.note(cost_model, float(second))
+        log.log_skipped(cost_model, float(second))
+        log.log_skipped(cost_model, float(second))
     assert [record.getMessage().split()[0] for record in caplog.records] == ["2", "120"]
 
 
@@ -69,7 +105,7 @@ def patient_engine() -> CostModel:
 def told(cost_model: CostModel, chunks: int, caplog: pytest.LogCaptureFixture) -> str:
     """Return why, as it is told, the last of ``chunks`` chunks are not loaded."""
     skipped(cost_model, chunks)
-    WorthLog(["ram", "nvme"]).note(cost_model, 0.0)
+    Notices(["ram", "nvme"], 4096).log_skipped(cost_model, 0.0)
     return caplog.records[-1].getMessage().partition("because ")[2].partition(":")[0]
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.config import KvtierConfig
-from kvtier.connector.context import RequestContext
-from kvtier.connector.report.statistics import ShadowFigures
+from kvtier.connector.figures import ShadowFigures
+from kvtier.connector.protocols import RequestContext
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, group_filter
 from kvtier.policies.shadow import ShadowTier
@@ -101,6 +101,7 @@ class Observer:
                 policy=ghost.policy,
                 asked_chunks=ghost.references,
                 hit_chunks=ghost.hits,
+                hit_ratio=ghost.hits / max(ghost.references, 1),
             )
             for name, tier in self._shadows
             for ghost in tier.figures()

@@ -10,8 +10,9 @@ import pytest
 
 from kvtier.config import KvtierConfig, parse_config
 from kvtier.memory import RegionGeometry
-from kvtier.vllm.compat.engine import EngineFacts
-from kvtier.vllm.layout import fingerprint, warn_of_weak_hashes
+from kvtier.vllm.engine import EngineFacts
+from kvtier.vllm.identity import fingerprint
+from kvtier.vllm.refusals import warn_of_weak_hashes
 from tests.unit.warned import warnings_in
 
 GEOMETRY = RegionGeometry(slots=4, slot_nbytes=4096, stripe_nbytes=4096, stripes=1, ranks=1)
@@ -207,7 +208,7 @@ def test_weights_that_cannot_be_read_are_known_by_size_and_date(
     def refuse(*_: object) -> int:
         raise PermissionError(13, "refused")
 
-    monkeypatch.setattr("kvtier.vllm.model_files.os.open", refuse)
+    monkeypatch.setattr("kvtier.vllm.identity.os.open", refuse)
     first = namespace(model, config)
     assert first == namespace(model, config) != readable
     put(model / "original" / "consolidated.00.pth", b"1", date_s=1)
