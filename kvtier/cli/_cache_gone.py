@@ -1,57 +1,41 @@
-"""Why a chunk is gone: what ``kvtier cache explain`` makes of the trail."""
+"""Why a chunk is gone: how ``kvtier cache explain`` reads the removal log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.cli._cache_render import Explanation
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.checksum import hash_key
-from kvtier.tiers.slab.trail import Departure, Reason, find_hash, find_marks
+from kvtier.tiers.slab.removals import Removal, RemovalReason, find_marks
 
 __all__ = ["explain_absence"]
 
 
 def explain_absence(
-    answer: Explanation, pattern: KeyPattern, trail: Sequence[Departure]
+    answer: Explanation, pattern: KeyPattern, removals: Sequence[Removal]
 ) -> None:
-    """Enter into ``answer`` why what is meant is not there.
+    """Enter into ``answer`` why the chunk that ``pattern`` names was removed.
 
     Args:
-        answer: Of the namespace whose trail this is.
-        pattern: What is meant.
-        trail: Newest first.
+        answer: The explanation for the namespace of this removal log.
+        pattern: The chunk's key.
+        removals: The removal log, newest first.
 
     Raises:
-        ConfigError: Several keys are meant.
+        ConfigError: Several keys match.
     """
-    left = _find(pattern, trail, answer)
-    if left is not None:
-        answer.left_at, answer.reason = left.at, left.reason
-    answer.trail_begins_at = trail[-1].at if trail else 0
-    answer.damaged_at = _newest(trail, lambda row: row.reason == Reason.DAMAGED.value)
-    answer.whole_keys_until = _newest(trail, lambda row: bool(row.key_marks) and not row.marked)
-
-
-def _find(
-    pattern: KeyPattern, trail: Sequence[Departure], answer: Explanation
-) -> Departure | None:
     marks = pattern.of_marks()
-    found = find_marks(trail, marks)
+    found = find_marks(removals, marks)
     if len(found) > 1:
         some = ", ".join(sorted(map(marks.short_of, found))[:3])
         raise ConfigError(
             f"the keys of {len(found)} chunks that are gone begin with {pattern.digits}: "
             f"{some}; give one of them"
         )
-    for mark, left in found.items():
+    for mark, removal in found.items():
         answer.short_key = marks.short_of(mark)
-        return left
-    whole_key = pattern.whole_key()
-    return None if whole_key is None else find_hash(trail, hash_key(whole_key))
-
-
-def _newest(trail: Sequence[Departure], wanted: Callable[[Departure], bool]) -> int:
-    """Return when the newest of ``trail`` that is ``wanted`` was; 0 if none is."""
-    return next((row.at for row in trail if wanted(row)), 0)
+        answer.left_at, answer.reason = removal.at, removal.reason
+    answer.removal_log_begins_at = removals[-1].at if removals else 0
+    damaged = RemovalReason.DAMAGED.value
+    answer.damaged_at = next((row.at for row in removals if row.reason == damaged), 0)

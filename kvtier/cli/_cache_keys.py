@@ -12,10 +12,9 @@ from kvtier.keys import (
     GROUP_NBYTES,
     ChunkKey,
     group_of,
-    make_key,
     strip_adapter,
 )
-from kvtier.tiers.slab.trail import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
+from kvtier.tiers.slab.removals import LIKELY_GROUPS, MARKED_NBYTES, MarkPattern
 
 __all__ = ["KeyPattern"]
 
@@ -66,7 +65,7 @@ class KeyPattern:
         return begins and self.group in {None, group_of(key)}
 
     def of_marks(self) -> MarkPattern:
-        """Return what is meant in the trail, which has no keys.
+        """Return the pattern for the removal log, which has marks and no keys.
 
         A key that is written whole ends in its group. Of block hashes that are not, one in 16
         million ends like a group, and is taken for a key.
@@ -76,10 +75,3 @@ class KeyPattern:
             last = int(digits[-2 * GROUP_NBYTES :], 16)
             group = last if last < LIKELY_GROUPS else None
         return MarkPattern(digits, group)
-
-    def whole_key(self) -> ChunkKey | None:
-        """Return the key that is meant if nothing is left out; None if something must be."""
-        if len(self.digits) % 2:
-            return None
-        written = bytes.fromhex(self.digits)
-        return written if self.group is None else make_key(written, self.group)

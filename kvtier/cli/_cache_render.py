@@ -85,7 +85,7 @@ class Report:
             "hits": totals and totals.hits,
             "oldest_at": (totals and totals.oldest_at) or None,
             "newest_at": (totals and totals.newest_at) or None,
-            "departures": totals and totals.departures,
+            "removals": totals and totals.removals,
             **_doubt_document(self.reset_at),
             "problem": self.problem or None,
         }
@@ -131,9 +131,8 @@ class Explanation:
     short_key: str = ""
     left_at: int = 0
     reason: str = ""
-    trail_begins_at: int = 0
+    removal_log_begins_at: int = 0
     damaged_at: int = 0
-    whole_keys_until: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the explanation as plain values."""
@@ -151,9 +150,8 @@ class Explanation:
             "short_key": self.short_key or None,
             "reason": self.reason or None,
             "left_at": self.left_at or None,
-            "trail_begins_at": self.trail_begins_at or None,
+            "removal_log_begins_at": self.removal_log_begins_at or None,
             "index_damaged_at": self.damaged_at or None,
-            "whole_keys_only_until": self.whole_keys_until or None,
         }
 
 
@@ -316,7 +314,7 @@ def _report_lines(report: Report) -> dict[str, str]:
         if totals.newest_at:
             lines["stored"] = f"{_time(totals.oldest_at)} to {_time(totals.newest_at)} UTC"
         lines["hits"] = f"{totals.hits:,} by the chunks there now"
-        lines["left lately"] = _counts(totals.departures) or "nothing"
+        lines["removed lately"] = _counts(totals.removals) or "nothing"
     lines |= _doubt_lines(report.reset_at)
     if report.problem:
         lines["problem"] = report.problem
@@ -360,18 +358,13 @@ def _absence_lines(answer: Explanation) -> dict[str, str]:
             "gone": _REASONS.get(answer.reason, answer.reason),
             "since": f"{_time(answer.left_at)} UTC",
         }
-    lines = {"gone": "never seen, or so long ago that the trail has forgotten"}
-    if answer.trail_begins_at:
-        lines["trail"] = f"begins at {_time(answer.trail_begins_at)} UTC"
+    lines = {"gone": "never stored, or removed before the log begins"}
+    if answer.removal_log_begins_at:
+        lines["removal log"] = f"begins at {_time(answer.removal_log_begins_at)} UTC"
     if answer.damaged_at:
         lines["note"] = (
             f"at {_time(answer.damaged_at)} UTC an index that could not be read was set aside; "
             "what it held is not known"
-        )
-    if answer.whole_keys_until:
-        lines["hint"] = (
-            f"what left up to {_time(answer.whole_keys_until)} UTC is found by its whole key "
-            "only: an older kvtier noted it"
         )
     return lines
 

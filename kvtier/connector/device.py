@@ -14,7 +14,7 @@ from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.memory.copy import BlockCopier, plan_copy
 from kvtier.memory.slot_layout import RankShare
-from kvtier.memory.threads import compute_alone
+from kvtier.memory.streams import use_one_torch_thread
 from kvtier.os.iopool import IoPool
 from kvtier.transfer import EngineLimits, TransferEngine
 from kvtier.transfer.device import DeviceLoad, DeviceStore, LoadRequest, StoreRequest
@@ -99,7 +99,7 @@ class DeviceEngine:
         self._close_timeout_s = close_timeout_s
         self._copier = BlockCopier(kv, region, share=share, blocks_per_chunk=blocks_per_chunk)
         # One thread: copies share a link, and a block stored and loaded again keeps its order.
-        self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=compute_alone)
+        self._pool = IoPool(1, name=f"kvtier-copy-{rank}", prepare=use_one_torch_thread)
         control = region.control
         self._store = DeviceStore(self._copier, control, rank=rank, pool=self._pool)
         self._load = DeviceLoad(self._copier, control, rank=rank, pool=self._pool)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from kvtier.connector.context import RequestContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.protocols import EngineRequest
+from kvtier.connector.protocols import EngineRequest, RequestContext
 from kvtier.errors import UnsupportedError
 from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.hits import Prompt
@@ -23,7 +22,7 @@ NameChunk = Callable[[ChunkKey], ChunkKey]
 class TrackedRequest:
     """One request from its arrival until its last job is acknowledged.
 
-    It is the :class:`~kvtier.connector.context.RequestContext` that the cache sees.
+    It is the :class:`~kvtier.connector.protocols.RequestContext` that the cache sees.
 
     Attributes:
         request: The engine's own object.

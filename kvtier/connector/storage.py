@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from kvtier.config import KvtierConfig
-from kvtier.connector.report.observer import Observer, Positions, build_observer
-from kvtier.connector.report.statistics import StoreInfo
+from kvtier.connector.figures import StoreInfo
+from kvtier.connector.observer import Observer, Positions, build_observer
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.logs import get_logger
 from kvtier.manager import TieredOffloadingManager
@@ -19,16 +19,16 @@ from kvtier.manager.build import build_manager, build_tiers
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion
 from kvtier.os.iopool import IoPool, start_thread
-from kvtier.os.memory import bulk_loading
+from kvtier.os.memory import paused_garbage_collection
 from kvtier.recording import Recorder
 from kvtier.tiers.base import StorageTier, TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier
 from kvtier.transfer import (
     BetweenTiers,
+    BounceBuffer,
     EngineLimits,
     FromTier,
-    Relay,
     Route,
     ToTier,
     TransferEngine,
@@ -179,8 +179,8 @@ def _routes(
     for tier in tiers:
         routes[ram, tier.name] = ToTier(region, tier)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
-    if slots := region.geometry.relay:
-        relay = Relay(region, slots)
+    if slots := region.geometry.bounce_range:
+        relay = BounceBuffer(region, slots)
         for upper, lower in combinations(tiers, 2):
             routes[upper.name, lower.name] = BetweenTiers(upper, lower, relay)
     return routes
@@ -243,7 +243,7 @@ def _recover(
     recovered: dict[str, int] = {}
     # The slowest first: what only one tier has is owed to the next before it is evicted.
     for number, tier in reversed(list(enumerate(tiers, start=1))):
-        with bulk_loading():
+        with paused_garbage_collection():
             chunks = manager.recover(number, tier.recovered())
         recovered[tier.name] = chunks
         logger.info(

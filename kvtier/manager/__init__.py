@@ -35,7 +35,7 @@ from kvtier.manager.plans import (
 )
 from kvtier.manager.tier import TierState
 from kvtier.manager.tiered import TieredOffloadingManager
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms
 
 __all__ = [
     "NO_TERMS",

@@ -21,7 +21,7 @@ from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.runs import by_group
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import RequestTerms
+from kvtier.policies.base import RequestTerms
 from kvtier.types import JobId
 
 __all__ = ["DEFERRED", "Grants", "Phase", "RequestState"]

@@ -20,7 +20,7 @@ from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
 from kvtier.manager.runs import Run, nearest_to_root
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
-from kvtier.policies.terms import NO_TERMS
+from kvtier.policies.base import NO_TERMS
 
 __all__ = ["Storer"]
 

@@ -16,9 +16,7 @@ from kvtier.manager.plans import TierCounters, TierSnapshot
 from kvtier.manager.runs import Run, prompt_order, split_prompts
 from kvtier.manager.slots import SlotAllocator
 from kvtier.policies import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
-from kvtier.policies.base import is_idle, is_unpinned
-from kvtier.policies.leaves import is_unpinned_leaf
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms, is_idle, is_unpinned, is_unpinned_leaf
 
 __all__ = ["TierState"]
 

@@ -14,7 +14,7 @@ from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
 from kvtier.manager.runs import Run
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
-from kvtier.policies.terms import RequestTerms
+from kvtier.policies.base import RequestTerms
 
 __all__ = ["TierStack", "first_resident"]
 

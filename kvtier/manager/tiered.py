@@ -39,7 +39,7 @@ from kvtier.manager.store import Storer
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, Placement
-from kvtier.policies.terms import NO_TERMS, RequestTerms
+from kvtier.policies.base import NO_TERMS, RequestTerms
 from kvtier.types import Job, JobId, Outcome, Purpose, TransferResult
 
 __all__ = ["TieredOffloadingManager"]

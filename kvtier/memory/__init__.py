@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from kvtier.memory.control import ControlBlock
 from kvtier.memory.host_region import HostRegion
-from kvtier.memory.region_geometry import RegionGeometry
+from kvtier.memory.slot_layout import RegionGeometry
 
 __all__ = ["ControlBlock", "HostRegion", "RegionGeometry"]

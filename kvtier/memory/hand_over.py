@@ -28,9 +28,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvtier.errors import UnsupportedError
-from kvtier.memory.region_geometry import RegionGeometry
+from kvtier.memory.slot_layout import RegionGeometry
 from kvtier.os.iopool import start_thread
-from kvtier.os.ownership import find_stranger
+from kvtier.os.ownership import find_foreign_owner
 
 __all__ = ["Listener", "RegionServer", "receive_region"]
 
@@ -200,7 +200,7 @@ def _socket_path(name: str) -> Path:
     directory = Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        stranger = find_stranger([directory])
+        stranger = find_foreign_owner([directory])
         if not stranger:
             directory.chmod(0o700)
     except OSError as error:

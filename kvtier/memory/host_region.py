@@ -13,7 +13,7 @@ slower tiers, and both are different processes. The memory is an anonymous file
 * It is in no core dump, for it is made from the prompts of users.
 
 The first worker creates the region and serves it until everybody else has it; the others
-attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then ``relay_slots`` more that are no
+attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then ``bounce_slots`` more that are no
 part of the RAM tier, then the :class:`~kvtier.memory.control.ControlBlock`.
 """
 
@@ -29,7 +29,7 @@ from kvtier.errors import CapacityError
 from kvtier.memory.backing import HugePages, create_memory
 from kvtier.memory.control import ControlBlock
 from kvtier.memory.hand_over import Listener, RegionServer, receive_region
-from kvtier.memory.region_geometry import RegionGeometry
+from kvtier.memory.slot_layout import RegionGeometry
 from kvtier.os.memory import PageMapper, map_shared
 from kvtier.types import SharedMemory
 

@@ -35,8 +35,17 @@ from itertools import pairwise
 from typing import Final, Protocol
 
 from kvtier.errors import UnsupportedError
+from kvtier.memory.control import ControlBlock
 
-__all__ = ["STRIPES", "CopyRun", "PageMapping", "RankShare", "shard_of", "share_pages"]
+__all__ = [
+    "STRIPES",
+    "CopyRun",
+    "PageMapping",
+    "RankShare",
+    "RegionGeometry",
+    "shard_of",
+    "share_pages",
+]
 
 STRIPES: Final = 8
 """Stripes of a slot whose bytes do not depend on the number of ranks."""
@@ -82,6 +91,51 @@ class PageMapping(Protocol):
     def writer_index(self) -> int: ...  # noqa: D102
     @property
     def parallelism_agnostic(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGeometry:
+    """Shape of a host region; every process of an engine must use an equal one.
+
+    Attributes:
+        slots: Slots of the RAM tier.
+        slot_nbytes: Bytes of one slot, a multiple of the page size.
+        stripe_nbytes: Bytes of one stripe of a slot; stripe s begins at ``s * stripe_nbytes``.
+        stripes: Stripes of a slot; a :class:`RankShare` says which ones a rank has.
+        ranks: Workers of the engine.
+        is_portable: Whether a slot's bytes mean the same to an engine with other ranks.
+        content: Description of the bytes by the worker.
+        bounce_slots: Bounce slots for moves between storage tiers, after the RAM tier's slots.
+    """
+
+    slots: int
+    slot_nbytes: int
+    stripe_nbytes: int
+    stripes: int
+    ranks: int
+    is_portable: bool = False
+    content: str = ""
+    bounce_slots: int = 0
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of the RAM tier's slots."""
+        return self.slots * self.slot_nbytes
+
+    @property
+    def bounce_range(self) -> range:
+        """Numbers of the bounce slots."""
+        return range(self.slots, self.slots + self.bounce_slots)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of all slots, which a tier's process reads and writes."""
+        return self.payload_nbytes + self.bounce_slots * self.slot_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole region, control block included."""
+        return self.shared_nbytes + ControlBlock.nbytes(self.slots, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,39 @@
-"""Where copies run, and what they must come after.
+"""Copy streams: where copies run, and which point in the compute stream they must follow.
 
-On a GPU a copy runs on a stream of its own, after a mark in the engine's compute stream, and is
-waited for by the thread that asked. On a CPU the engine's thread has finished by the time it
-submits, so there is nothing to order.
+On a GPU a copy runs on a stream of its own, after a fence in the engine's compute stream. The
+thread that asked for the copy waits for it. On a CPU the engine's thread has finished before it
+submits, so nothing needs ordering.
+
+**One torch thread.** torch spreads an operation over OpenMP threads, and every calling thread
+gets a team of its own. Two teams have more threads than the machine has processors, and GNU's
+OpenMP then lets no team spin: each of the model's few hundred parallel loops per step sleeps
+and wakes, which made steps of a small model half as long again. One thread is enough for a
+copy, because memory limits it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch._C import set_num_threads  # vLLM replaces torch's own name for it on CPUs
 from typing_extensions import override
 
 from kvtier.errors import UnsupportedError
+from kvtier.os.iopool import start_thread
 
-__all__ = ["CopyStream", "CudaStream", "Fence", "HostStream", "open_stream"]
+__all__ = [
+    "CopyStream",
+    "CudaStream",
+    "Fence",
+    "HostStream",
+    "open_stream",
+    "use_one_torch_thread",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +44,30 @@ class Fence:
 
 
 class CopyStream(ABC):
-    """Runs copies of one rank."""
+    """Runs the copies of one rank."""
 
     @abstractmethod
     def mark(self) -> Fence | None:
         """Return the current point of the compute stream; called on the engine's thread.
 
-        A store reads what the forward pass just wrote, a load overwrites blocks that the
-        engine may still be clearing: both must come after it.
+        Copies must follow it: a store reads blocks that the forward pass has just written, and
+        a load overwrites blocks that the engine may still be clearing.
         """
 
     @abstractmethod
     def after(self, fence: Fence | None) -> contextlib.AbstractContextManager[None]:
-        """Run the copies in the body after ``fence``; leaving it waits until they are done.
+        """Run the copies in the body after ``fence``; leaving the body waits for them.
 
         The calling thread copies for this device only.
         """
 
     @abstractmethod
     def beside(self) -> CopyStream:
-        """Return a stream whose copies run at the same time as this one's, in other threads."""
+        """Return another stream, for copies in other threads at the same time."""
 
     @abstractmethod
     def close(self) -> None:
-        """Unpin what was pinned. Idempotent."""
+        """Unpin the host memory. Idempotent."""
 
 
 class HostStream(CopyStream):
@@ -79,7 +95,7 @@ class CudaStream(CopyStream):
 
     Args:
         device: The CUDA device.
-        host: The host memory, page-locked here; None if somebody else does that.
+        host: The host memory, page-locked here; None if another stream page-locked it.
 
     Raises:
         UnsupportedError: The driver refuses to page-lock it.
@@ -99,8 +115,8 @@ class CudaStream(CopyStream):
     @override
     @contextlib.contextmanager
     def after(self, fence: Fence | None) -> Iterator[None]:
-        # A thread begins on the first device. Leaving the stream would return there and give
-        # this process a context on it: memory of a GPU that is another rank's.
+        # A thread begins on the first device. Leaving the stream would return there and create
+        # a context, which takes memory of another rank's GPU.
         torch.cuda.set_device(self._device)
         try:
             with torch.cuda.stream(self._stream):
@@ -108,7 +124,7 @@ class CudaStream(CopyStream):
                     self._stream.wait_event(fence.event)
                 yield
         finally:
-            # Also when the body raised: what it queued may still touch the caller's buffers.
+            # Also if the body raised: queued copies may still touch the caller's buffers.
             self._stream.synchronize()
 
     @override
@@ -145,3 +161,16 @@ def _pin(host: torch.Tensor) -> int:
             "(ulimit -l unlimited) or lower tiers[0].capacity"
         )
     return address
+
+
+def use_one_torch_thread() -> None:
+    """Limit torch operations of the calling thread to one thread.
+
+    The limit is the thread's own, but torch also applies it to threads that have not computed
+    yet. So another thread restores the old limit for those.
+    """
+    others = torch.get_num_threads()
+    set_num_threads(1)
+    restore = threading.Thread(target=set_num_threads, args=(others,), name="kvtier-restore")
+    start_thread(restore)
+    restore.join()

@@ -1,16 +1,25 @@
-"""What the kernel says of memory, and of the limits on what this process may take of it."""
+"""Limits of the machine: free memory, control groups, huge pages, free disk room."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["HugePagePool", "MemoryLimit", "huge_page_pool", "memory_limits", "words_of"]
+__all__ = [
+    "HugePagePool",
+    "MemoryLimit",
+    "allocated_nbytes",
+    "free_disk_nbytes",
+    "huge_page_pool",
+    "memory_limits",
+    "read_kernel_text",
+]
 
 _NO_LIMIT: Final = 1 << 60
-"""Control groups of version 1 say "unlimited" with a number near 2**63."""
+"""Control groups of version 1 write a number near 2**63 for "unlimited"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +27,8 @@ class MemoryLimit:
     """A limit on memory.
 
     Attributes:
-        name: What limits.
-        free_bytes: What it leaves.
+        name: Name of the limit.
+        free_bytes: Bytes that it leaves free.
     """
 
     name: str
@@ -28,12 +37,12 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class HugePagePool:
-    """The kernel's reserve of huge pages of the usual size.
+    """The kernel's pool of huge pages of the default size.
 
     Attributes:
-        page_nbytes: Size of one; 0 on a kernel without them.
+        page_nbytes: Bytes of one page; 0 on a kernel without huge pages.
         total: Pages in the pool.
-        free: Pages that nobody has and nobody was promised.
+        free: Pages that are neither in use nor reserved.
     """
 
     page_nbytes: int
@@ -45,12 +54,12 @@ class HugePagePool:
         return -(-nbytes // self.page_nbytes) if self.page_nbytes else 0
 
     def holds(self, nbytes: int) -> bool:
-        """Return whether there are enough for ``nbytes``."""
+        """Return whether the pool has enough free pages for ``nbytes``."""
         return 0 < self.needed(nbytes) <= self.free
 
 
 def memory_limits(proc: Path, sys: Path) -> list[MemoryLimit]:
-    """Return the limits that are in force on memory, the control groups' included.
+    """Return the memory limits of this process, including those of control groups.
 
     Args:
         proc: Where procfs is mounted.
@@ -73,17 +82,43 @@ def huge_page_pool(proc: Path) -> HugePagePool:
     )
 
 
-def words_of(path: Path) -> str:
-    """Return what the kernel says in the short file ``path``; empty if it is not there."""
+def read_kernel_text(path: Path) -> str:
+    """Return the stripped text of a short kernel file; empty if it is absent."""
     try:
         return path.read_text("ascii", "replace").strip()
     except OSError:
         return ""
 
 
+def allocated_nbytes(directory: Path) -> int:
+    """Return the bytes that the files below ``directory`` take on their disk."""
+
+    def allocated(path: Path) -> int:
+        try:
+            return path.lstat().st_blocks * 512
+        except OSError:  # removed meanwhile, or not readable for this user
+            return 0
+
+    return sum(
+        allocated(Path(parent, name))
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
+    )
+
+
+def free_disk_nbytes(directory: Path) -> int | None:
+    """Return the bytes that this process may still allocate; None if the disk does not count.
+
+    Raises:
+        OSError: The file system failed.
+    """
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
 def _meminfo(proc: Path) -> dict[str, int]:
-    """Return the figures of /proc/meminfo as they stand there, most of them in KiB."""
-    lines = words_of(proc / "meminfo").splitlines()
+    """Return the numbers of /proc/meminfo, most of them in KiB."""
+    lines = read_kernel_text(proc / "meminfo").splitlines()
     parts = (line.partition(":") for line in lines)
     return {name: int(rest.split()[0]) for name, _, rest in parts}
 
@@ -95,13 +130,13 @@ def _available(proc: Path) -> Iterator[MemoryLimit]:
 
 
 def _group_limits(proc: Path, mounted: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's control groups and of those around them.
+    """Yield the limits of this process's control groups and of their parents.
 
-    Inside a container the path that the kernel names is often the host's, and what is mounted
-    is the container's own group: paths that are not there are skipped, the root is not.
-    Pages of files are free, for the kernel would drop them.
+    Inside a container the kernel often names the host's path while the container's own group
+    is mounted. So missing paths are skipped, but the root is read. File pages count as free,
+    because the kernel can drop them.
     """
-    for line in words_of(proc / "self/cgroup").splitlines():
+    for line in read_kernel_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from _limits(mounted, path, "memory.max", "memory.current")
@@ -113,7 +148,10 @@ def _group_limits(proc: Path, mounted: Path) -> Iterator[MemoryLimit]:
 def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLimit]:
     inner = Path(path.lstrip("/"))
     for group in dict.fromkeys((inner, *inner.parents)):
-        most, used = words_of(root / group / limit), words_of(root / group / usage)
+        most, used = (
+            read_kernel_text(root / group / limit),
+            read_kernel_text(root / group / usage),
+        )
         if most.isdecimal() and used.isdecimal() and int(most) < _NO_LIMIT:
             name = f"the control group's {limit}"
             free = int(most) - int(used) + _droppable_nbytes(root / group / "memory.stat")
@@ -121,7 +159,7 @@ def _limits(root: Path, path: str, limit: str, usage: str) -> Iterator[MemoryLim
 
 
 def _droppable_nbytes(statistics: Path) -> int:
-    """Return the pages of files in a control group; version 1 counts children separately."""
-    words = dict(line.split() for line in words_of(statistics).splitlines())
+    """Return the bytes of file pages in a control group; version 1 has separate totals."""
+    words = dict(line.split() for line in read_kernel_text(statistics).splitlines())
     prefix = "total_" if "total_active_file" in words else ""
     return sum(int(words.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))

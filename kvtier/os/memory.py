@@ -27,10 +27,10 @@ from typing import Final
 
 __all__ = [
     "PageMapper",
-    "bulk_loading",
-    "keep_large_blocks_apart",
     "map_shared",
     "open_anonymous",
+    "paused_garbage_collection",
+    "set_malloc_mmap_threshold",
 ]
 
 _CLOEXEC: Final = 1  # linux/memfd.h, as the next one
@@ -121,7 +121,7 @@ class PageMapper:
                 return
 
 
-def keep_large_blocks_apart() -> None:
+def set_malloc_mmap_threshold() -> None:
     """Have large blocks returned to the kernel whenever they are freed, in this process.
 
     GNU's malloc learns from the first large blocks that are freed to keep the next ones.
@@ -131,7 +131,7 @@ def keep_large_blocks_apart() -> None:
 
 
 @contextlib.contextmanager
-def bulk_loading() -> Iterator[None]:
+def paused_garbage_collection() -> Iterator[None]:
     """Stop the garbage collector meanwhile, and return free memory to the kernel afterwards."""
     enabled = gc.isenabled()
     gc.disable()

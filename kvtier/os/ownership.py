@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Exposure", "find_exposure", "find_stranger", "is_ambiguous"]
+__all__ = ["Exposure", "find_exposure", "find_foreign_owner", "is_ambiguous"]
 
 _ROOT: Final = 0
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
@@ -57,7 +57,7 @@ def find_exposure(directory: Path) -> Exposure | None:
     return None
 
 
-def find_stranger(paths: Iterable[Path]) -> str:
+def find_foreign_owner(paths: Iterable[Path]) -> str:
     """Return which of ``paths`` may belong to another user, in words; empty if none does.
 
     Absent ones are ignored. Symbolic links are not followed.

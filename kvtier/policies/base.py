@@ -1,10 +1,9 @@
-"""What a policy sees and what it must answer.
+"""The interfaces of policies, and the values that they see.
 
-Two small protocols share the work. An :class:`Eviction` orders the copies of *one* tier and
-names victims. A :class:`Placement`, one per cache, decides what crosses tiers. Neither does
-I/O, awaits, reads a clock or draws its own random numbers: time and randomness arrive in a
-:class:`PolicyContext`. So the live engine and a simulator can drive the very same object, and
-a policy tuned on a trace is deployed unchanged.
+An :class:`Eviction` orders the copies of *one* tier and picks victims. A :class:`Placement`,
+one per cache, decides what crosses tiers. Neither does I/O, awaits, reads a clock or draws
+random numbers of its own: time and randomness arrive in a :class:`PolicyContext`. So a live
+engine and a simulator drive the same object, and a policy tuned on a trace is deployed as is.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any, ClassVar, Final, Literal
 
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
-from kvtier.policies.terms import NO_TERMS
 from kvtier.types import Purpose
 
 __all__ = [
     "NEVER",
+    "NO_TERMS",
     "ChunkCopy",
     "CopyState",
     "Evictable",
@@ -31,25 +30,57 @@ __all__ = [
     "Placement",
     "PolicyContext",
     "Promotion",
+    "RequestTerms",
     "is_idle",
     "is_unpinned",
+    "is_unpinned_leaf",
+    "pick_leaf",
+    "session_terms",
 ]
 
 NEVER: Final = sys.maxsize
 """The next use of a chunk that is not used again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    """What the sender of a request allows the cache; tiers are indices, 0 is RAM.
+
+    Attributes:
+        load_tiers: Tiers its chunks may come from, None for any. Chunks elsewhere are misses.
+        store_tiers: Tiers its new chunks may be in, None for any. RAM is always among them,
+            because chunks reach every other tier through it.
+        session: The session it belongs to, for policies; empty if unknown.
+    """
+
+    load_tiers: frozenset[int] | None = None
+    store_tiers: frozenset[int] | None = None
+    session: str = ""
+
+    def may_store_in(self, tier: int | None) -> bool:
+        """Return whether new chunks may be in ``tier``; None stands for no tier."""
+        return self.store_tiers is None or tier in self.store_tiers
+
+
+NO_TERMS: Final = RequestTerms()
+
+
+def session_terms(session: str) -> RequestTerms:
+    """Return the terms of a request that states at most its session."""
+    return RequestTerms(session=session) if session else NO_TERMS
+
+
 class CopyState:
     """The states of a copy, as plain integers because they are compared once per chunk."""
 
     WRITING: ClassVar[int] = 0
-    """Bytes are on their way; whoever needs them may wait."""
+    """Its bytes are arriving; requests may wait for them."""
     LATE: ClassVar[int] = 1
-    """Bytes are still on their way but their deadline passed; nobody waits."""
+    """Its bytes are arriving after their deadline; no request waits for them."""
     RESIDENT: ClassVar[int] = 2
-    """Whole: a hit."""
+    """It is whole: a hit."""
     GONE: ClassVar[int] = 3
-    """Left the tier; the object may still be referenced by a queue or a job."""
+    """It left the tier; a queue or a job may still refer to the object."""
 
 
 _WRITING = CopyState.WRITING
@@ -58,25 +89,25 @@ _WRITING = CopyState.WRITING
 class ChunkCopy:
     """One chunk's copy in one tier.
 
-    Owned by the manager. A policy reads it, and owns :attr:`queued` and :attr:`policy` of the
+    The manager owns it. A policy reads it, and owns :attr:`queued` and :attr:`policy` of the
     copies in its tier.
 
     Attributes:
         key: The chunk's key.
-        slot: Where the bytes are in this tier.
+        slot: The slot of the tier that holds the bytes.
         state: One of :class:`CopyState`.
-        pins: Reasons not to evict: transfers that touch it and requests it is kept for.
-        dirty: Slower tiers that must still receive it before it may go.
+        pins: Reasons not to evict it: transfers that touch it and requests that wait for it.
+        dirty: Slower tiers that must receive it before it may leave.
         hits: Loads served from this copy, and promotions begun from it.
-        parent: Key of the preceding chunk of the prefix, None at the root or where unknown.
+        parent: Key of the preceding chunk of the prefix; None at the root or where unknown.
         depth: Chunks before it in the prefix.
-        terms: What the request that stored it asked for; shared by all that it stored.
+        terms: The terms of the request that stored it.
         child_count: Copies in this tier whose parent this is; only for ``leaf_only`` policies.
-        queued: For the eviction policy: stale entries of its queue that name this copy.
-        policy: For the eviction policy: anything else.
-        grants: Waiting requests this copy is kept for; each is also a pin.
-        origin: Index of the tier the bytes came from when it is loaded the first time.
-        transient: Whether it goes as soon as the request it was fetched for has loaded it.
+        queued: Free for the eviction policy: an integer, such as a count of stale entries.
+        policy: Free for the eviction policy: anything.
+        grants: Waiting requests it is kept for; each is also a pin.
+        origin: Index of the tier the bytes came from, until the first load.
+        transient: Whether it leaves once the request it was fetched for has loaded it.
         generation: Stamp of the write that fills the slot; never repeats.
     """
 
@@ -126,7 +157,7 @@ class ChunkCopy:
 
     @property
     def session(self) -> str:
-        """What the request that stored it said it belongs to; empty if it did not say."""
+        """The session of the request that stored it; empty if unknown."""
         return self.terms.session
 
     def __repr__(self) -> str:
@@ -139,13 +170,13 @@ class PolicyContext:
     """What a policy may know besides the copy; one object, reused.
 
     Attributes:
-        now: Seconds on a monotonic clock that the driver advances once per step; an engine may
-            leave out steps in which nothing is to be decided.
+        now: Seconds on a monotonic clock. The driver advances it once per step; an engine may
+            skip steps without decisions.
         rng: The only source of randomness; seeded by the driver.
-        request: Identifies the request being served, empty when there is none.
-        session: What that request said it belongs to, empty if it did not say.
-        next_use: When the chunk at hand is used next, as a position in the trace; set by a
-            simulator for policies that need the future, before each use and insertion.
+        request: Id of the request being served; empty if there is none.
+        session: Its session; empty if unknown.
+        next_use: Position in the trace of the chunk's next use. A simulator sets it before each
+            use and insertion, for policies that must know the future.
     """
 
     now: float = 0.0
@@ -156,69 +187,94 @@ class PolicyContext:
 
 
 class NoVictimError(KvtierError):
-    """An eviction policy returned no victim although every member may go."""
+    """An eviction policy returned no victim although every member may leave."""
 
     def __init__(self, eviction: Eviction) -> None:
         kind: type[object] = type(eviction)
         problem = f"eviction policy {kind.__module__}:{kind.__qualname__} picks no victim"
-        super().__init__(f"{problem} although every chunk may go; repair its pick")
+        super().__init__(f"{problem} although every chunk may leave; repair its pick")
 
 
 Evictable = Callable[[ChunkCopy], bool]
 
 
 def is_idle(copy: ChunkCopy) -> bool:
-    """Return whether nothing needs a resident ``copy`` in its tier."""
+    """Return whether a resident ``copy`` may leave without further work."""
     return not copy.pins and not copy.dirty
 
 
 def is_unpinned(copy: ChunkCopy) -> bool:
-    """Return whether nobody touches ``copy``, though a slower tier may have yet to get it."""
+    """Return whether ``copy`` has no pins; a slower tier may still have to receive it."""
     return not copy.pins
 
 
-class Eviction(ABC):
-    """Orders the copies of one tier.
+def is_unpinned_leaf(copy: ChunkCopy) -> bool:
+    """Return whether ``copy`` has neither pins nor resident children."""
+    return not copy.pins and copy.child_count <= 0
 
-    For a chunk that is here the driver calls :meth:`on_hit`. For one that is not it calls
-    :meth:`on_miss` once, then :meth:`pick` until there is room, then :meth:`on_insert` when the
-    bytes have arrived, if they do. Several chunks may be between their miss and their
-    insertion at a time.
 
-    Every method is O(1) amortised (O(log n) where scored). A policy may remember keys that left
-    (ghosts), at most twice the tier's capacity of them. It keeps no reference to a copy that
-    it picked: the driver may reuse the object for another chunk, and what the policy wrote to
-    its ``queued`` and ``policy`` is then still there.
+def pick_leaf(
+    eviction: Eviction, ctx: PolicyContext, *, spared: ChunkCopy | None
+) -> ChunkCopy | None:
+    """Return a victim that makes room for a new chunk without stranding it.
 
     Args:
-        capacity: Slots of the tier, at least 1; ``kvtier check`` makes it for 1.
+        eviction: A policy that evicts leaves only.
+        ctx: Its context.
+        spared: The new chunk's parent, which must stay; None for a root.
+
+    Returns:
+        The victim; None when only ``spared`` could leave.
+    """
+    if spared is None:
+        return eviction.pick(is_unpinned_leaf, ctx)
+    spared.pins += 1
+    victim = eviction.pick(is_unpinned_leaf, ctx)
+    spared.pins -= 1
+    return victim
+
+
+class Eviction(ABC):
+    """Orders the copies of one tier and picks victims.
+
+    For a resident chunk the driver calls :meth:`on_hit`. For an absent one it calls
+    :meth:`on_miss` once, then :meth:`pick` until there is room, then :meth:`on_insert` if the
+    bytes arrive. Several chunks may be between their miss and their insertion at a time.
+
+    Every method is O(1) amortised, or O(log n) where copies have scores. A policy may remember
+    keys of chunks that left (ghosts), at most twice the tier's capacity of them. It drops every
+    reference to a copy that it picked: the driver may reuse the object for another chunk, with
+    ``queued`` and ``policy`` as the policy left them.
+
+    Args:
+        capacity: Slots of the tier, at least 1; ``kvtier check`` makes a policy for 1.
 
     Attributes:
-        tracks_misses: Whether :meth:`on_miss` does anything; if not, a driver may save the
-            calls.
+        capacity: That number.
+        surplus: Members that should leave; see :attr:`sheds`.
+        tracks_misses: Whether the class overrides :meth:`on_miss`; else a driver may skip it.
     """
 
     leaf_only: ClassVar[bool] = False
     """Whether only copies without resident children may be picked. The driver then keeps
-    ``copy.child_count``: it counts a child before the child's insertion, and takes it off right
+    ``copy.child_count``: it counts a child before the child's insertion, and removes it right
     after the child was picked or removed."""
 
     insert_first: ClassVar[bool] = False
-    """Whether a newcomer competes with the residents. A driver that moves no bytes then inserts
-    before it picks, and may be given the newcomer back; a tier, whose slots are all in use,
-    picks first."""
+    """Whether a new chunk competes with the residents. A simulator then inserts before it
+    picks, and may get the new chunk back; a live tier, whose slots are in use, picks first."""
 
     sheds: ClassVar[bool] = False
-    """Whether a hit may leave ``surplus`` above zero: as many members should go. A driver that
-    moves no bytes then picks them at once; a tier does not, for an empty slot serves nobody."""
+    """Whether a hit may leave ``surplus`` above zero: that many members should leave. A
+    simulator then picks them at once; a live tier does not: an empty slot serves no request."""
 
     needs_future: ClassVar[bool] = False
     """Whether ``ctx.next_use`` must be set, which only a simulator can do."""
 
     touch_order: ClassVar[Literal["reverse", "forward"]] = "reverse"
-    """Order in which the manager reports what a request used, and what it stored at once.
-    ``reverse`` is leaf to root, so that of one prefix the root stays longest; ``forward`` is
-    root to leaf. Chunks of several KV cache groups come by depth, not group after group."""
+    """Order in which the manager reports the chunks that a request used or stored at once.
+    ``reverse`` is leaf to root, so that the root of a prefix stays longest; ``forward`` is root
+    to leaf. Chunks of several KV cache groups are merged by depth."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -226,48 +282,47 @@ class Eviction(ABC):
         self.tracks_misses = type(self).on_miss is not Eviction.on_miss
 
     def on_miss(self, key: ChunkKey, ctx: PolicyContext) -> None:  # noqa: B027 - a default that works
-        """Note that ``key`` was asked for, is not here, and is about to be let in.
+        """Record that absent ``key`` was asked for and is about to be inserted.
 
-        Called once for each insertion, before room is made for it. Policies that keep no memory
-        of absent keys have nothing to do.
+        Called once for each insertion, before room is made for it.
         """
 
     @abstractmethod
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Note that ``copy`` became a member of the tier."""
+        """Make ``copy`` a member."""
 
     def on_stay(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Note that ``copy``, which was picked, did not go: it is a member again.
+        """Make ``copy``, which was picked and stayed in the tier, a member again.
 
-        That is no use and no return of a chunk that had left. It counts as just used all the
-        same, as one that was rejected does, or it would be picked again at once. Unless a
-        policy keeps account of what left, letting it in like a new one will do.
+        This is neither a use nor the return of a chunk that left. ``copy`` counts as just used,
+        like a rejected candidate, or it would be picked again at once. The default inserts it;
+        policies that record evictions override this.
         """
         self.on_insert(copy, ctx)
 
     @abstractmethod
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
-        """Note that ``copy`` was used."""
+        """Record a use of ``copy``."""
 
     @abstractmethod
     def on_remove(self, copy: ChunkCopy) -> None:
-        """Note that ``copy`` left for another reason than being picked; its state says GONE."""
+        """Drop the member ``copy``, which left without being picked; its state is GONE."""
 
     @abstractmethod
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
-        """Remove one victim from the order and return it.
+        """Remove one victim from the members and return it.
 
-        A candidate that ``evictable`` rejects stays a member and counts as just used, so that
-        the next pick does not ask for it again and scans stay O(1) amortised.
+        A candidate that ``evictable`` rejects stays a member and counts as just used. So the
+        next pick does not ask for it again, and scans stay O(1) amortised.
 
         Returns:
-            A copy with ``evictable(copy)``, or None when there is none.
+            A copy with ``evictable(copy)``, or None if there is none.
         """
 
     def pick_many(
         self, count: int, evictable: Evictable, ctx: PolicyContext
     ) -> list[ChunkCopy]:
-        """Do :meth:`pick` up to ``count`` times; fewer victims when there are no more."""
+        """Call :meth:`pick` until there are ``count`` victims or no more."""
         victims: list[ChunkCopy] = []
         while len(victims) < count:
             victim = self.pick(evictable, ctx)
@@ -277,28 +332,28 @@ class Eviction(ABC):
         return victims
 
     def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
-        """Do :meth:`on_insert` for ``copies``, which became members together.
+        """Call :meth:`on_insert` for ``copies``, which arrived together.
 
         Those of one prompt come in :attr:`touch_order`, or in the order in which another tier
-        evicted them. As none was used before another, a policy may let a prompt in from either
-        end, whichever way it came. Copies that name no parent enter in the order given.
+        evicted them. None was used before another, so a policy may insert a prompt from either
+        end. Copies without a parent are inserted in the order given.
         """
         for copy in copies:
             self.on_insert(copy, ctx)
 
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
-        """Do :meth:`on_hit` for ``copies``, already in :attr:`touch_order`."""
+        """Call :meth:`on_hit` for ``copies``, already in :attr:`touch_order`."""
         for copy in copies:
             self.on_hit(copy, ctx)
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """How a chunk found in a slower tier is brought up.
+    """How a chunk in a slower tier is promoted.
 
     Attributes:
         keep_source: Whether the slower tier keeps its copy. If not, the copy in RAM stays.
-        stay: Whether the copy in RAM outlives the load it is made for.
+        stay: Whether the copy in RAM stays after the load that it is made for.
     """
 
     keep_source: bool = True
@@ -308,15 +363,13 @@ class Promotion:
 class Placement(ABC):
     """Decides which tiers a chunk should be in. Tiers are indices, 0 is RAM.
 
-    One object serves a cache for as long as it runs, and is asked by one thread, with the
-    chunks of one moment in each call. An answer is final: what it says is done unless there is
-    no room or a transfer fails, and the placement does not hear of either. Copies are the
-    manager's; a placement reads them, writes to none and keeps none. What it remembers it
-    bounds itself.
+    One thread asks one object for as long as the cache runs, in batches of chunks. An answer is
+    final: it is carried out unless there is no room or a transfer fails, and the placement does
+    not learn which. It reads copies, writes to none and keeps none, and bounds its own memory.
 
-    Not its affair, whatever it answers: who leaves a full tier (:class:`Eviction`), what a
-    request may not be in (``copy.terms``), and the conditions of a file's ``admit`` and
-    ``write_budget_per_day``, which are asked after :meth:`admit`.
+    Others decide who leaves a full tier (:class:`Eviction`), which tiers a request excludes
+    (``copy.terms``), and the conditions ``admit`` and ``write_budget_per_day`` of a file, which
+    come after :meth:`admit`.
 
     Args:
         tiers: Number of tiers, RAM included.
@@ -330,17 +383,17 @@ class Placement(ABC):
 
     @property
     def places_used(self) -> bool:
-        """Whether :meth:`place` is also asked about chunks that were loaded from RAM.
+        """Whether :meth:`place` is also called for chunks that were loaded from RAM.
 
-        The same for the life of the object, as is :attr:`min_chunks`.
+        Constant for the life of the object, as is :attr:`min_chunks`.
         """
         return False
 
     @property
     def min_chunks(self) -> int:
-        """Length of the shortest prefix that is worth copying down, in chunks.
+        """Length of the shortest prefix worth copying to slower tiers, in chunks.
 
-        The chunks of a shorter one are not asked about until a later one makes it long enough.
+        Chunks of a shorter prefix wait until later chunks make it long enough.
         """
         return 1
 
@@ -348,15 +401,15 @@ class Placement(ABC):
     def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
         """Return the slower tiers that a chunk in RAM must reach as soon as possible.
 
-        Asked about every chunk that is new there and in no slower tier, when its store is
+        Called for every chunk that is new there and in no slower tier when its store is
         complete, and with :attr:`places_used` again at each use.
 
         Args:
             copy: The chunk's copy in RAM, whole.
-            ctx: What else may be known.
+            ctx: The context.
 
         Returns:
-            Slower tiers, each once; none where RAM will do.
+            Slower tiers, each once; none if RAM suffices.
         """
 
     def admit(
@@ -368,41 +421,41 @@ class Placement(ABC):
     ) -> bool:
         """Return whether ``copy`` may enter ``tier``; a refusal is counted, not retried.
 
-        Asked about what :meth:`place` or :meth:`demote` sends to ``tier``, right before it
-        goes. All may, unless a placement knows better.
+        Called right before :meth:`place` or :meth:`demote` sends ``copy`` to ``tier``. The
+        default admits all.
         """
         return True
 
     def place_many(
         self, copies: Sequence[ChunkCopy], ctx: PolicyContext
     ) -> Sequence[Sequence[int]]:
-        """Do :meth:`place` for ``copies``; worth its own lines where all are treated alike."""
+        """Call :meth:`place` for ``copies``; override it where one answer fits all."""
         return [self.place(copy, ctx) for copy in copies]
 
     def admit_many(
         self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Do :meth:`admit` for ``copies``."""
+        """Call :meth:`admit` for ``copies``."""
         return [self.admit(copy, tier, purpose, ctx) for copy in copies]
 
     @abstractmethod
     def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
-        """Return how to bring up ``copy``, found in tier ``source`` for a waiting request.
+        """Return how to promote ``copy`` from tier ``source`` for a waiting request.
 
-        Asked when the promotion is planned, once for each; ``copy.hits`` does not count it yet.
+        Called once for each promotion that is planned; ``copy.hits`` does not count it yet.
         """
 
     def promote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[Promotion]:
-        """Do :meth:`promote` for ``copies``, of which there is at least one."""
+        """Call :meth:`promote` for ``copies``, at least one."""
         return [self.promote(copy, source, ctx) for copy in copies]
 
     def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
         """Return the tiers that :meth:`demote` may name for victims of ``source``.
 
-        Always the same ones. A tier whose victims go nowhere needs no reserve of free slots;
-        one with several targets sends nothing down while any of them is full.
+        Constant. A tier without targets needs no reserve of free slots. A tier with several
+        sends nothing while any of them is full.
 
         Args:
             source: Index of the tier.
@@ -414,16 +467,15 @@ class Placement(ABC):
     def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
         """Return the tier that ``copy`` must reach before it leaves ``source``, or None.
 
-        Asked only about chunks that no slower tier has, and about one chunk perhaps several
-        times: when it is new in ``source``, so that it is known to be owed, when it is picked
-        to leave, and at a shutdown.
+        Called only for chunks in no slower tier, and perhaps several times for one: when it is
+        new in ``source``, when it is picked as a victim, and at shutdown.
 
         Returns:
-            One of :meth:`demotion_targets`; None to let it go.
+            One of :meth:`demotion_targets`; None to drop it.
         """
 
     def demote_many(
         self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
     ) -> Sequence[int | None]:
-        """Do :meth:`demote` for ``copies``."""
+        """Call :meth:`demote` for ``copies``."""
         return [self.demote(copy, source, ctx) for copy in copies]

@@ -23,7 +23,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import session_terms
+from kvtier.policies.base import session_terms
 from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.timing import TimeModel, TransferModel
 from kvtier.types import Job, Purpose, TransferResult

@@ -27,7 +27,7 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, prompt_tokens
 from kvtier.manager.hits import Prompt
-from kvtier.policies.terms import session_terms
+from kvtier.policies.base import session_terms
 from kvtier.sim._engine import Engine, ModelRequest
 from kvtier.sim.timing import TimeModel
 from kvtier.types import Job, Purpose, TransferResult

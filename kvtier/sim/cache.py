@@ -24,8 +24,7 @@ from kvtier.manager.build import build_manager, build_tiers
 from kvtier.sim._engine import ModelEngine, ModelRequest
 from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim._steps import StepEngine, StepModel
-from kvtier.sim._tiers import chunk_keys
-from kvtier.sim.single import Progress
+from kvtier.sim.single import Progress, chunk_keys
 from kvtier.sim.timing import TimeModel, TransferModel, default_speed
 from kvtier.sim.traces import Trace
 

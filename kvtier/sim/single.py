@@ -1,12 +1,8 @@
-"""One tier: the lean driver that replays a trace against a live eviction policy.
+"""One tier: replays a trace against a live eviction policy.
 
-The definitions are those of the simulators the figures are compared with. A cold cache, the
-whole trace counted, every chunk of one size. *Forward*, a request's chunks are accessed one by
-one, root to leaf: a hit if resident, else a miss that evicts and inserts. *Reverse*, the
-leading hits are counted first, at arrival, and then the chunks are accessed leaf to root, so
-that of one prefix the root stays longest; that is what an engine does which frees a request's
-blocks last to first. A policy that evicts leaves only is touched leaf to root and then filled
-root to leaf: inserting a child before its parent would strand it.
+The definitions are those of the simulators that the figures are compared with: the cache starts
+empty, the whole trace counts, and every chunk has one size.
+:class:`~kvtier.policies.simulated_tier.SimulatedTier` says what a hit is.
 """
 
 from __future__ import annotations
@@ -14,23 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import count, islice
 from typing import Any, Final, Literal
 
-from kvtier.policies import build_eviction
-from kvtier.sim._tiers import tier_for
+import numpy as np
+
+from kvtier.keys import GROUP_NBYTES, ChunkKey
+from kvtier.policies import NEVER, build_eviction
+from kvtier.policies.simulated_tier import SimulatedTier
 from kvtier.sim.traces import Trace
 
-__all__ = ["SEED", "Progress", "SingleResult", "TouchOrder", "simulate_single"]
+__all__ = [
+    "SEED",
+    "Progress",
+    "SingleResult",
+    "TouchOrder",
+    "chunk_keys",
+    "simulate_single",
+]
 
 TouchOrder = Literal["policy", "forward", "reverse"]
 Progress = Callable[[float], None]
-"""Told the share done, 0 to 1, now and then."""
+"""Called now and then with the share done, 0 to 1."""
 
 SEED: Final = 0
-"""Of the random numbers that policies may draw."""
+"""Seed of the random numbers that policies may draw."""
 
-_SLICES: Final = 64
+_REPORTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,9 @@ class SingleResult:
             leading hits are those before its first miss; a partial last chunk counts as the
             tokens it has.
         lead_chunks: Leading hits.
-        stranded_hits: Resident, but behind a missing ancestor: in forward order
-            ``hits - lead_chunks``, and in reverse the chunks resident when their request
-            arrived, less the leading ones. Never negative; in reverse some may be gone when
-            their turn comes, and be no hits.
+        stranded_hits: Chunks resident behind a missing ancestor: in forward order
+            ``hits - lead_chunks``; in reverse those resident at arrival, of which some may be
+            gone at their turn.
         seconds: Time taken, reading the trace excluded.
         refs_per_second: ``refs / seconds``.
     """
@@ -75,6 +79,14 @@ class SingleResult:
         return asdict(self)
 
 
+def chunk_keys(distinct: int) -> list[ChunkKey]:
+    """Return a key for every chunk number: one object each, so that its hash is cached."""
+    keys = np.zeros((distinct, 8 + GROUP_NBYTES), dtype=np.uint8)
+    keys[:, :8] = np.arange(distinct, dtype=">u8").view(np.uint8).reshape(distinct, 8)
+    chunks: list[ChunkKey] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
+    return chunks
+
+
 def simulate_single(
     trace: Trace,
     *,
@@ -87,10 +99,10 @@ def simulate_single(
 
     Args:
         trace: The trace.
-        policy: An eviction policy's name, those that need the future included.
+        policy: An eviction policy's name; those that must know the future are allowed.
         capacity: Chunks the tier holds, at least 1.
         touch_order: ``policy`` is the order the policy asks for.
-        progress: Told the share done now and then.
+        progress: Called with the share done.
 
     Raises:
         ConfigError: There is no such policy.
@@ -98,26 +110,30 @@ def simulate_single(
     begun = time.perf_counter()
     eviction = build_eviction(policy, capacity=capacity, future=True)
     order = eviction.touch_order if touch_order == "policy" else touch_order
-    tier = tier_for(eviction, trace, order)
+    next_uses = None
+    if eviction.needs_future:
+        following = trace.next_uses(backwards=order == "reverse").tolist()
+        next_uses = iter([NEVER if at == trace.refs else at for at in following])
+    tier = SimulatedTier(eviction, touch_order=order, next_uses=next_uses)
     tier.ctx.rng.seed(SEED)
-    chains = trace.chains()
-    arrivals = trace.timestamps_s.tolist()
+    key_of = chunk_keys(trace.distinct).__getitem__
     inputs = trace.input_tokens.tolist()
     requests = zip(
-        chains, arrivals, inputs, trace.session_names(), map(str, count()), strict=False
+        trace.chains(), trace.timestamps_s.tolist(), inputs, trace.session_names(), strict=True
     )
     hits = leads = stranded = saved = 0
-    step = len(chains) // _SLICES + 1
-    for start in range(0, len(chains), step):
-        for chain, now, tokens, session, name in islice(requests, step):
-            tier.turn_to(name, session, now)
-            lead, found, behind = tier.serve(chain)
-            hits += found
-            leads += lead
-            stranded += behind
-            saved += min(lead * trace.chunk_tokens, tokens)
-        if progress is not None:
-            progress(min(start + step, len(chains)) / len(chains))
+    report_every = trace.requests // _REPORTS + 1
+    for number, (chain, now, tokens, session) in enumerate(requests):
+        keys = list(map(key_of, chain))
+        lead, found, behind = tier.serve(keys, now, request=str(number), session=session)
+        hits += found
+        leads += lead
+        stranded += behind
+        saved += min(lead * trace.chunk_tokens, tokens)
+        if progress is not None and not (number + 1) % report_every:
+            progress((number + 1) / trace.requests)
+    if progress is not None:
+        progress(1.0)
     seconds = time.perf_counter() - begun
     return SingleResult(
         trace=trace.name,

@@ -1,15 +1,17 @@
-"""Places slower than RAM where chunks live."""
+"""Storage tiers: places slower than RAM that keep chunks."""
 
 from __future__ import annotations
 
 from kvtier.tiers.base import (
     SlotOutcomes,
     StorageTier,
+    StoreExamination,
     TierContext,
 )
 
 __all__ = [
     "SlotOutcomes",
     "StorageTier",
+    "StoreExamination",
     "TierContext",
 ]

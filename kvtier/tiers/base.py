@@ -1,48 +1,56 @@
-"""What a storage tier must be able to do.
+"""The contract of a storage tier.
 
-A storage tier keeps chunks in numbered slots of equal size on some medium slower than RAM.
-The manager decides which chunk lives in which slot; a tier never chooses, evicts or counts.
-It moves bytes, proves on every read that they are the bytes that were written, and remembers
-across restarts which slot held what.
+A storage tier keeps chunks in numbered slots of equal size on a medium slower than RAM. The
+manager decides which chunk is in which slot; a tier never chooses, evicts or counts. It moves
+bytes, proves on every read that they are the bytes that were written, and remembers across
+restarts which slot held which chunk.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvtier.config import TierConfig
+from kvtier.config import Remark, TierConfig
 from kvtier.errors import CapacityError
 from kvtier.keys import ChunkKey
-from kvtier.os.iopool import IoPool
+from kvtier.os.limits import allocated_nbytes, free_disk_nbytes
 from kvtier.types import LayoutFingerprint, Outcome, Purpose, SharedMemory
 
+if TYPE_CHECKING:
+    from kvtier.os.iopool import IoPool  # imports asyncio, which `kvtier check` does without
+
 __all__ = [
+    "Fields",
     "SlotOutcomes",
     "StorageTier",
+    "StoreExamination",
     "TierContext",
     "check_batch",
     "check_outcomes",
 ]
 
+Fields = Mapping[str, str | int]
+"""An engine's identity, or the known part of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is opened with besides its own options.
+    """Arguments of :meth:`StorageTier.open` besides the tier's own options.
 
     Attributes:
         slot_nbytes: Bytes of one slot, a multiple of 4096.
-        fingerprint: What the stored bytes mean; another fingerprint is another namespace.
+        fingerprint: Meaning of the stored bytes; each fingerprint has a namespace of its own.
         pool: Threads for the tier's blocking calls. Owned by the caller.
         piece_nbytes: Bytes of the largest single I/O call. A slot is never split, so a call
             moves at least one.
-        memory: Where all buffers are, if another process can map it.
+        memory: The memory that has all buffers, if another process can map it.
         owner_pid: Process id of the engine, which a lock names as the store's holder.
-        was_reset: Whether that engine has reset its cache before: it opens the tier again, in
-            place of a process that died.
+        was_reset: Whether this engine has reset its cache before, and opens the tier again
+            because the tier's process died.
     """
 
     slot_nbytes: int
@@ -55,21 +63,48 @@ class TierContext:
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the tier is in a process of its own and not in the engine's."""
+        """Whether the tier runs in a process of its own."""
         return self.owner_pid != os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOutcomes:
-    """What happened to each slot of one batch.
+    """Outcomes of one batch.
 
     Attributes:
-        outcomes: One per chunk, in the batch's order; of a tier DONE, FAILED or CORRUPT.
-        error: The first failure in words; empty when all is done.
+        outcomes: One per chunk, in the batch's order; a tier returns DONE, FAILED or CORRUPT.
+        error: Message of the first failure; empty when all are done.
     """
 
     outcomes: Sequence[Outcome]
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreExamination:
+    """What a start would find in a tier's store.
+
+    Attributes:
+        refusals: Reasons why it would not start.
+        warnings: Warnings that it would log.
+        notes: What an engine of another identity would do to the store.
+        holders: Processes that have a part of the store open, for people.
+        free_nbytes: Free bytes of the file system; None where it does not count.
+        wanted_nbytes: Bytes that the slots and the index still need.
+        index_nbytes: The index's share of them.
+        reclaimed_nbytes: Bytes of slots that the start would remove.
+        own_nbytes: Bytes that the cache has already.
+    """
+
+    refusals: Sequence[Remark] = ()
+    warnings: Sequence[Remark] = ()
+    notes: Sequence[Remark] = ()
+    holders: Sequence[str] = ()
+    free_nbytes: int | None = None
+    wanted_nbytes: int = 0
+    index_nbytes: int = 0
+    reclaimed_nbytes: int = 0
+    own_nbytes: int = 0
 
 
 def check_batch(
@@ -78,7 +113,7 @@ def check_batch(
     slots: Sequence[int],
     views: Sequence[memoryview],
 ) -> None:
-    """Check what :meth:`StorageTier.read` and :meth:`StorageTier.write` are given.
+    """Check the arguments of :meth:`StorageTier.read` and :meth:`StorageTier.write`.
 
     Raises:
         CapacityError: They differ in number, or a buffer has not the size of a slot.
@@ -96,7 +131,7 @@ def check_batch(
 
 
 def check_outcomes(moved: SlotOutcomes, chunks: int) -> SlotOutcomes:
-    """Return what a tier says of a batch, having checked that it says something of each chunk.
+    """Return ``moved`` after checking that it has one outcome per chunk.
 
     Raises:
         TypeError: It does not.
@@ -111,12 +146,12 @@ class StorageTier(ABC):
     """A medium with ``capacity_slots`` slots of ``slot_nbytes`` bytes.
 
     All coroutines run on the transfer engine's loop and must not block it: blocking calls go
-    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently; the manager
+    through :class:`kvtier.os.iopool.IoPool`. Batches may run concurrently. The manager
     guarantees that no two of them touch one slot unless both only read it.
 
     Attributes:
         name: The tier's name in the configuration.
-        capacity_slots: Slots the tier has; room for them is reserved on the medium.
+        capacity_slots: Number of slots; the tier reserves room for them on the medium.
         slot_nbytes: Bytes of one slot, a multiple of 4096.
     """
 
@@ -125,11 +160,41 @@ class StorageTier(ABC):
     class as ``module:Class``."""
 
     is_local: ClassVar[bool] = True
-    """Whether the medium is on this host; what requests and events call its locality."""
+    """Whether the medium is on this host: the locality in requests and events."""
 
     name: str
     capacity_slots: int
     slot_nbytes: int
+
+    @classmethod
+    def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination | None:  # noqa: ARG003
+        """Return what a start with ``options`` would find; for ``kvtier check`` and ``doctor``.
+
+        By default this compares the capacity with the free room of the file system of
+        ``options.local_store()``. A tier that knows its store better overrides it. May block
+        for half a second; must not change the store.
+
+        Args:
+            options: An instance of :attr:`Options`.
+            identity: The known part of the engine's identity.
+
+        Returns:
+            None if the tier fills no directory of this machine.
+
+        Raises:
+            ConfigError: The store cannot be examined; the message says what to do.
+            OSError: The file system failed.
+        """
+        store = options.local_store()
+        if store is None:
+            return None
+        held_nbytes = allocated_nbytes(store.path)
+        place = store.path if store.path.exists() else store.path.parent
+        return StoreExamination(
+            free_nbytes=free_disk_nbytes(place),
+            wanted_nbytes=max(options.capacity_bytes - held_nbytes, 0),
+            own_nbytes=held_nbytes,
+        )
 
     @classmethod
     @abstractmethod
@@ -138,10 +203,10 @@ class StorageTier(ABC):
 
         Args:
             options: An instance of :attr:`Options`.
-            context: Geometry, meaning and threads.
+            context: Slot size, meaning of the bytes, and threads.
 
         Raises:
-            ConfigError: The options cannot work here; says what to do.
+            ConfigError: The options cannot work here; the message says what to do.
             StoreLockedError: Another process has the store open.
             StoreDamagedError: The store's files are not what they should be.
         """
@@ -150,15 +215,15 @@ class StorageTier(ABC):
     def recovered(self) -> Iterable[tuple[ChunkKey, int]]:
         """Return the keys and slots that survived from earlier runs, least recently used first.
 
-        Called once, before any other method, from the thread that opened the tier.
-        No key and no slot occurs twice.
+        Called once, before any other method, from the thread that opened the tier. Keys and
+        slots are unique.
         """
 
     async def aopen(self) -> None:  # noqa: B027 - most tiers need no loop before the first call
-        """Get ready on the loop that is going to use the tier, so that the first call is quick.
+        """Get ready on the loop that will use the tier, so that the first call is quick.
 
         Raises:
-            TierUnavailableError: It cannot be used now; a later call tries again.
+            TierUnavailableError: The tier cannot be used now; a later call tries again.
         """
 
     @abstractmethod
@@ -172,11 +237,11 @@ class StorageTier(ABC):
     ) -> SlotOutcomes:
         """Write ``sources[i]`` (``slot_nbytes`` bytes) to slot ``slots[i]`` under ``keys[i]``.
 
-        A slot's former content is gone whether the write succeeds or not. When this returns,
+        A slot's former content is lost whether the write succeeds or not. When this returns,
         each chunk that is DONE reads back bit for bit, also after a restart.
 
         Raises:
-            CapacityError: A slot or a buffer is not one of this tier's; nothing was done.
+            CapacityError: A slot or a buffer does not belong to this tier; nothing was done.
             ClosedError: The tier was closed.
 
         Cancellation:
@@ -193,14 +258,14 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Read slot ``slots[i]`` into ``into[i]`` and prove that it is what was written.
+        """Read slot ``slots[i]`` into ``into[i]`` and prove that the bytes are those written.
 
         A slot that holds another key, was never written, is short or has a flipped bit is
         CORRUPT; one the medium cannot read is FAILED. The content of ``into[i]`` is undefined
         unless chunk ``i`` is DONE.
 
         Raises:
-            CapacityError: A slot or a buffer is not one of this tier's; nothing was done.
+            CapacityError: A slot or a buffer does not belong to this tier; nothing was done.
             ClosedError: The tier was closed.
 
         Cancellation:
@@ -215,11 +280,11 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Do :meth:`write`, and before this returns what of it needs no waiting.
+        """Start :meth:`write` eagerly; await the result for the rest.
 
-        For a caller that surely awaits the result: if the task that is to do so is cancelled
-        before its first step, nobody waits until the memory is free again. A tier whose work is
-        done elsewhere, as in another process, gives it away here, a turn of the loop earlier.
+        A tier whose work is done elsewhere, such as in another process, sends it here, a turn
+        of the loop earlier. The caller must await the result: a task that is cancelled before
+        its first step does not wait until the memory is free again.
         """
         return self.write(keys, slots, sources, purpose=purpose)
 
@@ -231,30 +296,27 @@ class StorageTier(ABC):
         *,
         purpose: Purpose,
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Do :meth:`read`, and before this returns what of it needs no waiting.
-
-        See :meth:`begin_write`.
-        """
+        """Start :meth:`read` eagerly; see :meth:`begin_write`."""
         return self.read(keys, slots, into, purpose=purpose)
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:
-        """Make sure that a restart does not bring back what ``slots`` hold. Never blocks.
+        """Forget the content of ``slots``: a restart does not recover it. Never blocks.
 
         Once a later :meth:`write` has returned, this holds even if the process is killed.
         """
 
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:
-        """Note that ``slots`` were used now, for :meth:`recovered`'s order. Never blocks."""
+        """Record a use of ``slots``, for the order of :meth:`recovered`. Never blocks."""
 
     @abstractmethod
     async def reset(self) -> None:
         """Forget everything, durably: a later restart recovers nothing written before this.
 
-        Weights may have changed for as long as this engine lives, and the next one has those of
-        before. So what is written from now on should not be recovered by it either, unless the
-        operator said that resets have other reasons: a tier decides that for itself.
+        A reset may mean that this engine has new weights, while the next engine starts with
+        the old ones. So the next engine should not recover later writes either, unless the
+        operator has configured that resets have other reasons; the tier decides.
 
         Raises:
             TierUnavailableError: The medium failed. Nothing written before may be read, but a

@@ -1,36 +1,47 @@
-"""Storage tiers by kind."""
+"""Storage tiers by kind: load a tier's class, examine its store, open it."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Final, cast
 
 from kvtier.config import KvtierConfig, TierConfig, is_built_in, load_tier
 from kvtier.errors import ConfigError
-from kvtier.tiers.base import StorageTier, TierContext
-from kvtier.tiers.hosted import HostedTier
-from kvtier.tiers.slab import SlabTier
+from kvtier.tiers.base import Fields, StorageTier, StoreExamination, TierContext
+from kvtier.tiers.slab.examine import examine_store
 
-__all__ = ["check_tiers", "open_tier"]
+__all__ = ["check_tiers", "examine_tier", "open_tier"]
+
+_FAST_EXAMINERS: Final = {"nvme": examine_store}
+"""Examinations without the tier's class, whose import takes longer than the examination."""
 
 
 def open_tier(options: TierConfig, context: TierContext) -> StorageTier:
-    """Open the storage tier that ``options.kind`` names.
+    """Open the storage tier of kind ``options.kind``.
 
-    If its options ask for a process of its own, it gets one, provided that the context has
-    memory that the process can map.
+    The tier runs in a process of its own if its options ask for one and the context has shared
+    memory.
 
     Raises:
-        ConfigError: There is no such kind, it is broken, or its options cannot work here.
+        ConfigError: The kind is unknown or broken, or its options cannot work here.
         StoreLockedError: Another process has the store open.
         StoreDamagedError: The store's files are not what they should be.
     """
     if context.memory is not None and getattr(options, "own_process", False):
+        from kvtier.tiers.hosted import HostedTier  # noqa: PLC0415
+
         return HostedTier.open(options, context)
     return _class_of(options.kind).open(options, context)
 
 
+def examine_tier(options: TierConfig, identity: Fields) -> StoreExamination | None:
+    """Return what a start would find in a tier's store: see :meth:`StorageTier.examine`."""
+    if examine := _FAST_EXAMINERS.get(options.kind):
+        return examine(options, identity)
+    return _class_of(options.kind).examine(options, identity)
+
+
 def check_tiers(config: KvtierConfig) -> None:
-    """Make sure that every tier of ``config`` has a class that can be opened.
+    """Check that every tier of ``config`` has a class that can be opened.
 
     Raises:
         ConfigError: A kind is not installed, or its class is not a complete tier.
@@ -43,13 +54,15 @@ def check_tiers(config: KvtierConfig) -> None:
 
 def _class_of(kind: str) -> type[StorageTier]:
     if kind == "nvme":
+        from kvtier.tiers.slab import SlabTier  # noqa: PLC0415 - see _FAST_EXAMINERS
+
         return SlabTier
     loaded = load_tier(kind)
     if not (isinstance(loaded, type) and issubclass(loaded, StorageTier)):
         problem = f"tier kind {kind}: {loaded!r} is no StorageTier"
         raise ConfigError(f"{problem}; derive it from kvtier.tiers.StorageTier")
-    left_out = sorted(cast("frozenset[str]", getattr(loaded, "__abstractmethods__", ())))
-    if left_out:
-        problem = f"tier kind {kind}: {loaded.__name__} leaves out {', '.join(left_out)}"
+    missing = sorted(cast("frozenset[str]", getattr(loaded, "__abstractmethods__", ())))
+    if missing:
+        problem = f"tier kind {kind}: {loaded.__name__} leaves out {', '.join(missing)}"
         raise ConfigError(f"{problem}; kvtier.tiers.base says what each must do")
     return loaded

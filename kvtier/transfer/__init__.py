@@ -1,23 +1,22 @@
-"""Carries out what the manager decided."""
+"""The transfer engine carries out the manager's jobs: it moves chunks between tiers."""
 
 from __future__ import annotations
 
-from kvtier.transfer.breaker import Breaker
-from kvtier.transfer.channel import ChannelStatistics, EngineLimits
+from kvtier.transfer.bounce_buffer import BetweenTiers, BounceBuffer, bounce_slots_for
+from kvtier.transfer.channel import Breaker, ChannelStatistics, EngineLimits
 from kvtier.transfer.engine import TransferEngine
-from kvtier.transfer.relay import BetweenTiers, Relay, relay_slots
 from kvtier.transfer.routes import FromTier, Route, SlotMemory, ToTier
 
 __all__ = [
     "BetweenTiers",
+    "BounceBuffer",
     "Breaker",
     "ChannelStatistics",
     "EngineLimits",
     "FromTier",
-    "Relay",
     "Route",
     "SlotMemory",
     "ToTier",
     "TransferEngine",
-    "relay_slots",
+    "bounce_slots_for",
 ]

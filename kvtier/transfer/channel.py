@@ -1,21 +1,20 @@
-"""What a transfer engine keeps about each pair of tiers it moves chunks between."""
+"""Channels of a transfer engine: one per (source, destination) pair of tiers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvtier.transfer.breaker import Breaker
 from kvtier.transfer.routes import Route
 
-__all__ = ["Channel", "ChannelStatistics", "EngineLimits"]
+__all__ = ["Breaker", "Channel", "ChannelStatistics", "EngineLimits"]
 
 _QUIET_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Bounds of one engine.
+    """Limits of one transfer engine.
 
     Attributes:
         queued_bytes: Bytes that may be queued or running per channel; more is refused.
@@ -31,17 +30,17 @@ class EngineLimits:
 
 
 class ChannelStatistics(NamedTuple):
-    """One channel since the engine started; a snapshot.
+    """Snapshot of one channel's counters since the engine started.
 
     Attributes:
         jobs: Settled jobs.
         nbytes: Bytes that reached their destination.
-        seconds: Summed run time of the jobs.
-        queued_s: Summed queueing time of the jobs.
+        seconds: Total run time of the jobs.
+        queued_s: Total queueing time of the jobs.
         queued_bytes: Bytes queued or running now.
         refused: Jobs refused because the queue was full or the breaker open.
         expired: Jobs whose deadline passed.
-        out_of_service: Whether jobs are refused now because the last ones failed.
+        out_of_service: Whether jobs are refused now because recent ones failed.
     """
 
     jobs: int
@@ -54,9 +53,62 @@ class ChannelStatistics(NamedTuple):
     out_of_service: bool
 
 
+class Breaker:
+    """A circuit breaker, which takes a failing channel out of service for a while.
+
+    From Nygard, "Release It!" (2007): closed normally, open after some consecutive failures,
+    half open after a back-off, when a single probe decides. The caller passes the time in.
+
+    Args:
+        failures: Consecutive failures that open it.
+        backoff_s: Seconds it stays open before it lets a probe through.
+    """
+
+    def __init__(self, *, failures: int, backoff_s: float) -> None:
+        self._limit = failures
+        self._backoff_s = backoff_s
+        self._failures = 0
+        self._closed_again_s = 0.0
+        self._probing = False
+
+    @property
+    def tripped(self) -> bool:
+        """Whether so many calls failed in a row that only a probe may follow."""
+        return self._failures >= self._limit
+
+    def is_open(self, now: float) -> bool:
+        """Return whether calls other than a probe are refused at ``now``."""
+        return self.tripped and (self._probing or now < self._closed_again_s)
+
+    def allow(self, now: float) -> bool:
+        """Return whether a call may be made at ``now``; may make it the probe."""
+        if not self.tripped:
+            return True
+        if self._probing or now < self._closed_again_s:
+            return False
+        self._probing = True
+        return True
+
+    def record(self, *, failed: bool, now: float) -> None:
+        """Record how an allowed call ended."""
+        self._probing = False
+        if not failed:
+            self._failures = 0
+            return
+        self._failures += 1
+        self._closed_again_s = now + self._backoff_s
+
+    def discount(self) -> None:
+        """Record that an allowed call ended without showing whether the tier works.
+
+        If it was the probe, the next call becomes the probe.
+        """
+        self._probing = False
+
+
 @dataclass(slots=True)
 class Channel:
-    """The route and the accounts of one (source, destination) pair."""
+    """Route, breaker and counters of one (source, destination) pair."""
 
     route: Route
     breaker: Breaker
@@ -69,24 +121,23 @@ class Channel:
     refused: int = 0
     expired: int = 0
     late: int = 0
-    """Jobs whose deadline passed while a system call of theirs goes on."""
+    """Jobs whose deadline passed while one of their system calls still runs."""
     pauses: int = 0
-    """Exclusive actions under way, for which jobs wait."""
+    """Exclusive actions in progress, which jobs wait for."""
     quiet_until_s: float = 0.0
-    """Until when failures are not logged, while jobs are refused because of failures."""
+    """Failures before this time are not logged while the breaker is tripped."""
 
     def is_out_of_service(self, now: float) -> bool:
-        """Return whether jobs are refused at ``now``, a probe aside.
+        """Return whether jobs other than a probe are refused at ``now``.
 
-        During an exclusive action nothing runs, so nothing can probe either.
+        Nothing runs during an exclusive action, so nothing can probe either.
         """
         return self.breaker.is_open(now) or (self.pauses > 0 and self.breaker.tripped)
 
-    def is_news(self, now: float) -> bool:
-        """Return whether the operator is to be told of a job that fails at ``now``.
+    def should_log_failure(self, now: float) -> bool:
+        """Return whether to log a failure at ``now``; call before the breaker records it.
 
-        Of each, until they take the channel out of service, and then once a minute: probes and
-        those that were running go on failing. To be asked before the breaker is told.
+        Every failure is logged until the breaker trips, then one a minute.
         """
         if self.breaker.tripped and now < self.quiet_until_s:
             return False

@@ -1,4 +1,4 @@
-"""Routes between the device's KV blocks and RAM slots; they run in the worker."""
+"""Worker-side routes between the device's KV blocks and RAM slots."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = ["DeviceLoad", "DeviceStore", "LoadRequest", "StoreRequest"]
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.002
 _PAUSE_SHARE: Final = 1 / 8
-"""Between two looks at a slot's stamp, of the time waited so far: a disk takes a tenth of a
-millisecond and more, and a look takes a few microseconds of an interpreter that others need."""
-_LOOKED_AT: Final = 256
+"""Pause between two checks of a slot's stamp, as a share of the time waited so far.
+
+A disk read takes 0.1 ms or more; a check takes a few microseconds of the interpreter lock."""
+_CHECKED_AT_ONCE: Final = 256
 _UNBLAMED: Final = (Outcome.DONE, Outcome.CANCELLED)
-_OVERWRITTEN: Final = "a slot was given away while it was read"
+_OVERWRITTEN: Final = "a slot was reused while it was read"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a load needs besides slots.
+    """Payload of a load job.
 
     Attributes:
         plan: The copies.
-        after: Point in the compute stream that they must come after; None on a CPU.
-        generations: Stamp per slot that it insists on; 0 for a chunk that has no slot, whose
-            load fails.
-        wait_s: How long the slots may take to bear their stamps.
+        after: Point in the compute stream that they must follow; None on a CPU.
+        generations: Required stamp per slot; 0 for a chunk without a slot, whose load fails.
+        wait_s: How long to wait for the stamps.
     """
 
     plan: BlockCopyPlan
@@ -52,7 +52,7 @@ class LoadRequest:
 
 
 class _DeviceRoute(Route):
-    """What both directions need: the copier, the workers' record and a thread."""
+    """Base of both directions: the copier, the control block and a thread pool."""
 
     def __init__(
         self, copier: BlockCopier, control: ControlBlock, *, rank: int, pool: IoPool
@@ -65,13 +65,13 @@ class _DeviceRoute(Route):
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One of the stores that a job carries out.
+    """One store of a job.
 
     Attributes:
-        job_id: What its submitter calls it.
+        job_id: The submitter's id for it.
         plan: The copies.
-        after: Point in the compute stream that they must come after; None on a CPU.
-        generations: The stamp that it leaves on each slot; the same on all.
+        after: Point in the compute stream that they must follow; None on a CPU.
+        generations: Stamp to leave on each slot; the same on all.
     """
 
     job_id: JobId
@@ -81,16 +81,16 @@ class StoreRequest:
 
 
 class DeviceStore(_DeviceRoute):
-    """KV blocks to RAM slots; leaves the truth in the control block before the job settles.
+    """Copies KV blocks to RAM slots and stamps the slots before the job settles.
 
-    A job's payload is a sequence of :class:`StoreRequest`, such as those of all prompts of a
-    step. They are copied in one call, since what a call costs beside its bytes is paid in the
-    interpreter, which the model needs; and they fail together.
+    A job's payload is a sequence of :class:`StoreRequest`, for example those of all prompts of
+    a step. One call copies them all, because each call costs interpreter time that the model
+    needs; they fail together.
 
-    A chunk some of whose blocks are gone is never whole. An engine may offer one where a
-    sliding window is shorter than a chunk, and a hit that ends elsewhere would load what was in
-    the slot before. Nor are the others of its group, unless it is only the first one's head
-    that is gone: an engine leaves out what is gone, and does not say where.
+    A chunk that lacks blocks is never stamped. An engine may offer one where a sliding window
+    is shorter than a chunk, and a later hit would load the slot's former content. The engine
+    omits missing blocks without saying where, so the group's other chunks are not stamped
+    either, unless only the head of the first chunk is missing.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DeviceStore(_DeviceRoute):
         self._revoked: set[JobId] = set()
 
     def revoke(self, job_id: JobId) -> None:
-        """Keep a store from counting as whole: its blocks may be overwritten from now on."""
+        """Never stamp this store: its blocks may be overwritten from now on."""
         self._revoked.add(job_id)
 
     @override
@@ -109,7 +109,7 @@ class DeviceStore(_DeviceRoute):
 
         def copy() -> None:
             first, *others = (store.plan for store in stores)
-            # Marks are made in the stores' order: what comes after the last comes after all.
+            # Fences are in the stores' order, so the last one covers all.
             self._copier.store(first.joined_with(others), after=stores[-1].after)
 
         try:
@@ -121,7 +121,7 @@ class DeviceStore(_DeviceRoute):
         return SlotOutcomes(outcomes, next((each.error for each in ended if each.error), ""))
 
     def _finish(self, store: StoreRequest) -> SlotOutcomes:
-        """Leave the stamps of a store whose bytes are there."""
+        """Stamp the slots of a store after its bytes are copied."""
         slots = store.plan.slots
         if store.job_id in self._revoked:
             self._revoked.discard(store.job_id)
@@ -133,19 +133,18 @@ class DeviceStore(_DeviceRoute):
         whole = set(filled)
         return SlotOutcomes(
             [Outcome.DONE if slot in whole else Outcome.REFUSED for slot in slots],
-            "some blocks of a chunk are gone: a window is shorter than a chunk",
+            "some blocks of a chunk are missing: a window is shorter than a chunk",
         )
 
 
 class DeviceLoad(_DeviceRoute):
-    """RAM slots to KV blocks; a slot without the stamp it was promised is never used.
+    """Copies RAM slots to KV blocks; never uses a slot without the required stamp.
 
-    A load may be told to wait for slots that are still being filled. It looks at their stamps
-    now and then, on its engine's loop, so that loads that wait keep none from being copied; and
-    it copies what is there while the rest is on its way.
+    A load may wait for slots that a slower tier is still filling. It polls their stamps on the
+    engine's loop, so waiting loads delay no others, and copies chunks as they arrive.
 
-    Chunks follow on one another, so once one will not come those behind it are of no use, and
-    are not waited for. Those before it are: an engine may keep the head of what it asked for.
+    A chunk is useless without those before it. So once a chunk is lost, the load stops waiting
+    for later ones, but still loads earlier ones: the engine may keep the head of the prompt.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class DeviceLoad(_DeviceRoute):
         self._waits = True
 
     def wait_no_more(self) -> None:
-        """Fail what is not there yet, now and from now on: nobody will read it."""
+        """Fail chunks that have not arrived, now and in later loads."""
         self._waits = False
 
     @override
@@ -172,13 +171,13 @@ class DeviceLoad(_DeviceRoute):
     async def _load(
         self, payload: LoadRequest, outcomes: list[Outcome], *, priority: int
     ) -> str:
-        """Copy chunk by chunk as they arrive; return what went wrong, if anything did."""
+        """Copy chunks as they arrive; return the first error, empty if there is none."""
         began_s = time.monotonic()
         deadline = began_s + payload.wait_s
         waiting = list(range(len(outcomes)))
         error = ""
         while waiting:
-            ready, lost = self._look(payload, waiting)
+            ready, lost = self._check_arrivals(payload, waiting)
             overdue = not self._waits or time.monotonic() >= deadline
             if overdue and not ready and not lost:
                 lost = waiting
@@ -199,14 +198,14 @@ class DeviceLoad(_DeviceRoute):
                 await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
         return error
 
-    def _look(
+    def _check_arrivals(
         self, payload: LoadRequest, waiting: Sequence[int]
     ) -> tuple[list[int], Sequence[int]]:
-        """Return which of the chunks at ``waiting`` are there, and which will not come."""
-        # Chunks arrive about in order, and looking at thousands takes the engine's time.
-        near = waiting[:_LOOKED_AT]
+        """Return the positions in ``waiting`` of chunks that arrived, and of lost ones."""
+        # Chunks arrive roughly in order, and checking thousands takes the engine's time.
+        near = waiting[:_CHECKED_AT_ONCE]
         stamps = [payload.generations[at] for at in near]
-        if 0 in stamps:  # that of a chunk without a slot
+        if 0 in stamps:  # a chunk without a slot
             first = stamps.index(0)
             near, stamps = near[:first], stamps[:first]
             without = [at for at in waiting[first:] if not payload.generations[at]]
@@ -225,7 +224,7 @@ class DeviceLoad(_DeviceRoute):
         *,
         priority: int,
     ) -> bool:
-        """Copy the chunks at ``ready``; return whether their slots still bore their stamps."""
+        """Copy the chunks at ``ready``; return whether their slots kept their stamps."""
         part = payload.plan
         if len(ready) < len(part.slots):
             part = part.restricted_to([part.slots[at] for at in ready])
@@ -241,7 +240,7 @@ class DeviceLoad(_DeviceRoute):
         return whole
 
     def _record(self, payload: LoadRequest, outcomes: Sequence[Outcome]) -> None:
-        """Write down which stamps could not be loaded, and that the slots are let go."""
+        """Record the stamps that were not loaded, and release the slots."""
         slots, stamps = payload.plan.slots, payload.generations
         held = [bool(stamp) for stamp in stamps]
         if outcomes.count(Outcome.DONE) < len(outcomes):
@@ -261,7 +260,7 @@ def _mark(outcomes: list[Outcome], places: Sequence[int], outcome: Outcome) -> N
 
 def _reason(payload: LoadRequest, lost: int) -> str:
     if not payload.generations[lost]:
-        return "there was no RAM slot for a chunk after all"
+        return "no RAM slot was free for a chunk"
     if not payload.wait_s:
-        return "a slot's stamp is not the one promised"
-    return "a chunk did not come up from a slower tier"
+        return "a slot has another stamp than expected"
+    return "a chunk was not promoted from a slower tier"

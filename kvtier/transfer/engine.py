@@ -1,23 +1,22 @@
-"""Runs jobs on an asyncio loop of its own, and never makes its caller wait.
+"""Runs jobs on an event loop of its own, without blocking its callers.
 
 The engine's scheduler and the model runner are synchronous and must not block, so every
-engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Everything else
-follows from five rules:
+engine has a thread with a loop. ``submit`` and ``poll`` only touch queues. Five rules hold:
 
-* **One settled result per job.** Whatever happens, refusal and shutdown included, each
-  submitted job ends in exactly one settled :class:`~kvtier.types.TransferResult`.
-* **Deadlines free the waiter, not the buffer.** When a job's deadline passes while a thread is
-  inside a system call, an unsettled result is posted at once, so that no request waits any
-  longer; the slots stay the job's until the call returned and the settled result says so.
-* **Urgent first.** A queue ordered by :class:`~kvtier.types.Purpose`; running bytes per channel
-  are bounded, so that little that is not urgent is ever ahead of a load.
+* **One settled result per job.** Every submitted job ends in exactly one settled
+  :class:`~kvtier.types.TransferResult`, also when it is refused or the engine shuts down.
+* **Deadlines free the waiter, not the buffer.** If a job's deadline passes while a thread is
+  inside a system call, an unsettled result is posted at once and no request waits any longer.
+  The job keeps its slots until the call returns and the settled result is posted.
+* **Urgent first.** The queue is ordered by :class:`~kvtier.types.Purpose`. Running bytes per
+  channel are limited, so few bytes of less urgent work are ever ahead of a load.
 * **A tier's fault is a job's failure.** Whatever a tier raises, or returns in place of one
-  outcome per chunk, ends the one job. A thread that dies all the same answers every job first.
-* **A sick tier is left alone.** After some consecutive failures a channel's breaker opens: jobs
-  are refused at once for a back-off time, then one job is let through to probe.
+  outcome per chunk, fails one job. If the engine's thread dies, it answers every job first.
+* **A failing tier is left alone.** After some consecutive failures a channel's breaker opens:
+  jobs are refused for a back-off time, then one job is let through to probe.
 
-Here is what callers see, and the thread; :mod:`~kvtier.transfer.runner` is what goes on in it,
-and :mod:`~kvtier.transfer.answers` how what became of the jobs comes back.
+This module has the public interface and the thread. :mod:`~kvtier.transfer.runner` runs the
+jobs on that thread, and :mod:`~kvtier.transfer.jobs` carries their results back.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ from typing import Final
 from kvtier.errors import ClosedError
 from kvtier.logs import get_logger
 from kvtier.os.iopool import start_thread
-from kvtier.transfer.answers import Answers
-from kvtier.transfer.breaker import Breaker
-from kvtier.transfer.channel import Channel, ChannelStatistics, EngineLimits
-from kvtier.transfer.jobs import Pair, Pending
+from kvtier.transfer.channel import Breaker, Channel, ChannelStatistics, EngineLimits
+from kvtier.transfer.jobs import JobResults, Pair, Pending
 from kvtier.transfer.routes import Route
 from kvtier.transfer.runner import Action, Runner
 from kvtier.types import Job, JobId, Outcome, TransferResult
@@ -45,10 +42,10 @@ __all__ = ["TransferEngine"]
 logger = get_logger(__name__)
 
 _START_TIMEOUT_S: Final = 60.0
-"""Longer than any tier takes to get ready for its first call: it is open already."""
+"""Longer than an open tier takes to get ready for its first call."""
 
 _DRAINING_SHARE: Final = 0.75
-"""Of the time that closing may take, for the jobs that are queued."""
+"""Share of the closing time that queued jobs may take."""
 
 
 class TransferEngine:
@@ -57,14 +54,14 @@ class TransferEngine:
     Args:
         name: Names the thread and log lines.
         routes: How to move chunks, by (source tier, destination tier).
-        chunk_nbytes: Bytes of one chunk, for the bounds.
-        limits: The bounds.
-        openers: Awaited in order on the engine's loop before anything else is; one that fails
-            is logged.
-        closers: Awaited in order on the engine's loop once everything is settled at close.
+        chunk_nbytes: Bytes of one chunk.
+        limits: The engine's limits.
+        openers: Awaited in order on the engine's loop before the first job; failures are
+            logged.
+        closers: Awaited in order on the engine's loop after the last job.
 
     Raises:
-        ClosedError: The thread could not start its loop, or a tier does not get ready.
+        ClosedError: The thread could not start its loop, or a tier did not get ready.
     """
 
     def __init__(
@@ -89,9 +86,9 @@ class TransferEngine:
             )
             for pair, route in routes.items()
         }
-        self._answers = Answers()
+        self._results = JobResults()
         self._runner = Runner(
-            self._answers, self._channels, chunk_nbytes=chunk_nbytes, limits=limits
+            self._results, self._channels, chunk_nbytes=chunk_nbytes, limits=limits
         )
         self._sequence = itertools.count()
         self._unrouted: set[Pair] = set()
@@ -103,10 +100,10 @@ class TransferEngine:
         start_thread(self._thread)
         if not self._started.wait(_START_TIMEOUT_S):
             self._closing = True
-            self._runner.close()  # as soon as it runs
+            self._runner.close()  # takes effect as soon as it runs
             raise ClosedError(
                 f"transfer engine {name} has not started within {_START_TIMEOUT_S:g} s: one of "
-                "its tiers does not get ready; look for errors of its disk in the kernel's log"
+                "its tiers did not get ready; look for disk errors in the kernel's log"
             )
         if self._death is not None:
             raise ClosedError(f"transfer engine {name} cannot start") from self._death
@@ -114,9 +111,9 @@ class TransferEngine:
     # -- called from any one thread; none of these blocks -------------------------------------
 
     def out_of_service(self) -> list[Pair]:
-        """Return the channels whose jobs are refused for now: their breaker is open.
+        """Return the channels that refuse jobs because their breaker is open.
 
-        All are, and for good, once the engine's thread died.
+        Once the engine's thread has died, all channels refuse jobs for good.
         """
         if self._death is not None:
             return list(self._channels)
@@ -124,18 +121,17 @@ class TransferEngine:
         return [pair for pair, each in self._channels.items() if each.is_out_of_service(now)]
 
     def submit(self, *jobs: Job) -> None:
-        """Queue ``jobs``; their outcomes arrive through :meth:`poll`, also when one is refused.
+        """Queue ``jobs``; :meth:`poll` returns their results, also of refused jobs.
 
-        Jobs that are known together are best submitted together: the engine's thread wakes up
-        once, and a caller that computes gets its interpreter back once. A job without a route
-        has failed; the others run.
+        Submit jobs together where possible: the engine's thread then wakes up once. A job
+        without a route fails; the others run.
 
         Raises:
-            ClosedError: The engine is closing, or its thread died; none is queued. Whoever may
-                wait for their chunks is told by :meth:`abandon`.
+            ClosedError: The engine is closing, or its thread died; no job is queued. Call
+                :meth:`abandon` to release workers that wait for the jobs' chunks.
         """
         now = time.monotonic()
-        with self._answers.changed:
+        with self._results.changed:
             if self._closing:
                 raise ClosedError(f"transfer engine {self._name} is closed")
             given = [self._enqueue(job, now) for job in jobs]
@@ -143,14 +139,14 @@ class TransferEngine:
             self._runner.poke()
 
     def abandon(self, *jobs: Job) -> None:
-        """Tell whoever waits for chunks of ``jobs``, which could not be submitted, not to."""
+        """Release workers that wait for chunks of ``jobs``, which could not be submitted."""
         for job in jobs:
             channel = self._channels.get((job.source, job.destination))
-            if channel is not None:  # or nobody can wait for what would come this way
+            if channel is not None:
                 channel.route.abandon(job)
 
     def _enqueue(self, job: Job, now: float) -> bool:
-        """Give a job to the engine's thread, or refuse it; returns whether it was given."""
+        """Hand a job to the engine's thread or refuse it; return whether it was handed over."""
         channel = self._channels.get((job.source, job.destination))
         if channel is None:
             self._fail_unrouted(job)
@@ -158,7 +154,7 @@ class TransferEngine:
         nbytes = len(job.source_slots) * self._chunk_nbytes
         order = (int(job.purpose), next(self._sequence))
         pending = Pending(job, channel, nbytes, now, order=order)
-        self._answers.expect(pending)
+        self._results.expect(pending)
         fits = channel.queued_bytes + nbytes <= self._limits.queued_bytes
         alone = not channel.queued_bytes
         channel.queued_bytes += nbytes
@@ -166,7 +162,7 @@ class TransferEngine:
             self._runner.give(pending)
             return True
         channel.refused += 1
-        self._answers.finish(pending, Outcome.REFUSED, error="the queue is full")
+        self._results.drop(pending, Outcome.REFUSED, error="the queue is full")
         return False
 
     def _fail_unrouted(self, job: Job) -> None:
@@ -175,21 +171,21 @@ class TransferEngine:
         if pair not in self._unrouted:
             self._unrouted.add(pair)
             logger.error("transfer engine %s: %s (said once)", self._name, error)
-        self._answers.fail(job, error=error)
+        self._results.fail_unrouted(job, error=error)
 
     def cancel(self, job_id: JobId) -> None:
-        """Drop a job that has not started; one that has runs on."""
+        """Drop a job that has not started; a running job continues."""
         self._runner.cancel(job_id)
         self._runner.poke()
 
     @property
     def idle(self) -> bool:
         """Whether every submitted job is settled."""
-        return self._answers.complete
+        return self._results.complete
 
     def poll(self) -> list[TransferResult]:
-        """Return the results since the last call, in the order they came."""
-        return self._answers.poll()
+        """Return the results since the last call, oldest first."""
+        return self._results.poll()
 
     def statistics(self) -> dict[Pair, ChannelStatistics]:
         """Return a snapshot of every channel."""
@@ -207,38 +203,38 @@ class TransferEngine:
         Returns:
             Whether all are settled; False when ``timeout_s`` passed first.
         """
-        return self._answers.wait(job_ids, timeout_s=timeout_s)
+        return self._results.wait(job_ids, timeout_s=timeout_s)
 
     def wait_any(self, *, timeout_s: float) -> bool:
-        """Block until :meth:`poll` has something to return, or nothing is submitted.
+        """Block until :meth:`poll` has a result to return, or every job is settled.
 
         Returns:
             False when ``timeout_s`` passed first.
         """
-        return self._answers.wait_any(timeout_s=timeout_s)
+        return self._results.wait_any(timeout_s=timeout_s)
 
     def exclusively_each(self, actions: Mapping[str, Action], *, timeout_s: float) -> bool:
-        """Do something to each tier while no job runs from or to it.
+        """Run an action for each tier while no job reads from or writes to that tier.
 
-        What is queued for it is cancelled, what runs is waited for, and what is submitted
-        meanwhile waits. Whoever waits for chunks of jobs that run is told at once not to. A
-        tier that hangs holds up no other.
+        Jobs queued for the tier are cancelled, running jobs are awaited, and newly submitted
+        jobs wait. Workers that wait for chunks of running jobs are released at once. A tier
+        that hangs does not delay the others.
 
         Args:
-            actions: What to await, by the name of the tier it is for.
-            timeout_s: Longest this blocks.
+            actions: What to await, by tier name.
+            timeout_s: Longest time this blocks.
 
         Returns:
-            Whether all are over; False when ``timeout_s`` passed first, and some still go on.
+            Whether all actions ended; False if ``timeout_s`` passed first.
 
         Raises:
             ClosedError: The engine was closed, or its thread died.
-            ExceptionGroup: What went wrong; all are over.
+            ExceptionGroup: The errors of the actions, after all have ended.
         """
         acting = self._runner.exclusively_each(actions)
         try:
             future = asyncio.run_coroutine_threadsafe(acting, self._loop)
-        except RuntimeError as error:  # its loop has ended
+        except RuntimeError as error:  # the loop has ended
             acting.close()
             cause = self._death or error
             raise ClosedError(f"transfer engine {self._name} is closed") from cause
@@ -249,19 +245,19 @@ class TransferEngine:
         return True
 
     def close(self, *, timeout_s: float) -> bool:
-        """Run what is queued, then stop; what does not finish in time is cancelled. Idempotent.
+        """Run the queued jobs, then stop; jobs not started in time are cancelled. Idempotent.
 
-        A quarter of the time is kept for the tiers, which then end what runs and close.
+        A quarter of the time is reserved for running jobs to end and tiers to close.
 
         Returns:
-            Whether everything settled and the thread ended. False means that a system call is
-            stuck, or a tier not closed yet; that goes on in the thread, which is a daemon and
-            dies with the process.
+            Whether every job is settled and the thread ended. False means that a system call
+            is stuck or a tier is not closed yet. The thread is a daemon and dies with the
+            process.
         """
         if self._closing:
-            return self._answers.complete and not self._thread.is_alive()
+            return self._results.complete and not self._thread.is_alive()
         deadline = time.monotonic() + timeout_s
-        drained = self._answers.wait_all(timeout_s=_DRAINING_SHARE * timeout_s)
+        drained = self._results.wait_all(timeout_s=_DRAINING_SHARE * timeout_s)
         self._closing = True
         self._runner.close()
         self._runner.poke()
@@ -286,7 +282,7 @@ class TransferEngine:
             asyncio.run(self._main())
         except BaseException as error:
             logger.critical("transfer engine %s: its thread died", self._name, exc_info=error)
-            with self._answers.changed:  # so that no job is submitted that nobody answers
+            with self._results.changed:  # no job may be submitted after the answers below
                 self._death = error
                 self._closing = True
             self._runner.answer_all("the transfer engine's thread died")

@@ -1,17 +1,19 @@
-"""Jobs between their submission and their settled results, and the queue of those that wait."""
+"""Jobs of a transfer engine: those that wait or run, and the results of the others."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvtier.transfer.channel import Channel
-from kvtier.types import Job, JobId
+from kvtier.types import Job, JobId, Outcome, TransferResult
 
-__all__ = ["JobQueue", "Pair", "Pending"]
+__all__ = ["JobQueue", "JobResults", "Pair", "Pending"]
 
 Pair: TypeAlias = tuple[str, str]
 """Source and destination tier."""
@@ -36,7 +38,7 @@ class Pending:
 
     @property
     def pair(self) -> Pair:
-        """Where the job's chunks come from and where they go."""
+        """Source and destination tier of the job."""
         return self.job.source, self.job.destination
 
 
@@ -51,24 +53,24 @@ class JobQueue:
         return pending.job.job_id in self._queued
 
     def __iter__(self) -> Iterator[Pending]:
-        """Yield what waits now, in no order; each may be removed meanwhile."""
+        """Yield the queued jobs in any order; the caller may remove them meanwhile."""
         return iter(list(self._queued.values()))
 
     def get(self, job_id: JobId) -> Pending | None:
-        """Return a job if it waits."""
+        """Return a job if it is queued."""
         return self._queued.get(job_id)
 
     def add(self, pending: Pending) -> None:
-        """Let a job wait."""
+        """Queue a job."""
         self._queued[pending.job.job_id] = pending
         heapq.heappush(self._heap, pending)
 
     def remove(self, pending: Pending) -> None:
-        """Let a job wait no longer."""
+        """Remove a job from the queue."""
         del self._queued[pending.job.job_id]
 
     def in_order(self) -> Iterator[Pending]:
-        """Yield what waits, most urgent first; what is not removed meanwhile waits on."""
+        """Yield the queued jobs, most urgent first; jobs that are not removed stay queued."""
         kept: list[Pending] = []
         queued = self._queued
         try:
@@ -81,3 +83,90 @@ class JobQueue:
             for pending in kept:
                 if pending.job.job_id in queued:
                     heapq.heappush(self._heap, pending)
+
+
+class JobResults:
+    """Passes results from the engine's thread to the threads that submit jobs.
+
+    Attributes:
+        changed: Held while jobs are submitted; notified when a result is posted.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._results: deque[TransferResult] = deque()
+        self._unsettled: set[JobId] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every job has its settled result."""
+        return not self._unsettled
+
+    def expect(self, pending: Pending) -> None:
+        """Record that a job was submitted."""
+        self._unsettled.add(pending.job.job_id)
+
+    def poll(self) -> list[TransferResult]:
+        """Return the results since the last call, oldest first."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
+        """Block until ``job_ids`` are settled; return whether they are."""
+        wanted = set(job_ids)
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: wanted.isdisjoint(self._unsettled), timeout=timeout_s
+            )
+
+    def wait_any(self, *, timeout_s: float) -> bool:
+        """Block until there is a result or no job is left; return whether that is so."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: bool(self._results) or self.complete, timeout=timeout_s
+            )
+
+    def wait_all(self, *, timeout_s: float) -> bool:
+        """Block until every job is settled; return whether they are."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.complete, timeout=timeout_s)
+
+    def post_expired(self, pending: Pending, error: str) -> None:
+        """Post an unsettled result for a job whose slots are still in use."""
+        job = pending.job
+        pending.channel.route.abandon(job)
+        outcomes = [Outcome.EXPIRED] * len(job.source_slots)
+        with self.changed:
+            self._results.append(
+                TransferResult(job.job_id, outcomes, settled=False, error=error)
+            )
+            self.changed.notify_all()
+
+    def drop(self, pending: Pending, outcome: Outcome, *, error: str) -> None:
+        """Settle a job that never ran."""
+        pending.channel.route.abandon(pending.job)
+        outcomes = [outcome] * len(pending.job.source_slots)
+        self.settle(pending, TransferResult(pending.job.job_id, outcomes, error=error))
+
+    def fail_unrouted(self, job: Job, *, error: str) -> None:
+        """Settle a job that no route can run."""
+        outcomes = [Outcome.FAILED] * len(job.source_slots)
+        with self.changed:
+            self._results.append(TransferResult(job.job_id, outcomes, error=error))
+            self.changed.notify_all()
+
+    def settle(self, pending: Pending, result: TransferResult) -> None:
+        """Post a job's one settled result."""
+        pending.done = True
+        if pending.alarm is not None:
+            pending.alarm.cancel()
+        channel = pending.channel
+        with self.changed:
+            channel.jobs += 1
+            channel.nbytes += result.nbytes
+            channel.queued_bytes -= pending.nbytes
+            self._results.append(result)
+            self._unsettled.discard(pending.job.job_id)
+            self.changed.notify_all()

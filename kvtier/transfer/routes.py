@@ -1,4 +1,4 @@
-"""How chunks get from one kind of place to another."""
+"""Routes: how a transfer engine moves the chunks of one job between two tiers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing_extensions import override
 from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
 from kvtier.types import Job, JobId, Outcome
 
-__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "all_of", "raising"]
+__all__ = ["FromTier", "Route", "SlotMemory", "Stamps", "ToTier", "all_of", "raise_later"]
 
 _MOST_PARTS: Final = 4
 _LEAST_PART_NBYTES: Final = 2 << 20
-"""What a disk reads in about a millisecond: less is hardly worth a call of its own."""
+"""A disk reads this in about a millisecond; smaller parts are not worth a call."""
 _MOST_NBYTES_IN_PARTS: Final = 16 << 20
-"""Of a longer job most is read by the time a part arrives, and its parts' calls were measured
-to cost a sixth of the processor's time: 0.19 in place of 0.17 core-seconds per GiB."""
+"""Longer jobs are read in one part: parts took 0.19 instead of 0.17 core-seconds per GiB."""
 
 
 class SlotMemory(Protocol):
@@ -36,36 +35,35 @@ class Route(ABC):
 
     @abstractmethod
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Move every chunk of ``job`` and say what became of each.
+        """Move every chunk of ``job`` and return each one's outcome.
 
-        A coroutine function, or a function that begins at once and returns the rest as a
-        coroutine, which the engine awaits in a task that nobody cancels.
+        A coroutine function, or a function that starts at once and returns a coroutine for the
+        rest. The engine awaits it in a task that it never cancels.
 
         Cancellation:
             Deferred until no thread touches the job's slots.
         """
 
-    def abandon(self, job: Job) -> None:  # noqa: B027 - most jobs have no such audience
-        """Tell whoever waits for a chunk of ``job``, other than its submitter, not to.
+    def abandon(self, job: Job) -> None:  # noqa: B027 - most routes have no waiting workers
+        """Release workers that wait for chunks of ``job``; must not block.
 
-        Called when a job ends without having run, when its deadline passes, and when an
-        exclusive action is to follow it. In any thread, never while :meth:`run` is past its
-        last await; must not block. Nobody waits unless a route says otherwise.
+        Called from any thread when a job ends without having run, when its deadline passes, and
+        before an exclusive action. Never called after the last await of :meth:`run`.
         """
 
 
 class Stamps(Protocol):
-    """Where workers see what became of a RAM slot: the control block."""
+    """Slot stamps that workers read: the control block."""
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Say that the bytes of these stamps are whole."""
+        """Mark the bytes of these stamps as whole."""
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Say that the bytes of these stamps will not come."""
+        """Mark the bytes of these stamps as lost."""
 
 
 class ToTier(Route):
-    """RAM slots to a storage tier."""
+    """Writes RAM slots to a storage tier."""
 
     def __init__(self, memory: SlotMemory, tier: StorageTier) -> None:
         self._memory = memory
@@ -82,12 +80,12 @@ class ToTier(Route):
 
 
 @dataclass(slots=True)
-class _Announced:
-    """The parts of a job that are over, and which of their chunks are whole.
+class _Stamped:
+    """The stamped parts of a running job.
 
     Attributes:
-        parts: In the order in which they were announced.
-        poisoned: How many of them were poisoned since, with all of the job.
+        parts: Each part and which of its chunks are whole, in the order of stamping.
+        poisoned: How many of them :meth:`FromTier.abandon` poisoned afterwards.
     """
 
     parts: list[tuple[Job, Sequence[bool]]] = field(default_factory=list)
@@ -95,21 +93,21 @@ class _Announced:
 
 
 class FromTier(Route):
-    """A storage tier to RAM slots, every byte verified by the tier.
+    """Reads chunks of a storage tier into RAM slots; the tier verifies every byte.
 
-    The job's payload is the stamp of each slot. What arrived is published and what did not is
-    poisoned before the job's result is posted: a worker may wait for the chunk already.
+    The job's payload has the stamp of each slot. Before the job's result is posted, whole
+    chunks are published and lost ones poisoned, because workers may already wait for them.
 
-    A job of some MiB is read in a few parts that are published one by one, so that such a
-    worker copies the first while the last are still being read. If nobody is to wait any more,
-    the first are poisoned too; but they are whole, so in the end they are published again.
+    A job of some MiB is read in a few parts that are published one by one, so a worker copies
+    the first while the last are still being read. Abandoning the job poisons all parts; those
+    that are whole are published again at the end.
     """
 
     def __init__(self, memory: SlotMemory, tier: StorageTier, stamps: Stamps) -> None:
         self._memory = memory
         self._tier = tier
         self._stamps = stamps
-        self._announced: dict[JobId, _Announced] = {}
+        self._stamped: dict[JobId, _Stamped] = {}
 
     @override
     def run(self, job: Job) -> Coroutine[Any, Any, SlotOutcomes]:
@@ -126,22 +124,22 @@ class FromTier(Route):
         return self._tier.begin_read(job.keys, job.source_slots, views, purpose=job.purpose)
 
     def _begin_part(self, part: Job) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Begin to read a part; never raises."""
+        """Start reading a part; never raises."""
         try:
             return self._finish(part, self._begin(part))
-        except Exception as raised:  # noqa: BLE001 - the parts before it have begun
+        except Exception as raised:  # noqa: BLE001 - earlier parts have started
             self._poison(part)
-            return raising(raised)
+            return raise_later(raised)
 
     async def _join(
         self, job: Job, parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]
     ) -> SlotOutcomes:
-        announced = self._announced[job.job_id] = _Announced()
+        stamped = self._stamped[job.job_id] = _Stamped()
         try:
             moved = await all_of(parts)
         finally:
-            del self._announced[job.job_id]
-        for part, whole in announced.parts[: announced.poisoned]:
+            del self._stamped[job.job_id]
+        for part, whole in stamped.parts[: stamped.poisoned]:
             self._stamp(part, whole)
         return moved
 
@@ -155,30 +153,30 @@ class FromTier(Route):
             raise
         whole = [outcome is Outcome.DONE for outcome in moved.outcomes]
         self._stamp(job, whole)
-        self._tier.touch(_those(job.source_slots, whole))
-        if job.job_id in self._announced:
-            self._announced[job.job_id].parts.append((job, whole))
+        self._tier.touch(_select(job.source_slots, whole))
+        if job.job_id in self._stamped:
+            self._stamped[job.job_id].parts.append((job, whole))
         return moved
 
     @override
     def abandon(self, job: Job) -> None:
         self._poison(job)
-        if job.job_id in self._announced:
-            announced = self._announced[job.job_id]
-            announced.poisoned = len(announced.parts)
+        if job.job_id in self._stamped:
+            stamped = self._stamped[job.job_id]
+            stamped.poisoned = len(stamped.parts)
 
     def _poison(self, job: Job) -> None:
         self._stamps.poison(job.destination_slots, job.payload)
 
     def _stamp(self, job: Job, whole: Sequence[bool]) -> None:
-        """Tell workers which chunks are whole, and that the others will not come."""
+        """Publish the whole chunks and poison the others."""
         slots, generations = job.destination_slots, job.payload
         if all(whole):
             self._stamps.publish(slots, generations)
             return
         lost = [not arrived for arrived in whole]
-        self._stamps.publish(_those(slots, whole), _those(generations, whole))
-        self._stamps.poison(_those(slots, lost), _those(generations, lost))
+        self._stamps.publish(_select(slots, whole), _select(generations, whole))
+        self._stamps.poison(_select(slots, lost), _select(generations, lost))
 
 
 def _part_of(job: Job, part: slice) -> Job:
@@ -192,11 +190,11 @@ def _part_of(job: Job, part: slice) -> Job:
 
 
 async def all_of(parts: Sequence[Coroutine[Any, Any, SlotOutcomes]]) -> SlotOutcomes:
-    """Await all parts of a job, side by side; return what became of their chunks, in order.
+    """Await all parts of a job concurrently; return their chunks' outcomes in order.
 
     Raises:
-        BaseException: The first, in that order, that a part raised; all have ended, for a
-            thread may touch the slots of each.
+        BaseException: The first error in that order, after all parts have ended. Until then
+            threads may touch the parts' slots.
     """
     tasks = [asyncio.create_task(_returning(part)) for part in parts]
     ended = [await task for task in tasks]
@@ -214,15 +212,15 @@ async def _returning(
 ) -> SlotOutcomes | BaseException:
     try:
         return await moving
-    # In a task of its own an exit would end the event loop, and with it every other job.
+    # A SystemExit raised in a task would end the event loop and with it every other job.
     except BaseException as raised:  # noqa: BLE001 - raised again where the job ends
         return raised
 
 
-async def raising(error: Exception) -> NoReturn:
-    """Raise ``error`` to whoever awaits what could not begin."""
+async def raise_later(error: Exception) -> NoReturn:
+    """Raise ``error`` when awaited."""
     raise error
 
 
-def _those(numbers: Sequence[int], chosen: Sequence[bool]) -> list[int]:
+def _select(numbers: Sequence[int], chosen: Sequence[bool]) -> list[int]:
     return list(compress(numbers, chosen))

@@ -1,4 +1,4 @@
-"""Runs an engine's jobs on the engine's loop."""
+"""Runs an engine's jobs on the engine's event loop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from kvtier.errors import TierUnavailableError
+from kvtier.keys import short_key
 from kvtier.logs import get_logger
-from kvtier.tiers.base import SlotOutcomes
-from kvtier.transfer.answers import Answers
+from kvtier.tiers.base import SlotOutcomes, check_outcomes
 from kvtier.transfer.channel import Channel, EngineLimits
-from kvtier.transfer.jobs import JobQueue, Pair, Pending
-from kvtier.transfer.moving import begin, outcomes_of, tell_of_losses
-from kvtier.types import JobId, Outcome, TransferResult
+from kvtier.transfer.jobs import JobQueue, JobResults, Pair, Pending
+from kvtier.transfer.routes import raise_later
+from kvtier.types import Job, JobId, Outcome, TransferResult
 
 __all__ = ["Action", "Runner"]
 
@@ -26,27 +26,27 @@ Action = Callable[[], Awaitable[None]]
 
 
 class Runner:
-    """Starts jobs, most urgent first, and sees each to its settled result.
+    """Starts jobs, most urgent first, and posts each one's settled result.
 
-    Its own thread's, but for :meth:`give`, :meth:`cancel`, :meth:`close` and :meth:`poke`, and
-    for :meth:`answer_all` once that thread is dead.
+    Only the engine's thread uses it, except for :meth:`give`, :meth:`cancel`, :meth:`close` and
+    :meth:`poke`, and for :meth:`answer_all` after that thread has died.
 
     Args:
-        answers: Where results go.
-        channels: What jobs run on.
+        results: Where results are posted.
+        channels: The channels that jobs run on.
         chunk_nbytes: Bytes of one chunk.
-        limits: The bounds.
+        limits: The engine's limits.
     """
 
     def __init__(
         self,
-        answers: Answers,
+        results: JobResults,
         channels: Mapping[Pair, Channel],
         *,
         chunk_nbytes: int,
         limits: EngineLimits,
     ) -> None:
-        self._answers = answers
+        self._results = results
         self._channels = channels
         self._chunk_nbytes = chunk_nbytes
         self._limits = limits
@@ -64,47 +64,47 @@ class Runner:
 
     @property
     def running(self) -> list[JobId]:
-        """The jobs that run now."""
+        """Ids of the running jobs."""
         return sorted(self._running)
 
     def give(self, pending: Pending) -> None:
-        """Hand over a job; :meth:`poke` follows."""
+        """Hand over a job; call :meth:`poke` afterwards."""
         self._inbox.append(pending)
 
     def cancel(self, job_id: JobId) -> None:
-        """Drop a job that has not started; :meth:`poke` follows."""
+        """Drop a job that has not started; call :meth:`poke` afterwards."""
         self._cancels.append(job_id)
 
     def close(self) -> None:
-        """Start no further job; :meth:`poke` follows."""
+        """Start no further job; call :meth:`poke` afterwards."""
         self._closing = True
 
     def poke(self) -> None:
-        """Wake the loop's thread, unless it is about to look anyway."""
+        """Wake the loop's thread, unless a wake-up is pending already."""
         if not self._poked:
             self._poked = True
-            with contextlib.suppress(RuntimeError):  # the thread died, and answered all jobs
+            with contextlib.suppress(RuntimeError):  # the thread died and answered all jobs
                 self._loop.call_soon_threadsafe(self._turn)
 
     def answer_all(self, error: str) -> None:
-        """Answer whoever waits for a job of a thread that died.
+        """Answer every job after the engine's thread died.
 
-        Jobs that ran are not settled: other threads may still write into their slots.
+        Running jobs are not settled: other threads may still write into their slots.
         """
         for pending in self._running.values():
-            self._answers.answer_early(pending, error)
+            self._results.post_expired(pending, error)
         for pending in (*self._inbox, *self._queue):
-            self._answers.finish(pending, Outcome.FAILED, error=error)
+            self._results.drop(pending, Outcome.FAILED, error=error)
 
     # -- on the loop ---------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Belong to the running loop."""
+        """Bind to the running loop."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
 
     async def run(self, started: Callable[[], None]) -> None:
-        """Run jobs until it is closed and the last has ended.
+        """Run jobs until the runner is closed and the last job has ended.
 
         Args:
             started: Called when jobs can run.
@@ -116,10 +116,10 @@ class Runner:
                 self._changed.clear()
 
     async def exclusively_each(self, actions: Mapping[str, Action]) -> None:
-        """Await each action while nothing runs from or to the tier it is for.
+        """Await each action while no job reads from or writes to its tier.
 
         Raises:
-            ExceptionGroup: What went wrong, once all are over.
+            ExceptionGroup: The errors of the actions, after all have ended.
         """
         errors: list[Exception] = []
 
@@ -128,7 +128,7 @@ class Runner:
                 await self._act(action, pairs)
             except Exception as error:  # noqa: BLE001 - raised below, after the other tiers
                 errors.append(error)
-            except asyncio.CancelledError:  # of something that the tier waited for
+            except asyncio.CancelledError:  # something that the tier awaited was cancelled
                 errors.append(TierUnavailableError(tier, "it gave up an exclusive action"))
 
         async with asyncio.TaskGroup() as attempts:
@@ -140,7 +140,7 @@ class Runner:
             raise ExceptionGroup("tiers that failed", errors)
 
     def _pause(self, pairs: Collection[Pair]) -> None:
-        """Let jobs of ``pairs`` wait, and nobody for those there are."""
+        """Pause channels, cancel their queued jobs, and release waiting workers."""
         for pair in pairs:
             self._channels[pair].pauses += 1
         self._admit()
@@ -149,7 +149,7 @@ class Runner:
             pending.channel.route.abandon(pending.job)
 
     async def _act(self, action: Action, pairs: Collection[Pair]) -> None:
-        """Await ``action`` when nothing runs any more on channels that are paused for it."""
+        """Await ``action`` once no job runs on the channels that are paused for it."""
         try:
             while self._running_on(pairs):
                 self._changed.clear()
@@ -161,12 +161,12 @@ class Runner:
             self._turn()
 
     def _turn(self) -> None:
-        """Take what was submitted and start what may start.
+        """Queue submitted jobs and start those that may start.
 
-        Not a task: each hand-over between tasks is a turn of the loop, and beside a thread that
-        computes in Python a turn waits 5 ms for the interpreter.
+        This is a callback and not a task: each switch between tasks is a turn of the loop, and
+        beside a thread that runs Python code a turn waits 5 ms for the interpreter lock.
         """
-        self._poked = False  # before the look: what comes after it wakes this thread again
+        self._poked = False  # first, so that later submissions wake this thread again
         self._admit()
         if self._closing:
             self._cancel_queued("the engine is closing", self._channels)
@@ -176,7 +176,7 @@ class Runner:
             self._changed.set()
 
     def _admit(self) -> None:
-        """Move submitted jobs into the queue and honour cancellations."""
+        """Queue submitted jobs and drop cancelled ones."""
         while self._inbox:
             pending = self._inbox.popleft()
             self._queue.add(pending)
@@ -185,12 +185,12 @@ class Runner:
         while self._cancels:
             cancelled = self._queue.get(self._cancels.popleft())
             if cancelled is not None:
-                self._drop(cancelled, Outcome.CANCELLED, "nobody needs it any more")
+                self._drop(cancelled, Outcome.CANCELLED, "no longer needed")
 
     def _start(self) -> None:
         """Start queued jobs, most urgent first, while their channels have room.
 
-        None is overtaken on its channel by one that needs less room: there may always be some.
+        A smaller job never overtakes a larger one on its channel, which could wait for ever.
         """
         full: set[Pair] = set()
         for pending in self._queue.in_order():
@@ -211,40 +211,40 @@ class Runner:
             self._running[pending.job.job_id] = pending
             channel.running_bytes += pending.nbytes
             pending.began_s = time.monotonic()
-            self._tasks.create_task(self._execute(pending, begin(pending)))
+            self._tasks.create_task(self._execute(pending, _begin(pending)))
 
     def _refuse(self, pending: Pending) -> None:
         pending.channel.refused += 1
         self._drop(pending, Outcome.REFUSED, "the tier is out of service")
 
     def _drop(self, pending: Pending, outcome: Outcome, error: str) -> None:
-        """Settle a job that waits."""
+        """Remove a job from the queue and settle it."""
         self._queue.remove(pending)
-        self._answers.finish(pending, outcome, error=error)
+        self._results.drop(pending, outcome, error=error)
 
     async def _execute(
         self, pending: Pending, moving: Coroutine[Any, Any, SlotOutcomes]
     ) -> None:
-        """See one job to its settled result; the top of its task, so nothing escapes."""
+        """Run one job and post its settled result; never raises."""
         job, channel = pending.job, pending.channel
         began_s = pending.began_s
-        outcomes, error = await outcomes_of(job, moving)
+        outcomes, error = await _outcomes_of(job, moving)
         ended_s = time.monotonic()
         channel.running_bytes -= pending.nbytes
         del self._running[job.job_id]
         failed = Outcome.FAILED in outcomes
-        if not failed or channel.is_news(ended_s):
-            tell_of_losses(job, outcomes, error)
+        if not failed or channel.should_log_failure(ended_s):
+            _log_losses(job, outcomes, error)
         if pending.late:
             channel.late -= 1
-        elif {*outcomes} == {Outcome.CANCELLED}:  # for a reset, before it came to anything
+        elif {*outcomes} == {Outcome.CANCELLED}:  # by a reset, before it did anything
             channel.breaker.discount()
         else:
             self._record(pending, failed=failed, now=ended_s)
         done = sum(outcome is Outcome.DONE for outcome in outcomes)
         channel.seconds += ended_s - began_s
         channel.queued_s += began_s - pending.submitted_s
-        self._answers.settle(
+        self._results.settle(
             pending,
             TransferResult(
                 job_id=job.job_id,
@@ -258,7 +258,7 @@ class Runner:
         self._turn()
 
     def _expire(self, pending: Pending) -> None:
-        """Answer whoever waits for a job whose deadline passed."""
+        """Answer a job whose deadline passed."""
         if pending.done:
             return
         channel, job = pending.channel, pending.job
@@ -266,15 +266,14 @@ class Runner:
         now = time.monotonic()
         if pending in self._queue:
             if channel.late or channel.pauses:
-                # It waited behind a call that hangs, or all its time for an exclusive action of
-                # this tier, before which the queue was emptied: the medium does not answer.
+                # It waited behind a hanging call or an exclusive action: the medium is stuck.
                 self._record(pending, failed=True, now=now)
             self._drop(pending, Outcome.EXPIRED, "the deadline passed in the queue")
-            self._turn()  # what waits may be refused now
+            self._turn()  # queued jobs may be refused now
             return
         pending.late = True
         channel.late += 1
-        if channel.is_news(now):
+        if channel.should_log_failure(now):
             logger.warning(
                 "job %d, %s -> %s: no answer after %.1f s",
                 job.job_id,
@@ -283,10 +282,10 @@ class Runner:
                 job.timeout_s,
             )
         self._record(pending, failed=True, now=now)
-        self._answers.answer_early(pending, f"no answer after {job.timeout_s:.1f} s")
+        self._results.post_expired(pending, f"no answer after {job.timeout_s:.1f} s")
 
     def _record(self, pending: Pending, *, failed: bool, now: float) -> None:
-        """Tell a channel's breaker how a job ended, and the operator when that turned it."""
+        """Record a job's end in its channel's breaker, and log when the breaker switches."""
         breaker = pending.channel.breaker
         was_tripped = breaker.tripped
         breaker.record(failed=failed, now=now)
@@ -296,8 +295,7 @@ class Runner:
             logger.warning("%s -> %s is in service again", *pending.pair)
         else:
             logger.warning(
-                "%s -> %s is out of service after repeated failures, and tried again every "
-                "%.1f s",
+                "%s -> %s is out of service after repeated failures; retrying every %.1f s",
                 *pending.pair,
                 self._limits.breaker_backoff_s,
             )
@@ -309,3 +307,45 @@ class Runner:
 
     def _running_on(self, pairs: Collection[Pair]) -> list[Pending]:
         return [pending for pending in self._running.values() if pending.pair in pairs]
+
+
+def _begin(pending: Pending) -> Coroutine[Any, Any, SlotOutcomes]:
+    """Start moving a job's chunks now; never raises."""
+    try:
+        return pending.channel.route.run(pending.job)
+    except Exception as raised:  # noqa: BLE001 - raised again where the job ends
+        pending.channel.route.abandon(pending.job)
+        return raise_later(raised)
+
+
+async def _outcomes_of(
+    job: Job, moving: Coroutine[Any, Any, SlotOutcomes]
+) -> tuple[Sequence[Outcome], str]:
+    """Return each chunk's outcome and the first error; whatever a tier raises is a failure."""
+    chunks = len(job.source_slots)
+    try:
+        moved = check_outcomes(await moving, chunks)
+    # Nothing cancels a job's task: a cancellation comes from something the tier awaited.
+    except (Exception, asyncio.CancelledError, SystemExit) as raised:
+        logger.exception("job %d, %s -> %s", job.job_id, job.source, job.destination)
+        return [Outcome.FAILED] * chunks, f"{type(raised).__name__}: {raised}"
+    return moved.outcomes, moved.error
+
+
+def _log_losses(job: Job, outcomes: Sequence[Outcome], error: str) -> None:
+    """Log the failed and corrupt chunks of a job, with the key of one of them.
+
+    Device jobs have no keys: their failures are logged without one. A corrupt RAM slot is not
+    logged, because it was only overwritten and the worker reports the request.
+    """
+    losses = {Outcome.FAILED, Outcome.CORRUPT}
+    lost = [key for key, what in zip(job.keys, outcomes, strict=False) if what in losses]
+    if lost or Outcome.FAILED in outcomes:
+        logger.warning(
+            "job %d, %s -> %s: %s%s",
+            job.job_id,
+            job.source,
+            job.destination,
+            f"chunk {short_key(lost[0])}, of {len(lost)} lost: " if lost else "",
+            error,
+        )

@@ -20,9 +20,9 @@ from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvtier.connector.context import RequestContext
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
+from kvtier.connector.protocols import RequestContext
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage
@@ -41,7 +41,7 @@ from kvtier.policies import (
     Promotion,
     build_eviction,
 )
-from kvtier.transfer import BetweenTiers, EngineLimits, FromTier, Relay, ToTier, routes
+from kvtier.transfer import BetweenTiers, BounceBuffer, EngineLimits, FromTier, ToTier, routes
 from tests.stateful.contents import BLOCK_NBYTES, Contents, block_name
 from tests.stateful.moody_tier import MoodyTier, digest
 from tests.stateful.paged_engine import (
@@ -155,7 +155,26 @@ class BytesWorld:
         self._layouts = build_layouts(options)
         self._blocks = draw.randint(30, 60)
         self._contents = Contents(ranks=ranks, blocks=self._blocks, layouts=self._layouts)
-        groups = len(self._layouts)
+        self._build_cache()
+        self._build_engine()
+        self._workers = [self._make_worker(rank) for rank in range(ranks)]
+        self._lag = draw.choice([0, 1])
+        self._reports: list[Report] = []
+        self._names: dict[int, int] = {}
+        self._epochs: dict[PagedRequest, int] = {}
+        self._load_epochs: dict[PagedRequest, int] = {}
+        self._load_lost: dict[PagedRequest, set[int]] = {}
+        self._offered: dict[PagedRequest, set[ChunkKey]] = {}
+        self._loaded: dict[PagedRequest, int] = {}
+        self._refused: set[PagedRequest] = set()
+        self._ended: list[str] = []
+        self._seen: list[weakref.ref[PagedRequest]] = []
+        self._epoch = self._born = self._steps = self.checked_blocks = 0
+        self._ending = False
+
+    def _build_cache(self) -> None:
+        """Build tiers, memory, manager and service."""
+        draw, stage, groups = self._draw, self.stage, len(self._layouts)
         capacities = [
             groups * slots for slots in [draw.randint(8, 20), *self._draw_some(8, 30, most=2)]
         ]
@@ -174,10 +193,14 @@ class BytesWorld:
             retain_s=draw.choice([0.0, 0.0, 0.5]),
             close_timeout_s=PATIENCE_S,
         )
-        self._scheduler = ConnectorScheduler(OfferLog(self._service, self), options)
+
+    def _build_engine(self) -> None:
+        """Build the scheduler side, and an engine that asks it."""
+        draw = self._draw
+        self._scheduler = ConnectorScheduler(OfferLog(self._service, self), self._options)
         self._engine = PagedEngine(
             self._scheduler,
-            options,
+            self._options,
             BatchLimits(
                 self._blocks,
                 step_tokens=draw.choice([7, 24, 60]),
@@ -187,20 +210,6 @@ class BytesWorld:
             ),
         )
         self._scheduler.tables = self._engine
-        self._workers = [self._make_worker(rank) for rank in range(ranks)]
-        self._lag = draw.choice([0, 1])
-        self._reports: list[Report] = []
-        self._names: dict[int, int] = {}
-        self._epochs: dict[PagedRequest, int] = {}
-        self._load_epochs: dict[PagedRequest, int] = {}
-        self._load_lost: dict[PagedRequest, set[int]] = {}
-        self._offered: dict[PagedRequest, set[ChunkKey]] = {}
-        self._loaded: dict[PagedRequest, int] = {}
-        self._refused: set[PagedRequest] = set()
-        self._ended: list[str] = []
-        self._seen: list[weakref.ref[PagedRequest]] = []
-        self._epoch = self._born = self._steps = self.checked_blocks = 0
-        self._ending = False
 
     def __enter__(self) -> Self:
         return self
@@ -296,7 +305,7 @@ class BytesWorld:
             stripe_nbytes=stripe_nbytes,
             stripes=self._ranks,
             ranks=self._ranks,
-            relay_slots=4 if len(capacities) > 2 else 0,
+            bounce_slots=4 if len(capacities) > 2 else 0,
         )
 
     def _make_memory_file(self) -> int:
@@ -352,7 +361,9 @@ class BytesWorld:
             ways[disk.name, "ram"] = FromTier(region, disk, region.control)
         if relay := self._geometry.relay:
             upper, lower = disks
-            ways[upper.name, lower.name] = BetweenTiers(upper, lower, Relay(region, relay))
+            ways[upper.name, lower.name] = BetweenTiers(
+                upper, lower, BounceBuffer(region, relay)
+            )
         slot_nbytes = self._geometry.slot_nbytes
         least = self._geometry.slots if self.stage.calm else 6
         engine = SteppedEngine(
@@ -444,17 +455,21 @@ class BytesWorld:
             self._check_blocks(each, epoch)  # some of them an earlier one of this step computed
             if epoch != self._epoch:
                 epoch = self._epochs[request] = NO_EPOCH
-            for layout, table in zip(self._layouts, each.tables, strict=True):
-                size = layout.group.tokens_per_block
-                for at in range(each.start // size, -(-each.end // size)):
-                    known = tokens[: min((at + 1) * size, each.end)]
-                    name = block_name(layout.index, known, epoch)
-                    if epoch == NO_EPOCH:
-                        name = self._draw.getrandbits(60)
-                    if not table[at].is_null:
-                        self._write(table[at].block_id, name)
+            self._fill(each, tokens, epoch)
             if each.samples:
                 request.sampled.append(_sample(tokens))
+
+    def _fill(self, work: Work, tokens: Sequence[int], epoch: int) -> None:
+        """Write the blocks that a step computes for a request."""
+        for layout, table in zip(self._layouts, work.tables, strict=True):
+            size = layout.group.tokens_per_block
+            for at in range(work.start // size, -(-work.end // size)):
+                known = tokens[: min((at + 1) * size, work.end)]
+                name = block_name(layout.index, known, epoch)
+                if epoch == NO_EPOCH:
+                    name = self._draw.getrandbits(60)
+                if not table[at].is_null:
+                    self._write(table[at].block_id, name)
 
     def _take_report(self, report: Report) -> None:
         """Tell the scheduler what the workers did."""
@@ -481,6 +496,14 @@ class BytesWorld:
             for request in alive:
                 self._engine.abort(request)
             return
+        self._change_requests(alive)
+        if self.stage.chance(0.01):
+            self._engine.preempt_all()
+        if not self.stage.calm and self.stage.chance(0.03):
+            self._reset()
+
+    def _change_requests(self, alive: Sequence[PagedRequest]) -> None:
+        """Let requests arrive, end, and go on with the next part of their prompts."""
         if len(alive) < 7 and self.stage.chance(0.5):
             self._arrive()
         if alive and self.stage.chance(0.06):
@@ -488,10 +511,6 @@ class BytesWorld:
         for request in alive:
             if request.phase is Phase.PAUSED and self.stage.chance(0.3):
                 self._engine.resume(request)
-        if self.stage.chance(0.01):
-            self._engine.preempt_all()
-        if not self.stage.calm and self.stage.chance(0.03):
-            self._reset()
 
     def _reset(self) -> None:
         """Reset the cache, most often because the weights change."""

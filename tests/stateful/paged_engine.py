@@ -266,15 +266,7 @@ class PagedEngine:
     ) -> None:
         """Take into account what a step brought, in vLLM's order."""
         failed = self._note_failures(output)
-        for each in work:
-            request = each.request
-            if each.attempt != request.attempt or request.is_finished() or not each.samples:
-                continue
-            request.in_flight -= 1
-            request.tokens.append(request.sampled.pop(0))
-            request.hash_blocks()
-            if request.num_tokens - request.num_prompt_tokens >= request.output_tokens:
-                self._stop(request)
+        self._note_samples(work)
         if self._limits.fails_requests:
             for request in failed:
                 if not request.is_finished():
@@ -321,34 +313,38 @@ class PagedEngine:
             if len(self._running) + len(put_off) >= self._limits.requests:
                 break
             request = self._waiting.popleft()
-            if request.phase is Phase.LOADING:
+            is_ready = self._prepare(request)
+            if is_ready is None:
                 put_off.append(request)
-                continue
-            if request.phase is Phase.LOADED:
-                self._take_load(request)
-            if not request.num_computed_tokens and request.phase is Phase.WAITING:
-                given = self._look_up(request)
-                if given is None:
-                    put_off.append(request)
-                    continue
-                if not given:
-                    self._waiting.appendleft(request)
-                    break
-                if request.phase is Phase.LOADING:
-                    put_off.append(request)
-                    continue
-            wanted = min(request.num_tokens - request.num_computed_tokens, left)
-            end = request.num_computed_tokens + self._cut(request, wanted)
-            self._leave_behind(request)
-            if self._missing(request, end) > len(self._free):
+            elif is_ready and self._start(request, left, work):
+                left -= self.scheduled[request.request_id]
+            else:
                 self._waiting.appendleft(request)
                 break
-            request.phase = Phase.RUNNING
-            self._running.append(request)
-            self._started.append(request.request_id)
-            left -= end - request.num_computed_tokens
-            self._compute(request, end, work)
         self._waiting.extendleft(reversed(put_off))
+
+    def _prepare(self, request: PagedRequest) -> bool | None:
+        """Return whether a request has the blocks it starts with; None to ask again."""
+        if request.phase is Phase.LOADED:
+            self._take_load(request)
+        if request.phase is Phase.WAITING and not request.num_computed_tokens:
+            has_room = self._look_up(request)
+            if not has_room:
+                return has_room
+        return None if request.phase is Phase.LOADING else True
+
+    def _start(self, request: PagedRequest, left: int, work: list[Work]) -> bool:
+        """Start a request, and return whether there was room."""
+        wanted = min(request.num_tokens - request.num_computed_tokens, left)
+        end = request.num_computed_tokens + self._cut(request, wanted)
+        self._leave_behind(request)
+        if self._missing(request, end) > len(self._free):
+            return False
+        request.phase = Phase.RUNNING
+        self._running.append(request)
+        self._started.append(request.request_id)
+        self._compute(request, end, work)
+        return True
 
     def _look_up(self, request: PagedRequest) -> bool | None:
         """Give a request the blocks of what is cached or can be loaded.
@@ -361,17 +357,7 @@ class PagedEngine:
         if external is None:
             return None
         end = local + external
-        tables: list[list[Block]] = []
-        fresh: list[tuple[int, int]] = []
-        for number, (layout, cached) in enumerate(zip(self._layouts, found, strict=True)):
-            size = layout.group.tokens_per_block
-            first = self._first_needed(layout, end)
-            table = [block if at >= first else NULL for at, block in enumerate(cached)]
-            for at in range(len(table), ceil_div(end, size)):
-                table.append(NULL)
-                if at >= first:
-                    fresh.append((number, at))
-            tables.append(table)
+        tables, fresh = self._plan_tables(found, end)
         kept = {block for table in tables for block in table if not block.is_null}
         idle = sum(not block.users for block in kept)
         # As vLLM, which makes sure that there is room for something to compute as well.
@@ -392,6 +378,20 @@ class PagedEngine:
             request.load = [(number, at, tables[number][at]) for number, at in fresh]
         return True
 
+    def _plan_tables(
+        self, found: Sequence[Sequence[Block]], end: int
+    ) -> tuple[list[list[Block]], list[tuple[int, int]]]:
+        """Return block tables for ``end`` tokens, and the places in them to be loaded."""
+        tables: list[list[Block]] = []
+        fresh: list[tuple[int, int]] = []
+        for number, (layout, cached) in enumerate(zip(self._layouts, found, strict=True)):
+            blocks = ceil_div(end, layout.group.tokens_per_block)
+            first = self._first_needed(layout, end)
+            table = [block if at >= first else NULL for at, block in enumerate(cached)]
+            fresh += [(number, at) for at in range(max(len(table), first), blocks)]
+            tables.append(table + [NULL] * (blocks - len(table)))
+        return tables, fresh
+
     def _take_load(self, request: PagedRequest) -> None:
         """Let a request whose load ended go on with what arrived."""
         request.phase = Phase.WAITING
@@ -404,6 +404,17 @@ class PagedEngine:
         self._cache_blocks(request, request.num_computed_tokens)
         if request.num_computed_tokens == request.num_tokens:
             request.num_computed_tokens -= 1
+
+    def _note_samples(self, work: Sequence[Work]) -> None:
+        for each in work:
+            request = each.request
+            if each.attempt != request.attempt or request.is_finished() or not each.samples:
+                continue
+            request.in_flight -= 1
+            request.tokens.append(request.sampled.pop(0))
+            request.hash_blocks()
+            if request.num_tokens - request.num_prompt_tokens >= request.output_tokens:
+                self._stop(request)
 
     def _note_failures(self, output: WorkerOutput) -> list[PagedRequest]:
         failed: list[PagedRequest] = []

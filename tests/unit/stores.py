@@ -11,43 +11,15 @@ from typing import Any
 from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys, make_sources
+from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
-from kvtier.tiers.slab.index import hash_keys
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 SLOT = 8192
 SLOTS = 16
 KEYS = make_keys(range(3 * SLOTS))
 FIELDS: dict[str, str | int] = {"model": "some/model", "tp_size": 2}
-
-VERSION_1 = """
-CREATE TABLE chunks(
-    slot INTEGER PRIMARY KEY,
-    key BLOB NOT NULL,
-    checksum INTEGER NOT NULL,
-    generation INTEGER NOT NULL,
-    last_use INTEGER NOT NULL
-);
-CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
-PRAGMA application_id=1802925161;
-PRAGMA user_version=1;
-PRAGMA journal_mode=WAL;
-"""
-"""What kvtier 0.1 made."""
-
-VERSION_2 = """
-DROP TABLE departures;
-CREATE TABLE departures(
-    end INTEGER PRIMARY KEY,
-    at INTEGER NOT NULL,
-    reason TEXT NOT NULL,
-    key_hashes BLOB NOT NULL
-);
-PRAGMA user_version=2;
-"""
-"""What turns an index of today into one of version 2."""
 
 
 class Store:
@@ -116,29 +88,6 @@ class Store:
             (byte,) = file.read(1)
             file.seek(slot * SLOT + 100)
             file.write(bytes([byte ^ 1]))
-
-    def become_version_1(self) -> None:
-        """Let the index be one that kvtier 0.1 wrote."""
-        rows = self.sql("SELECT slot, key, checksum, generation, last_use FROM chunks")
-        notes = self.sql("SELECT * FROM meta")
-        self.index.unlink()
-        connection = sqlite3.connect(self.index)
-        connection.executescript(VERSION_1)
-        with connection:
-            connection.executemany("INSERT INTO chunks VALUES (?,?,?,?,?)", rows)
-            connection.executemany("INSERT INTO meta VALUES (?,?)", notes)
-        connection.close()
-
-    def become_version_2(self, evicted: Sequence[ChunkKey] = ()) -> None:
-        """Let the index be one of version 2 whose trail knows that ``evicted`` left."""
-        hashes = hash_keys(evicted).astype("<u8").tobytes()
-        connection = sqlite3.connect(self.index)
-        connection.executescript(VERSION_2)
-        with connection:
-            connection.execute(
-                "INSERT INTO departures VALUES (1000, 1700000000, 'evicted', ?)", (hashes,)
-            )
-        connection.close()
 
     def seen(self) -> dict[str, tuple[int, ...]]:
         """Return everything about the files that a reader must not change."""

@@ -66,13 +66,13 @@ def test_a_probe_that_fails_opens_it_again_and_one_that_succeeds_closes_it() -> 
     assert breaker.allow(20.0)
 
 
-def test_each_failure_is_news_until_it_is_open_and_then_one_a_minute() -> None:
+def test_each_failure_is_logged_until_it_is_open_and_then_one_a_minute() -> None:
     channel = Channel(cast("Route", None), make())
 
     def fail(now: float) -> bool:
-        is_news = channel.is_news(now)
+        should_log = channel.should_log_failure(now)
         channel.breaker.record(failed=True, now=now)
-        return is_news
+        return should_log
 
     assert [fail(now) for now in (1.0, 2.0)] == [True, True], "the last of which opened it"
     assert [fail(now) for now in (3.0, 12.0, 61.9)] == [False] * 3

@@ -40,7 +40,7 @@ class TestStat:
         assert "capacity 128 KiB, 16 slots of 8.00 KiB" in text
         assert "used 96.0 KiB, 12 chunks (75%)" in text
         assert "hits 3 by" in text
-        assert "left lately 1 evicted" in text
+        assert "removed lately 1 evicted" in text
         assert "model=some/model, tp_size=2" in text
         (report,) = shell.json("stat", store.root)["namespaces"]
         assert report["chunks"] == 12
@@ -288,17 +288,11 @@ class TestDisturbingNobody:
         store.stop()
         assert len(store.start()) == SLOTS
 
-    def test_an_index_of_version_1_is_read_and_not_upgraded(
-        self, shell: Shell, store: Store
-    ) -> None:
-        store.filled().become_version_1()
-        seen = store.seen()
-        (report,) = shell.json("stat", store.root)["namespaces"]
-        assert (report["chunks"], report["oldest_at"], report["departures"]) == (16, None, {})
-        assert "unknown" in shell("ls", store.root).out
-        assert "stored unknown" in flat(shell("explain", KEYS[2].hex(), store.root).out)
-        assert shell("verify", store.root).code == 0
-        assert store.seen() == seen
+    def test_an_index_of_another_version_is_refused(self, shell: Shell, store: Store) -> None:
+        store.filled().sql("PRAGMA user_version=9")
+        ran = shell("ls", store.root)
+        assert (ran.code, ran.out) == (2, "")
+        assert "it has version 9, and this kvtier reads 1; use the kvtier" in flat(ran.err)
 
 
 class TestLs:

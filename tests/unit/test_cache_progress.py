@@ -20,7 +20,7 @@ from tests.unit.stores import KEYS, SLOTS, Store
 
 FILLING = """
 WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 20000)
-INSERT INTO departures SELECT x, 1, 'evicted', x'', 1 FROM n
+INSERT INTO removals SELECT x, 1, 'evicted', x'' FROM n
 """
 """Rows that take SQLite a while to copy."""
 
@@ -129,7 +129,7 @@ def test_a_user_can_interrupt_a_compaction_and_nothing_is_changed(
 def test_a_user_can_interrupt_a_removal_and_nothing_is_removed(
     space: StoredNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.slab.index._INSTRUCTIONS_PER_SIGN", 1)
+    monkeypatch.setattr("kvtier.tiers.slab.index._INSTRUCTIONS_PER_CALLBACK", 1)
     with IndexReader(space) as reader:
         entries = reader.entries("stored", -1)
     with pytest.raises(KeyboardInterrupt):

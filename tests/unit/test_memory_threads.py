@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from kvtier.memory.threads import compute_alone
+from kvtier.memory.streams import use_one_torch_thread
 
 T = TypeVar("T")
 
@@ -43,11 +43,11 @@ def threads() -> set[str]:
 @pytest.mark.usefixtures("two_threads")
 def test_a_thread_that_computes_alone_starts_no_team() -> None:
     assert in_a_thread(threads_started_by_a_large_operation) == 1
-    assert in_a_thread(compute_alone, threads_started_by_a_large_operation) == 0
+    assert in_a_thread(use_one_torch_thread, threads_started_by_a_large_operation) == 0
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_other_threads_keep_theirs() -> None:
-    assert in_a_thread(compute_alone, torch.get_num_threads) == 1
+    assert in_a_thread(use_one_torch_thread, torch.get_num_threads) == 1
     assert torch.get_num_threads() == 2
     assert in_a_thread(torch.get_num_threads) == 2

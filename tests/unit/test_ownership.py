@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.os.ownership import find_exposure, find_stranger, is_ambiguous
+from kvtier.os.ownership import find_exposure, find_foreign_owner, is_ambiguous
 from tests.unit.strangers import STRANGER, give_away
 
 
@@ -66,12 +66,12 @@ def test_another_users_directory_is_named_also_to_root(nested: Path, above: int)
 
 def test_the_first_file_of_another_user_is_named(nested: Path) -> None:
     paths = [nested / name for name in "abc"]
-    assert find_stranger(paths) == ""
+    assert find_foreign_owner(paths) == ""
     for path in paths:
         path.touch()
-    assert find_stranger(paths) == ""
+    assert find_foreign_owner(paths) == ""
     give_away(paths[1])
-    assert find_stranger(paths) == (
+    assert find_foreign_owner(paths) == (
         f"{paths[1]} belongs to user {STRANGER}, and this process runs as user {os.geteuid()}"
     )
 

@@ -34,7 +34,7 @@ from tests.support.fakes import FakeSlotStatus
 
 ROOT = Path(__file__).parents[2]
 PICKS_NONE = (
-    "^eviction policy kvtier_mine:Never picks no victim although every chunk may go; "
+    "^eviction policy kvtier_mine:Never picks no victim although every chunk may leave; "
     "repair its pick$"
 )
 PLUGIN = """

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies.registry import EVICTIONS
-from kvtier.policies.shadow import GhostFigures, ShadowTier
-from kvtier.sim._tiers import chunk_keys
-from kvtier.sim.single import simulate_single
+from kvtier.policies.shadow import ShadowFigures, ShadowTier
+from kvtier.sim.single import chunk_keys, simulate_single
 from kvtier.sim.traces import Trace, generate
 from tests.unit.sim_traces import trace_of
 
@@ -34,7 +33,7 @@ def test_a_ghost_that_sees_everything_hits_what_the_simulator_hits(
     shadow = ShadowTier(capacity, [policy])
     for number, chain in enumerate(trace.chains()):
         shadow.serve([keys[chunk] for chunk in chain], float(trace.timestamps_s[number]))
-    assert shadow.figures() == [GhostFigures(policy, trace.refs, expected.hits)]
+    assert shadow.figures() == [ShadowFigures(policy, trace.refs, expected.hits)]
 
 
 def hashed(distinct: int) -> list[ChunkKey]:
@@ -76,10 +75,10 @@ def test_after_a_reset_everything_is_a_miss_and_the_counts_go_on() -> None:
     keys = chunk_keys(3)
     shadow.serve(keys, 0.0)
     shadow.serve(keys, 1.0)
-    assert shadow.figures() == [GhostFigures("lru", 6, 3)]
+    assert shadow.figures() == [ShadowFigures("lru", 6, 3)]
     shadow.clear()
     shadow.serve(keys, 2.0)
-    assert shadow.figures() == [GhostFigures("lru", 9, 3)]
+    assert shadow.figures() == [ShadowFigures("lru", 9, 3)]
 
 
 def test_a_policy_that_needs_the_future_casts_no_shadow() -> None:

@@ -27,9 +27,9 @@ from kvtier.policies import (
 )
 from kvtier.policies.admission import SecondTouch
 from kvtier.sim._engine import ModelEngine, ModelRequest
-from kvtier.sim._tiers import chunk_keys
 from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.cache import simulate_cache
+from kvtier.sim.single import chunk_keys
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed
 from kvtier.sim.traces import generate, read_trace
 from tests.support.invariants import check_manager

@@ -9,9 +9,8 @@ import pytest
 from kvtier.config import parse_config
 from kvtier.policies.shadow import ShadowTier
 from kvtier.replay._requests import pick_requests
-from kvtier.sim._tiers import chunk_keys
 from kvtier.sim.cache import simulate_cache
-from kvtier.sim.single import simulate_single
+from kvtier.sim.single import chunk_keys, simulate_single
 from kvtier.sim.traces import generate, read_trace, write_trace
 from tests.unit.listening import EARS, Ear, Told
 from tests.unit.sim_traces import trace_of

@@ -1,4 +1,4 @@
-"""The index: its versions, its times and hits, and its trail."""
+"""The index: its version, its times and hits, and its removal log."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from kvtier.errors import ConfigError
 from kvtier.keys import ADAPTER_NBYTES, GROUP_NBYTES, make_key, short_key
-from kvtier.tiers.slab import group_commit, index, maintain
-from kvtier.tiers.slab.change import Change, Row
+from kvtier.tiers.slab import group_commit, index
 from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.tiers.slab.group_commit import GroupCommit
-from kvtier.tiers.slab.index import IndexDatabase, IndexSpec, hash_keys
-from kvtier.tiers.slab.inspect import IndexReader, find_namespaces
-from kvtier.tiers.slab.schema import bring_up
-from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, MarkPattern, Reason, mark_keys
+from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, Row, hash_keys
+from kvtier.tiers.slab.removals import (
+    REMOVAL_LOG_NBYTES,
+    KeyMarks,
+    MarkPattern,
+    RemovalReason,
+    mark_keys,
+)
 from tests.unit.stores import KEYS, SLOTS, Store
 
 
@@ -38,10 +42,10 @@ def database(tmp_path: Path) -> Iterator[IndexDatabase]:
     database.close()
 
 
-def trail_in(directory: Path) -> list[KeyMarks]:
-    """Return the marks of each row of the trail, oldest first."""
+def log_in(directory: Path) -> list[KeyMarks]:
+    """Return the marks of each row of the removal log, oldest first."""
     connection = sqlite3.connect(directory / "index.sqlite")
-    rows = connection.execute("SELECT key_hashes FROM departures ORDER BY end").fetchall()
+    rows = connection.execute("SELECT key_marks FROM removals ORDER BY end").fetchall()
     connection.close()
     return [np.frombuffer(packed, dtype="<u8") for (packed,) in rows]
 
@@ -95,85 +99,38 @@ class TestLoading:
         database.apply(Change(rows=rows))
         assert len(database.load(3).keys) == 3
         dropped = [row[1] for slot, row in sorted(rows.items()) if slot >= 3 and row]
-        (marks,) = trail_in(tmp_path)
+        (marks,) = log_in(tmp_path)
         assert marks.tolist() == mark_keys(dropped).tolist()
 
 
 class TestVersions:
-    def test_version_1_is_brought_up_in_place_and_keeps_all_chunks(self, store: Store) -> None:
-        store.filled().become_version_1()
-        inode = store.index.stat().st_ino
+    def test_an_index_of_another_version_is_refused(self, store: Store) -> None:
+        store.filled().sql("PRAGMA user_version=9")
+        with pytest.raises(
+            ConfigError,
+            match=r"index\.sqlite: it has version 9, and this kvtier reads 1; start the kvtier "
+            r"that wrote it, or set on_mismatch: remove, which starts with an empty cache$",
+        ):
+            store.start()
+        store.sql("PRAGMA user_version=1")
         assert store.start() == KEYS[:SLOTS]
-        store.tier.touch([3])
-        store.put([KEYS[SLOTS]], [0])
-        store.stop()
-        assert store.index.stat().st_ino == inode
-        assert store.sql("PRAGMA user_version") == [(3,)]
-        rows = store.sql("SELECT stored_at > 0, used_at > 0, hits FROM chunks ORDER BY slot")
-        assert rows == [(1, 1, 0), (0, 0, 0), (0, 0, 0), (0, 1, 1), *[(0, 0, 0)] * 12]
-        assert store.start() == [KEYS[1], KEYS[2], *KEYS[4:SLOTS], KEYS[3], KEYS[SLOTS]]
 
-    def test_an_upgrade_cut_short_leaves_version_1(self, store: Store) -> None:
-        store.filled().become_version_1()
-        store.sql("CREATE TABLE departures(x)")  # the upgrade's last statement will fail
-        store.start()
-        store.stop()
-        aside = sqlite3.connect(store.directory / "index.sqlite.damaged")
-        columns = [row[1] for row in aside.execute("PRAGMA table_info(chunks)")]
-        version = aside.execute("PRAGMA user_version").fetchone()
-        aside.close()
-        assert (columns[-1], version) == ("last_use", (1,))
-
-    def test_version_2_is_brought_up_in_place_and_keeps_chunks_uses_and_trail(
+    def test_an_index_of_another_version_is_set_aside_where_that_is_allowed(
         self, store: Store
     ) -> None:
-        store.start()
-        store.fill()
-        store.tier.touch([3])
-        store.stop()
-        store.become_version_2(evicted=[KEYS[40]])
-        kept = "SELECT * FROM chunks ORDER BY slot"
-        before, inode = store.sql(kept), store.index.stat().st_ino
-        assert set(store.start()) == set(KEYS[:SLOTS])
-        store.put([KEYS[SLOTS]], [0])
-        store.stop()
-        assert (store.index.stat().st_ino, store.sql(kept)[1:]) == (inode, before[1:])
-        assert store.sql("PRAGMA user_version") == [(3,)]
-        assert store.sql(
-            "SELECT end, reason, key_hashes, marked FROM departures ORDER BY end"
-        ) == [
-            (1000, "evicted", hash_keys([KEYS[40]]).tobytes(), 0),
-            (1040, "evicted", mark_keys([KEYS[0]]).tobytes(), 1),
-        ]
-
-    def test_who_reads_while_an_engine_brings_version_2_up_reads_on(self, store: Store) -> None:
-        store.filled().become_version_2(evicted=[KEYS[40]])
-        (space,) = find_namespaces(store.root)
-        with maintain.hold(space, "stop that engine"), IndexReader(space) as reader:
-            before = (reader.totals(), list(reader.departures()))
-            connection = sqlite3.connect(store.index)
-            bring_up(connection)
-            connection.close()
-            assert reader.live
-            assert (reader.totals(), list(reader.departures())) == before
-
-    def test_an_upgrade_of_version_2_cut_short_costs_the_cache_and_not_the_start(
-        self, store: Store
-    ) -> None:
-        store.filled().become_version_2()
-        store.sql("ALTER TABLE departures ADD COLUMN marked")  # but the version says 2
-        assert store.start() == []
-        store.fill()
-
-    def test_a_version_nobody_knows_is_set_aside(self, store: Store) -> None:
-        store.filled().sql("PRAGMA user_version=4")
-        assert store.start() == []
+        store.filled().sql("PRAGMA user_version=9")
+        assert store.start(on_mismatch="remove") == []
         store.stop()
         assert (store.directory / "index.sqlite.damaged").exists()
-        assert store.sql("SELECT reason, key_hashes FROM departures") == [("damaged", b"")]
+        assert store.sql("SELECT reason, key_marks FROM removals") == [("damaged", b"")]
 
-    def test_a_trail_without_room_to_go_on_is_damage(self, store: Store) -> None:
-        store.filled().sql("INSERT INTO departures VALUES (?, 1, 'reset', x'', 1)", 2**63 - 1)
+    def test_an_index_with_other_columns_is_set_aside(self, store: Store) -> None:
+        store.filled().sql("ALTER TABLE removals ADD COLUMN marked")
+        assert store.start() == []
+        store.fill()
+
+    def test_a_removal_log_without_room_to_go_on_is_damage(self, store: Store) -> None:
+        store.filled().sql("INSERT INTO removals VALUES (?, 1, 'reset', x'')", 2**63 - 1)
         assert store.start() == []
         store.fill()
 
@@ -230,35 +187,35 @@ class TestMarks:
         assert not MarkPattern(digits, group + 1).matches(marks).any()
 
 
-class TestTrail:
+class TestRemovalLog:
     def test_it_keeps_the_newest_and_stays_within_its_bytes(
         self, database: IndexDatabase, tmp_path: Path
     ) -> None:
         batch = np.arange(100_000, dtype=np.uint64)
         for number in range(15):
-            database.note_departures(Reason.EVICTED, batch + np.uint64(number * 100_000))
-        kept = np.concatenate(trail_in(tmp_path))
-        assert TRAIL_NBYTES < kept.nbytes <= TRAIL_NBYTES + batch.nbytes
+            database.log_removals(RemovalReason.EVICTED, batch + np.uint64(number * 100_000))
+        kept = np.concatenate(log_in(tmp_path))
+        assert REMOVAL_LOG_NBYTES < kept.nbytes <= REMOVAL_LOG_NBYTES + batch.nbytes
         assert kept[-1] == 1_499_999
         assert (np.diff(kept) == 1).all()
 
     def test_more_than_it_holds_at_once_is_cut(
         self, database: IndexDatabase, tmp_path: Path
     ) -> None:
-        database.note_departures(Reason.RESET, np.arange(2_000_000, dtype=np.uint64))
-        (kept,) = trail_in(tmp_path)
-        assert (kept.nbytes <= TRAIL_NBYTES, kept[-1]) == (True, 1_999_999)
-        database.note_departures(Reason.EVICTED, mark_keys(KEYS[:1]))
-        assert [len(row) for row in trail_in(tmp_path)] == [len(kept), 1]
-        database.note_departures(Reason.EVICTED, kept)
-        assert [len(row) for row in trail_in(tmp_path)] == [len(kept)]
+        database.log_removals(RemovalReason.RESET, np.arange(2_000_000, dtype=np.uint64))
+        (kept,) = log_in(tmp_path)
+        assert (kept.nbytes <= REMOVAL_LOG_NBYTES, kept[-1]) == (True, 1_999_999)
+        database.log_removals(RemovalReason.EVICTED, mark_keys(KEYS[:1]))
+        assert [len(row) for row in log_in(tmp_path)] == [len(kept), 1]
+        database.log_removals(RemovalReason.EVICTED, kept)
+        assert [len(row) for row in log_in(tmp_path)] == [len(kept)]
 
     def test_a_chunk_written_again_in_its_place_has_not_left(self, store: Store) -> None:
         store.filled()
         store.start()
         store.fill()
         store.stop()
-        assert store.sql("SELECT * FROM departures") == []
+        assert store.sql("SELECT * FROM removals") == []
 
     def test_one_commit_has_one_row_per_reason(self, store: Store) -> None:
         store.start()
@@ -268,7 +225,7 @@ class TestTrail:
         store.put(KEYS[SLOTS + 4 : SLOTS + 8], range(4, 8))
         store.tier.forget([9, 10])
         store.stop()
-        rows = store.sql("SELECT reason, length(key_hashes) / 8 FROM departures ORDER BY end")
+        rows = store.sql("SELECT reason, length(key_marks) / 8 FROM removals ORDER BY end")
         left = {
             reason: sum(n for what, n in rows if what == reason)
             for reason in ("evicted", "corrupt")
@@ -329,9 +286,9 @@ def test_what_is_owed_to_be_cleared_goes_before_the_next_change(
     database: IndexDatabase,
 ) -> None:
     database.apply(Change(rows=rows_of([0, 1])))
-    database.owe_clear()
+    database.clear_later()
     database.apply(Change(rows=rows_of([1, 2])))
-    assert not database.owes_clear
+    assert not database.clear_is_due
     assert sorted(database.load(SLOTS).slots.tolist()) == [1, 2]
 
 
@@ -390,7 +347,7 @@ class TestWhatWaitsForACommit:
         async with asyncio.TaskGroup() as tasks:
             for what in asked:
                 if what == "reset":
-                    tasks.create_task(group.clear(doubt=True))
+                    tasks.create_task(group.clear(after_reset=True))
                 else:
                     tasks.create_task(group.put([int(what)], [KEYS[int(what)]], [7]))
                 await asyncio.sleep(0)  # until it waits
@@ -400,7 +357,7 @@ class TestWhatWaitsForACommit:
 
     async def test_a_reset_takes_along_the_rows_that_came_before_it(self) -> None:
         change = await self.after_the_first([9], "0", "reset", "1")
-        assert (change.clear, change.doubt, list(change.rows)) == (True, True, [1])
+        assert (change.clear, change.after_reset, list(change.rows)) == (True, True, [1])
 
     async def test_what_could_not_be_deleted_is_tried_again_unless_it_was_replaced(
         self,
@@ -412,7 +369,7 @@ class TestWhatWaitsForACommit:
 
     async def test_a_reset_that_waits_is_not_undone_by_a_commit_that_fails(self) -> None:
         change = await self.after_the_first([5], "reset", "1", fails=True)
-        assert (change.clear, change.doubt, list(change.rows)) == (True, True, [1])
+        assert (change.clear, change.after_reset, list(change.rows)) == (True, True, [1])
 
 
 class TestGroupCommit:
@@ -423,9 +380,11 @@ class TestGroupCommit:
     @pytest.fixture
     async def group(self, database: Recorder, monkeypatch: pytest.MonkeyPatch) -> GroupCommit:
         """A group whose next notes are due in an hour, as it has just been told of some."""
-        monkeypatch.setattr(group_commit, "_NOTES_INTERVAL_S", 3600.0)
+        monkeypatch.setattr(group_commit, "_RECORDS_INTERVAL_S", 3600.0)
         group = GroupCommit(database, name="test", clock=1)
-        group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[:1]))  # the first goes at once
+        group.log_removal_nowait(
+            RemovalReason.EVICTED, mark_keys(KEYS[:1])
+        )  # the first goes at once
         return group
 
     async def test_notes_wait_for_their_second_and_rows_do_not(
@@ -433,12 +392,12 @@ class TestGroupCommit:
     ) -> None:
         await group.put([0], [KEYS[0]], [7])
         group.use_nowait([0])
-        group.depart_nowait(Reason.EVICTED, mark_keys(KEYS[1:2]))
+        group.log_removal_nowait(RemovalReason.EVICTED, mark_keys(KEYS[1:2]))
         await group.put([1], [KEYS[1]], [7])
-        assert not database.changes[-1].notes
+        assert not database.changes[-1].records
         await stopped(group)
-        last = database.changes[-1].notes
-        assert (dict(last.hits), list(last.departures)) == ({0: 1}, [Reason.EVICTED])
+        last = database.changes[-1].records
+        assert (dict(last.hits), list(last.removals)) == ({0: 1}, [RemovalReason.EVICTED])
 
     async def test_a_use_of_a_chunk_that_left_is_dropped(
         self, database: Recorder, group: GroupCommit
@@ -449,4 +408,4 @@ class TestGroupCommit:
         group.delete_nowait([1])
         group.use_nowait([0])
         await stopped(group)
-        assert database.changes[-1].notes.hits == {0: 1, 2: 1}
+        assert database.changes[-1].records.hits == {0: 1, 2: 1}

@@ -15,7 +15,7 @@ from kvtier.errors import KvtierError
 from kvtier.memory import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_buffers, make_keys
+from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
 from kvtier.transfer.device import DeviceLoad, LoadRequest
@@ -130,7 +130,7 @@ def test_a_chunk_that_will_not_come_ends_the_wait_for_those_behind_it(
     control = Scripted([comes(0), fails(2), nothing, comes(1)])
     moved = load(control)
     assert moved.outcomes == [DONE, DONE, FAILED, Outcome.CANCELLED]
-    assert "did not come up" in moved.error
+    assert "was not promoted" in moved.error
     assert copier.batches == [[2], [3]]
     assert control.loaded(SLOTS, STAMPS) == [True, True, False, True]
     assert control.quiet(SLOTS) == [True] * 4

@@ -29,7 +29,12 @@ from typing_extensions import override
 from kvtier.config import options_of
 from kvtier.logs import ENGINE
 from kvtier.os.iopool import IoPool
-from kvtier.os.memory import PageMapper, bulk_loading, keep_large_blocks_apart, map_shared
+from kvtier.os.memory import (
+    PageMapper,
+    map_shared,
+    paused_garbage_collection,
+    set_malloc_mmap_threshold,
+)
 from kvtier.tiers.base import StorageTier, TierContext, check_outcomes
 from kvtier.tiers.hosted.frames import (
     READ_NBYTES,
@@ -209,7 +214,7 @@ def _open(opening: Frame, pool: IoPool, engine_pid: int) -> StorageTier:
     options = options_of(header["options"]["kind"]).model_validate_json(
         json.dumps(header["options"])
     )
-    with bulk_loading():
+    with paused_garbage_collection():
         return open_tier(options, context)
 
 
@@ -255,7 +260,7 @@ def _look_for_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None
 
 async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
     chunks = 0
-    with bulk_loading():
+    with paused_garbage_collection():
         for frame in _recovered(tier):
             chunks += frame.header["count"]
             writer.write(frame.encode())
@@ -305,7 +310,7 @@ def main() -> None:
     logging.basicConfig(format=_STDERR)
     # Where processors are short the engine goes first: it waits for its model, not for a disk.
     os.nice(_NICENESS)
-    keep_large_blocks_apart()
+    set_malloc_mmap_threshold()
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
     memory = memoryview(map_shared(memory_descriptor))
     os.close(memory_descriptor)

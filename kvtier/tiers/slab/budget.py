@@ -1,9 +1,10 @@
-"""One capacity for all models that used a store: make room for the one that is opened.
+"""Make room in a store, whose capacity all models share, for the namespace that is opened.
 
-:mod:`kvtier.tiers.slab.start_plan` decides what leaves. Here it is locked and removed.
+:mod:`kvtier.tiers.slab.start_plan` decides which namespaces to remove. This module locks and
+removes them.
 
-The capacity is that of the slot files, where the bytes are. The index beside each takes some
-120 bytes a slot and 20 MiB, which must be free when a slot file is made or grows.
+The capacity limits the slot files. The index beside each takes some 120 bytes a slot and 20
+MiB, which must be free when a slot file is created or grows.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvtier.tiers.slab.namespace import (
     SLOTS,
     Namespace,
     Occupied,
-    is_named_as_one,
-    is_of_later_version,
+    has_namespace_name,
+    is_of_other_version,
     is_ours,
     nbytes_of,
     read_layout,
@@ -56,19 +57,19 @@ def make_room(
     Args:
         own: The namespace that is being opened.
         spec: Its slot file.
-        options: The capacity for all of them, and what may be removed.
-        io: Does it.
-        patient: Whether a holder that is not found running is said to be in the way, for it may
-            be the I/O of an engine that died. Otherwise it counts as an engine: in a container
-            of its own one is not found either.
+        options: The tier's options.
+        io: System calls.
+        patient: Whether to wait for a holder whose process is not found, because it may be the
+            I/O process of an engine that died. Otherwise it counts as an engine, because it may
+            run in another container.
 
     Returns:
-        None if all is within the capacity now. Otherwise what has to leave and cannot yet,
-        because somebody who is no engine has it; then nothing was removed.
+        None if everything is within the capacity now. Otherwise the namespace to wait for; then
+        nothing was removed.
 
     Raises:
-        ConfigError: The disk has too little room, even without the idle namespaces; or one that
-            would have to leave is protected, or was made by a later version.
+        ConfigError: The disk has too little room even without the idle namespaces; or one that
+            must be removed is protected, or was made by another version.
         OSError: The file system failed.
     """
     with contextlib.ExitStack() as stack:
@@ -83,7 +84,7 @@ def make_room(
         _require_room(own, spec, plan.reclaimed_nbytes, io)
         for remark in plan.warnings:
             logger.warning("%s", _line(spec, remark))
-        for each in plan.leaving:
+        for each in plan.removed:
             if not each.slots_nbytes:
                 logger.info("tier %s: removing the rest of %s", spec.tier, each.directory)
             locked[each.directory].remove()
@@ -93,7 +94,7 @@ def make_room(
 def describe_neighbour(
     directory: Path, state: State, io: BlockIo, *, holder: str = ""
 ) -> Neighbour:
-    """Return what is known of a namespace; chunks are counted where nobody has it.
+    """Return what is known about a namespace; chunks are counted only if it is idle.
 
     Raises:
         OSError: Its files cannot be looked at.
@@ -104,7 +105,7 @@ def describe_neighbour(
     if layout is not None and state is State.IDLE and slots_nbytes:
         chunks = count_chunks(StoredNamespace(directory, layout))
     found = list(_statuses(directory))
-    # The change time too: a copy that keeps other times arrived here when it was made.
+    # The change time counts as well: a copy may keep the original's modification time.
     used = (max(status.st_mtime, status.st_ctime) for status in found)
     return Neighbour(
         directory=directory,
@@ -121,8 +122,8 @@ def describe_neighbour(
 
 
 def unreadable_neighbours(root: Path, io: BlockIo) -> Iterator[Remark]:
-    """Yield what takes room in the store at ``root`` that cannot be counted."""
-    for directory in filter(is_named_as_one, root.iterdir()):
+    """Yield remarks on directories in ``root`` whose room cannot be counted."""
+    for directory in filter(has_namespace_name, root.iterdir()):
         if reason := why_unreadable(directory, io):
             problem = (
                 f"{directory} looks like a cache of kvtier's, but {reason}: its room is not "
@@ -132,7 +133,7 @@ def unreadable_neighbours(root: Path, io: BlockIo) -> Iterator[Remark]:
 
 
 def unix_time_s() -> float:
-    """Return the time of day, which files' times are compared with."""
+    """Return the time in seconds since the epoch, to compare with files' times."""
     return datetime.now(UTC).timestamp()
 
 
@@ -149,11 +150,11 @@ def _opening(own: Namespace, spec: SlotFileSpec, io: BlockIo) -> Opening:
 def _look_around(
     own: Namespace, io: BlockIo, stack: contextlib.ExitStack, *, patient: bool
 ) -> tuple[dict[Path, Namespace], dict[Path, Occupied], list[Neighbour]]:
-    """Return the other namespaces: those that are locked now, those of others, and all."""
+    """Return the other namespaces: those locked here, those to wait for, and all."""
     locked: dict[Path, Namespace] = {}
     occupied: dict[Path, Occupied] = {}
     neighbours: list[Neighbour] = []
-    for directory in filter(is_named_as_one, own.directory.parent.iterdir()):
+    for directory in filter(has_namespace_name, own.directory.parent.iterdir()):
         if directory == own.directory:
             continue
         other = Namespace.open_idle(directory, io)
@@ -165,12 +166,12 @@ def _look_around(
         elif other is not None and (patient or other.by_tool):
             occupied[directory] = other
             state, holder = State.PASSING, other.holder
-        elif not (is_ours(directory, io) or is_of_later_version(directory, io)):
+        elif not (is_ours(directory, io) or is_of_other_version(directory, io)):
             continue
         elif not _is_idle(directory, io):
             state, holder = State.ENGINE, read_holder(directory) or "another process"
-        elif is_of_later_version(directory, io):
-            state = State.LATER
+        elif is_of_other_version(directory, io):
+            state = State.OTHER_VERSION
         else:
             continue
         neighbours.append(describe_neighbour(directory, state, io, holder=holder))
@@ -178,7 +179,7 @@ def _look_around(
 
 
 def _is_idle(directory: Path, io: BlockIo) -> bool:
-    """Return whether no engine has ``directory`` open, of whichever version it is."""
+    """Return whether no process has ``directory`` locked, whatever its version."""
     try:
         io.close(try_acquire(directory, io))
     except OSError:
@@ -189,7 +190,7 @@ def _is_idle(directory: Path, io: BlockIo) -> bool:
 def _require_room(
     own: Namespace, spec: SlotFileSpec, reclaimed_nbytes: int, io: BlockIo
 ) -> None:
-    """Refuse a slot file, or its growth, that the disk cannot hold together with its index."""
+    """Raise ConfigError if the disk cannot hold the slot file and its index."""
     wanted = wanted_nbytes(spec.nbytes, spec.capacity_slots, own.slots_nbytes, own.index_nbytes)
     free_nbytes = io.free_nbytes(own.directory)
     if free_nbytes is not None and free_nbytes + reclaimed_nbytes < wanted:
@@ -198,7 +199,7 @@ def _require_room(
 
 
 def _statuses(directory: Path) -> Iterator[os.stat_result]:
-    """Yield the status of each file that tells when a namespace was used."""
+    """Yield the status of each file whose times say when a namespace was used."""
     for name in (SLOTS, INDEX, f"{INDEX}-wal", LOCK):
         with contextlib.suppress(FileNotFoundError):
             yield (directory / name).stat()

@@ -1,8 +1,8 @@
-"""System calls on the slab's files, and the rules of O_DIRECT.
+"""System calls on the slab's files, and the alignment rules of O_DIRECT.
 
 With O_DIRECT the file offset, the length and the address in memory must all be multiples of the
-device's block. Slots are multiples of 4096 bytes and so are their offsets; buffers are checked
-before each call and bounced when they are not aligned.
+device's block. Slots and their offsets are multiples of 4096 bytes. Buffers are checked before
+each call and copied through an aligned one if necessary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.os.limits import free_disk_nbytes
+
 __all__ = [
     "IOV_MAX",
     "PAGE_NBYTES",
@@ -31,13 +33,13 @@ __all__ = [
 
 PAGE_NBYTES: Final = 4096
 IOV_MAX: Final = 1024
-"""Buffers one vectored call takes on Linux."""
+"""Most buffers of one vectored call on Linux."""
 
 
 class BlockIo:
-    """Every system call the slab depends on, one method each, so that a test can fail any.
+    """Every system call of the slab tier, one method each, so that a test can fail any.
 
-    All of them raise :class:`OSError`.
+    Every method raises :class:`OSError`.
     """
 
     def open(self, path: Path, flags: int) -> int:
@@ -45,7 +47,7 @@ class BlockIo:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if flags & os.O_CREAT:
             try:
-                os.fchmod(fd, 0o600)  # a umask may have taken the owner's bits
+                os.fchmod(fd, 0o600)  # the umask may have removed the owner's bits
             except OSError:
                 os.close(fd)
                 raise
@@ -56,23 +58,23 @@ class BlockIo:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into ``buffers``; returns bytes read, 0 at the end of the file."""
+        """Read into ``buffers``; return the bytes read, 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write ``buffers``; returns bytes written."""
+        """Write ``buffers``; return the bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Make the file ``nbytes`` long and reserve the room for all of it."""
+        """Make the file ``nbytes`` long and reserve disk room for all of it."""
         os.posix_fallocate(fd, 0, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """Cut the file to ``nbytes``."""
+        """Truncate the file to ``nbytes``."""
         os.ftruncate(fd, nbytes)
 
     def sync_data(self, fd: int) -> None:
-        """Wait until written bytes survive loss of power."""
+        """Wait until the written bytes survive loss of power."""
         os.fdatasync(fd)
 
     def sync(self, fd: int) -> None:
@@ -80,38 +82,37 @@ class BlockIo:
         os.fsync(fd)
 
     def lock(self, fd: int) -> None:
-        """Take the exclusive lock of the open file; BlockingIOError when it is taken."""
+        """Take the exclusive lock of the open file; raise BlockingIOError if it is taken."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory that only its owner may enter."""
+        """Create a directory that only its owner may enter."""
         path.mkdir(mode=0o700)
-        path.chmod(0o700)  # a umask may have taken the owner's bits
+        path.chmod(0o700)  # the umask may have removed the owner's bits
 
     def read_bytes(self, path: Path) -> bytes:
         """Return the content of a small file."""
         return path.read_bytes()
 
     def rename(self, source: Path, destination: Path) -> None:
-        """Move a file over another, atomically."""
+        """Rename a file over another, atomically."""
         source.replace(destination)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; absence is fine."""
+        """Remove a file if it exists."""
         path.unlink(missing_ok=True)
 
     def free_nbytes(self, directory: Path) -> int | None:
-        """Return the bytes this process may still allocate; None where nobody counts."""
-        status = os.statvfs(directory)
-        return status.f_bavail * status.f_frsize if status.f_blocks else None
+        """See :func:`kvtier.os.limits.free_disk_nbytes`."""
+        return free_disk_nbytes(directory)
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Open the database at ``path``; statements commit by themselves."""
+        """Open the database at ``path`` in autocommit mode."""
         return sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Return ``nbytes`` bytes of fresh memory at a page boundary."""
+    """Return ``nbytes`` bytes of new memory at a page boundary."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
@@ -119,16 +120,16 @@ def is_aligned(view: memoryview) -> bool:
     """Return whether O_DIRECT may use ``view``."""
     if view.readonly:
         address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    else:  # as slots are: a seventh of the time, for each chunk of each call
+    else:  # slots are writable: this takes a seventh of the time
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return address % PAGE_NBYTES == 0
 
 
 def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill ``views`` from ``offset`` on, over as many short reads as it takes.
+    """Fill ``views`` from ``offset`` on, repeating short reads.
 
     Returns:
-        Bytes read; fewer than asked for only at the end of the file.
+        Bytes read; fewer than requested only at the end of the file.
 
     Raises:
         OSError: The medium failed.
@@ -145,7 +146,7 @@ def read_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -
 
 
 def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all of ``views`` at ``offset``, over as many short writes as it takes.
+    """Write all of ``views`` at ``offset``, repeating short writes.
 
     Raises:
         OSError: The medium failed.
@@ -161,9 +162,10 @@ def write_fully(io: BlockIo, fd: int, views: Sequence[memoryview], offset: int) 
 
 
 def _whole_pages(count: int) -> int:
-    """Round down to where O_DIRECT may go on; what follows is transferred again.
+    """Round down to whole pages, where O_DIRECT can continue; the rest is transferred again.
 
-    Less than a page is kept: only a buffered call returns that, and it may go on there.
+    Less than a page is returned as it is: only a buffered call transfers so little, and it can
+    continue there.
     """
     return (count - count % PAGE_NBYTES) or count
 

@@ -1,22 +1,25 @@
 """The index on disk: which slot holds which chunk.
 
-A table in SQLite, keyed by slot: a chunk written over another replaces its row, so evictions
-cost nothing here. Every access is one statement for many rows, because each step of a statement
-gives up the interpreter lock and may wait 5 ms to get it back.
+It is a table in SQLite, keyed by slot. A chunk written over another replaces its row, so an
+eviction costs nothing here. Every access is one statement for many rows, because each step of a
+statement releases the interpreter lock and may wait 5 ms to get it back.
 
-A logical clock (``generation``, ``last_use``) gives the order. ``stored_at``, ``used_at`` and
-``hits`` are for people: seconds since the epoch, 0 where unknown, and how often a chunk was
-loaded. Nothing depends on them, so a clock that goes backwards harms nothing.
+A logical clock (``generation``, ``last_use``) gives the order. ``stored_at``, ``used_at``
+(seconds since the epoch, 0 if unknown) and ``hits`` (how often a chunk was loaded) are for
+people. Nothing depends on them, so a wall clock that goes backwards harms nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias
 
@@ -24,22 +27,29 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import ChunkKey
-from kvtier.tiers.slab.change import Change, Notes, Statement, statements_of
-from kvtier.tiers.slab.checksum import hash_key
 from kvtier.tiers.slab.direct_io import BlockIo
+from kvtier.tiers.slab.piece_io import hash_key
+from kvtier.tiers.slab.removals import (
+    REMOVAL_LOG_NBYTES,
+    KeyMarks,
+    RemovalReason,
+    make_rows,
+    mark_keys,
+)
 from kvtier.tiers.slab.schema import (
-    RESET_NOTE,
+    RESET_METADATA,
     IndexDamagedError,
-    blame,
-    bring_up,
+    create_tables,
+    damage_raised,
     lacks_shared_memory,
 )
-from kvtier.tiers.slab.trail import TRAIL_NBYTES, KeyMarks, Reason, make_rows, mark_keys
 
 __all__ = [
-    "IndexDamagedError",
+    "Change",
     "IndexDatabase",
     "IndexSpec",
+    "LazyRecords",
+    "Row",
     "StoredRows",
     "hash_keys",
     "index_room_nbytes",
@@ -47,19 +57,37 @@ __all__ = [
 ]
 
 KeyArray: TypeAlias = npt.NDArray[Any]
-"""Keys as ``V<width>``, or as objects where they differ in length."""
+"""Keys as ``V<width>``, or as objects if their lengths differ."""
+
+Row = tuple[int, ChunkKey, int, int, int]
+"""Slot, key, checksum as signed 64 bits, generation, last use."""
+
+Statement = tuple[str, Sequence[object]]
+"""SQL and its parameters."""
 
 _SLOTS_PER_STEP: Final = 1 << 16
-_INSTRUCTIONS_PER_SIGN: Final = 4096  # of SQLite's machine: some 0.2 ms
-_LATEST: Final = 1 << 62  # an honest clock, one tick per chunk, takes centuries to get there
+_INSTRUCTIONS_PER_CALLBACK: Final = 4096  # of SQLite's machine: some 0.2 ms
+_LATEST: Final = 1 << 62  # one tick per chunk takes centuries to get there
 _OLDEST_SQLITE: Final = (3, 33)  # UPDATE ... FROM
-_ROW_NBYTES: Final = 120  # with the digest of an adapter, and what a B-tree leaves empty
-_LOG_NBYTES: Final = 4 << 20  # SQLite folds it into the database at a thousand pages
-_LONGEST_LOG_NBYTES: Final = 64 << 20  # kept when it is folded; what is longer is cut off
+_ROW_NBYTES: Final = 120  # with the digest of an adapter, and free space in the B-tree
+_LOG_NBYTES: Final = 4 << 20  # SQLite checkpoints the log at a thousand pages
+_LONGEST_LOG_NBYTES: Final = 64 << 20  # a longer log is truncated at a checkpoint
 _LEAST_SLOT, _GREATEST_SLOT = -(1 << 63), (1 << 63) - 1
-_KEEP_NOTE: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
-_APPEND: Final = "INSERT INTO departures VALUES (?,?,?,?,?)"
-_TRIM: Final = "DELETE FROM departures WHERE end <= ?"
+_ROWS_PER_STATEMENT: Final = 4096  # five variables each, of the 32766 a statement may have
+_NEW_ROW: Final = "(?,?,?,?,?,?1,?1,0)"  # an unnumbered variable follows the largest so far
+_FIRST_NEW_ROW: Final = "(?2,?3,?4,?5,?6,?1,?1,0)"
+_TOUCH: Final = """
+UPDATE chunks SET last_use = max(chunks.last_use, uses.last_use),
+                  used_at = ?, hits = chunks.hits + uses.hits
+FROM (SELECT json_extract(value, '$[0]') AS slot, json_extract(value, '$[1]') AS last_use,
+             json_extract(value, '$[2]') AS hits
+      FROM json_each(?)) AS uses
+WHERE chunks.slot = uses.slot
+"""
+_DELETE: Final = "DELETE FROM chunks WHERE slot IN (SELECT value FROM json_each(?))"
+_SET_METADATA: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_APPEND: Final = "INSERT INTO removals VALUES (?,?,?,?)"
+_TRIM: Final = "DELETE FROM removals WHERE end <= ?"
 _COUNT: Final = "SELECT count(*) FROM chunks WHERE slot >= ? AND slot < ?"
 _SOME_KEYS: Final = """
 SELECT count(*), max(slot), group_concat(hex(key))
@@ -75,7 +103,7 @@ FROM chunks WHERE slot >= ? AND slot < ?
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """What an index should be.
+    """How to open an index.
 
     Attributes:
         path: The database file.
@@ -88,14 +116,13 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The index's content, least recently used first; no key occurs twice.
+    """The index's content, least recently used first; keys are unique.
 
     Attributes:
-        keys: The chunks' keys; an array, for a million objects leave holes in the heap when
-            they go.
-        slots: Where they are.
-        key_hashes: 64 bits that stand for each key.
-        key_marks: What the trail keeps of each key when it leaves.
+        keys: The chunks' keys; an array, because a million objects fragment the heap.
+        slots: Their slots.
+        key_hashes: 64-bit hash of each key.
+        key_marks: Mark of each key for the removal log.
         checksums: Checksum of each payload.
         outdated: Slots whose key has a newer row elsewhere.
         clock: A time later than any in the index.
@@ -115,37 +142,108 @@ class StoredRows:
             yield from zip(keys, slots, strict=True)
 
 
-class IndexDatabase:
-    """An open index. Not thread-safe: one thread at a time.
+@dataclass(slots=True)
+class LazyRecords:
+    """Uses and removals, which are committed lazily and may be lost in a crash.
 
-    Everything here raises :class:`sqlite3.Error` when the database fails.
+    Attributes:
+        uses: Last use of each touched slot.
+        hits: How often each of them was touched.
+        removals: Marks of the removed keys, by reason.
+    """
+
+    uses: dict[int, int] = field(default_factory=dict)
+    hits: Counter[int] = field(default_factory=Counter)
+    removals: dict[RemovalReason, list[KeyMarks]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.uses or self.removals)
+
+    def add_uses(self, slots: Sequence[int], first_tick: int) -> None:
+        """Record one use of each of ``slots``, in this order."""
+        self.uses.update(zip(slots, range(first_tick, first_tick + len(slots)), strict=True))
+        self.hits.update(slots)
+
+    def drop_uses(self, slots: Iterable[int]) -> None:
+        """Drop the uses of ``slots``, which belong to their former chunks."""
+        if self.uses:
+            for slot in slots:
+                self.uses.pop(slot, None)
+                self.hits.pop(slot, None)
+
+    def add_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
+        """Record why the chunks of these keys were removed."""
+        if key_marks.size or reason is RemovalReason.DAMAGED:
+            self.removals.setdefault(reason, []).append(key_marks)
+
+
+@dataclass(slots=True)
+class Change:
+    """Content of one transaction, applied in this order: clear, rows, records.
+
+    Attributes:
+        clear: Whether to delete all older rows, durably.
+        after_reset: Whether ``clear`` also records a reset, so that no other engine serves
+            later rows.
+        rows: New row of each slot; None deletes the slot's row.
+        records: Uses and removals.
+    """
+
+    clear: bool = False
+    after_reset: bool = False
+    rows: dict[int, Row | None] = field(default_factory=dict)
+    records: LazyRecords = field(default_factory=LazyRecords)
+
+    def statements(self, now: int) -> Iterator[Statement]:
+        """Yield the statements that change rows, usually at most three.
+
+        Args:
+            now: Seconds since the epoch.
+        """
+        deleted = [slot for slot, row in self.rows.items() if row is None]
+        if deleted:
+            yield _DELETE, (json.dumps(deleted),)
+        rows = iter([row for row in self.rows.values() if row is not None])
+        while batch := list(islice(rows, _ROWS_PER_STATEMENT)):
+            values = ",".join([_FIRST_NEW_ROW, *[_NEW_ROW] * (len(batch) - 1)])
+            yield f"INSERT OR REPLACE INTO chunks VALUES {values}", [now, *chain(*batch)]
+        uses, hits = self.records.uses, self.records.hits
+        if uses:
+            listed = list(zip(uses, uses.values(), map(hits.__getitem__, uses), strict=True))
+            yield _TOUCH, (now, json.dumps(listed))
+
+
+class IndexDatabase:
+    """An open index; used by one thread at a time.
+
+    Every method raises :class:`sqlite3.Error` when the database fails.
     """
 
     def __init__(self, connection: sqlite3.Connection, spec: IndexSpec) -> None:
         self._connection = connection
         self._synchronous = "FULL" if spec.durability == "power" else "NORMAL"
         self._log_path = spec.path.with_name(f"{spec.path.name}-wal")
-        self._trail_end = 0
-        self._owes_clear = False
-        self._owed_notes: dict[str, str] = {}
+        self._removals_end = 0
+        self._clear_is_due = False
+        self._due_metadata: dict[str, str] = {}
 
     @classmethod
     def open(cls, spec: IndexSpec, io: BlockIo) -> Self:
         """Open or create the index.
 
         Raises:
-            IndexDamagedError: The file is there and cannot be used.
+            IndexDamagedError: The file exists and is not a usable index.
             OSError: The file system failed.
-            sqlite3.Error: Something other than the file's content is wrong.
+            sqlite3.Error: The database failed for a reason other than the file's content.
         """
-        # SQLite takes the modes of its side files from the database and that from the umask.
+        # SQLite gives its side files the mode of the database, which the umask would set.
         io.close(io.open(spec.path, os.O_RDWR | os.O_CREAT))
         try:
             return cls._open(spec, io, locking="NORMAL")
         except sqlite3.OperationalError as error:
             if not lacks_shared_memory(error):
                 raise
-            # A full disk is no reason not to start: only other readers need that file.
+            # The disk is full. Only other readers need the missing file, so start anyway.
             return cls._open(spec, io, locking="EXCLUSIVE")
 
     @classmethod
@@ -155,7 +253,7 @@ class IndexDatabase:
         connection = io.connect(spec.path)
         try:
             database = cls(connection, spec)
-            with blame():
+            with damage_raised():
                 connection.execute(f"PRAGMA locking_mode={locking}").fetchall()
                 database._prepare()
         except BaseException:
@@ -169,108 +267,108 @@ class IndexDatabase:
         Raises:
             IndexDamagedError: The rows cannot be read.
         """
-        with blame():
+        with damage_raised():
             self._drop_beyond(capacity_slots)
             return _order(*self._fetch(capacity_slots))
 
     def count_within(self, first_slot: int, end_slot: int) -> int:
-        """Return how many rows the slots from ``first_slot`` to before ``end_slot`` have."""
+        """Return the number of rows of slots ``first_slot`` to ``end_slot - 1``."""
         counted = self._connection.execute(_COUNT, (first_slot, end_slot)).fetchone()
         return int(counted[0])
 
     def apply(self, change: Change) -> None:
         """Commit ``change``: all of it or, if this raises, at most its ``clear``."""
-        if self._owes_clear:
+        if self._clear_is_due:
             self.clear()
-        while self._owed_notes:
-            name, value = next(iter(self._owed_notes.items()))
-            self.set_note(name, value)
+        while self._due_metadata:
+            name, value = next(iter(self._due_metadata.items()))
+            self.set_metadata(name, value)
         if change.clear:
-            self.clear(doubt=change.doubt)
+            self.clear(after_reset=change.after_reset)
         now = _now()
-        writes = [*statements_of(change, now), *self._departures(change.notes, now)]
+        writes = [*change.statements(now), *self._removal_rows(change.records, now)]
         if len(writes) == 1:
             self._connection.execute(*writes[0])
         elif writes:
             self._transact(writes)
 
-    def clear(self, *, doubt: bool = False) -> None:
-        """Delete all rows; this survives loss of power, whatever the durability.
+    def clear(self, *, after_reset: bool = False) -> None:
+        """Delete all rows; this survives loss of power at any ``durability``.
 
         Args:
-            doubt: Whether to note along with it that what is stored from now on is not to be
-                served by another engine; otherwise such a note goes with the rows.
+            after_reset: Whether to record a reset in the same transaction, so that no other
+                engine serves later rows. Otherwise an earlier record of one is deleted.
         """
-        note: Statement = ("DELETE FROM meta WHERE name = ?", (RESET_NOTE,))
-        if doubt:
-            note = (_KEEP_NOTE, (RESET_NOTE, str(_now())))
+        record: Statement = ("DELETE FROM meta WHERE name = ?", (RESET_METADATA,))
+        if after_reset:
+            record = (_SET_METADATA, (RESET_METADATA, str(_now())))
         with self._durably():
-            self._transact([("DELETE FROM chunks", ()), note])
-        self._owes_clear = False
+            self._transact([("DELETE FROM chunks", ()), record])
+        self._clear_is_due = False
 
     @property
-    def owes_clear(self) -> bool:
-        """Whether all rows are to be deleted before the next change."""
-        return self._owes_clear
+    def clear_is_due(self) -> bool:
+        """Whether all rows must be deleted before the next change."""
+        return self._clear_is_due
 
-    def owe_clear(self) -> None:
-        """Delete all rows before the next change, or let that fail."""
-        self._owes_clear = True
+    def clear_later(self) -> None:
+        """Delete all rows before the next change; that change fails if this does."""
+        self._clear_is_due = True
 
-    def note_departures(self, reason: Reason, key_marks: KeyMarks) -> None:
-        """Add to the trail why chunks left; their rows are the caller's business."""
-        notes = Notes()
-        notes.depart(reason, key_marks)
-        self.apply(Change(notes=notes))
+    def log_removals(self, reason: RemovalReason, key_marks: KeyMarks) -> None:
+        """Append to the removal log; leave the chunks' rows alone."""
+        records = LazyRecords()
+        records.add_removals(reason, key_marks)
+        self.apply(Change(records=records))
 
-    def note(self, name: str) -> str:
-        """Return the note of this name, empty if there is none."""
+    def metadata(self, name: str) -> str:
+        """Return the metadata of this name, empty if there is none."""
         found = self._connection.execute("SELECT value FROM meta WHERE name = ?", (name,))
         row = found.fetchone()
         return str(row[0]) if row else ""
 
-    def set_note(self, name: str, value: str) -> None:
-        """Keep ``value`` as the note ``name``; this survives loss of power, as clear() does.
+    def set_metadata(self, name: str, value: str) -> None:
+        """Set metadata; this survives loss of power at any ``durability``.
 
-        A note may say that the rows are not to be trusted after a loss of power. It is there
-        before the first payload is written, or it is of no use. And it may vouch for the rows,
-        so those that are to be deleted go first.
+        Metadata may say that rows are not trusted after a loss of power, so it must be durable
+        before the first payload is written. It may also vouch for the rows, so a clear that is
+        due is done first.
         """
-        if self._owes_clear:
+        if self._clear_is_due:
             self.clear()
         with self._durably():
-            self._connection.execute(_KEEP_NOTE, (name, value))
-        self._owed_notes.pop(name, None)
+            self._connection.execute(_SET_METADATA, (name, value))
+        self._due_metadata.pop(name, None)
 
-    def owe_note(self, name: str, value: str) -> None:
-        """Keep ``value`` as the note ``name`` before the next change, or let that fail."""
-        self._owed_notes[name] = value
+    def set_metadata_later(self, name: str, value: str) -> None:
+        """Set metadata before the next change; that change fails if this does."""
+        self._due_metadata[name] = value
 
     @property
     def log_nbytes(self) -> int:
-        """Bytes of the log; 0 if there is none, or the disk does not say."""
+        """Bytes of the write-ahead log; 0 if it is absent or cannot be looked at."""
         try:
             return self._log_path.stat().st_size
-        except OSError:  # whoever commits must not fail for this
+        except OSError:  # this must not fail a commit
             return 0
 
     @contextlib.contextmanager
-    def giving_signs(self, on_sign: Callable[[], None]) -> Iterator[None]:
-        """Call ``on_sign`` every now and then while a statement runs in the body.
+    def reporting_progress(self, on_progress: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_progress`` regularly while a statement runs in the body.
 
         Raises:
             KeyboardInterrupt: The user interrupted a statement, which did nothing then.
         """
 
-        def sign() -> int:
-            on_sign()
+        def callback() -> int:
+            on_progress()
             return 0
 
-        self._connection.set_progress_handler(sign, _INSTRUCTIONS_PER_SIGN)
+        self._connection.set_progress_handler(callback, _INSTRUCTIONS_PER_CALLBACK)
         try:
             yield
         except sqlite3.OperationalError as error:
-            # What is raised in the handler is lost; only that it was raised is known.
+            # SQLite loses an exception raised in the handler, and reports an interrupt.
             if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
                 raise KeyboardInterrupt from error
             raise
@@ -278,22 +376,22 @@ class IndexDatabase:
             self._connection.set_progress_handler(None, 0)
 
     def compact(self) -> None:
-        """Write the file anew, without the room that deleted rows left; durable."""
+        """Rewrite the file without the free space that deleted rows left; durable."""
         self._connection.execute("PRAGMA synchronous=FULL")
         self._connection.execute("VACUUM")
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Fold the log into the database and close it."""
+        """Checkpoint the log and close the database."""
         try:
-            # Done by close() itself in most cases, but not beside a reader.
+            # close() does this itself, but not beside a reader.
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         finally:
             self._connection.close()
 
     @contextlib.contextmanager
     def _durably(self) -> Iterator[None]:
-        """Let what is committed in the body survive loss of power."""
+        """Make commits in the body survive loss of power."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             yield
@@ -306,16 +404,16 @@ class IndexDatabase:
             raise sqlite3.NotSupportedError(
                 f"SQLite {sqlite3.sqlite_version} is too old; 3.33 or later is needed"
             )
-        bring_up(self._connection)
+        create_tables(self._connection)
         run("PRAGMA journal_mode=WAL").fetchall()
         run(f"PRAGMA journal_size_limit={_LONGEST_LOG_NBYTES}").fetchall()
         run(f"PRAGMA synchronous={self._synchronous}")
-        self._trail_end = run("SELECT coalesce(max(end), 0) FROM departures").fetchone()[0]
-        if self._trail_end > _LATEST:
-            raise IndexDamagedError(f"its trail ends at {self._trail_end}")
+        self._removals_end = run("SELECT coalesce(max(end), 0) FROM removals").fetchone()[0]
+        if self._removals_end > _LATEST:
+            raise IndexDamagedError(f"its removal log ends at {self._removals_end}")
 
     def _drop_beyond(self, capacity_slots: int) -> None:
-        """Delete the rows of slots there are none of; this survives loss of power."""
+        """Delete the rows of slots beyond the capacity; this survives loss of power."""
         beyond = [(_LEAST_SLOT, -1), (capacity_slots, _GREATEST_SLOT)]
         marks = [mark_keys(keys) for ends in beyond for keys in self._keys_between(*ends)]
         if marks:
@@ -323,7 +421,7 @@ class IndexDatabase:
                 self._connection.execute(
                     "DELETE FROM chunks WHERE slot < 0 OR slot >= ?", (capacity_slots,)
                 )
-            self.note_departures(Reason.BEYOND, np.concatenate(marks))
+            self.log_removals(RemovalReason.BEYOND, np.concatenate(marks))
 
     def _keys_between(self, first: int, last: int) -> Iterator[list[ChunkKey]]:
         """Yield the keys in slots ``first`` to ``last``, some at a time."""
@@ -335,16 +433,16 @@ class IndexDatabase:
             yield [bytes.fromhex(key) for key in keys_text.split(",")]
             first = greatest + 1
 
-    def _departures(self, notes: Notes, now: int) -> Iterator[Statement]:
-        rows = make_rows(notes.departures, end=self._trail_end, at=now)
+    def _removal_rows(self, records: LazyRecords, now: int) -> Iterator[Statement]:
+        rows = make_rows(records.removals, end=self._removals_end, at=now)
         for row in rows:
-            self._trail_end = row[0]  # if this fails, the log has a gap, which harms nothing
+            self._removals_end = row[0]  # if the commit fails, the numbers have a harmless gap
             yield _APPEND, row
         if rows:
-            yield _TRIM, (self._trail_end - TRAIL_NBYTES,)
+            yield _TRIM, (self._removals_end - REMOVAL_LOG_NBYTES,)
 
     def _fetch(self, capacity_slots: int) -> tuple[KeyArray, npt.NDArray[np.int64]]:
-        """Return the keys and, row by row, the four numbers that go with each."""
+        """Return the keys and, row by row, their four numbers."""
         keys: list[KeyArray] = []
         numbers = [np.empty((0, 4), dtype=np.int64)]
         for first in range(0, capacity_slots, _SLOTS_PER_STEP):
@@ -372,7 +470,7 @@ class IndexDatabase:
 
 
 def _decode_keys(text: str, count: int) -> KeyArray:
-    """Return ``count`` keys in hexadecimal, with a comma between two."""
+    """Return ``count`` keys from comma-separated hexadecimal."""
     width, rest = divmod(len(text) + 1, count)
     if not rest and text[width - 1 :: width] == "," * (count - 1):
         return np.frombuffer(bytes.fromhex(text.replace(",", "")), dtype=f"V{width // 2}")
@@ -380,7 +478,7 @@ def _decode_keys(text: str, count: int) -> KeyArray:
 
 
 def _of_objects(keys: Sequence[ChunkKey]) -> KeyArray:
-    """Return ``keys``, which differ in length, as an array."""
+    """Return ``keys`` of different lengths as an array."""
     array = np.empty(len(keys), dtype=np.object_)
     array[:] = keys
     return array
@@ -395,7 +493,7 @@ def _by_step(values: npt.NDArray[Any]) -> Iterator[list[Any]]:
 def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
     """Sort rows by last use and keep the newest of each key.
 
-    Keys are told apart by 64 bits: two that share them cost one chunk, never a wrong one.
+    Keys are compared by 64-bit hash: a collision loses one chunk and never serves a wrong one.
     """
     if len(numbers) != len(keys):
         raise IndexDamagedError("its columns differ in length")
@@ -422,20 +520,20 @@ def _order(keys: KeyArray, numbers: npt.NDArray[np.int64]) -> StoredRows:
 
 
 def no_rows() -> StoredRows:
-    """Return what an empty index holds."""
+    """Return the content of an empty index."""
     return _order(_of_objects([]), np.empty((0, 4), dtype=np.int64))
 
 
 def index_room_nbytes(capacity_slots: int) -> int:
-    """Return how much room the index of so many slots takes: table, trail and log.
+    """Return the room of an index of so many slots: table, removal log and write-ahead log.
 
-    The log takes more while somebody reads an old state of the index.
+    The write-ahead log grows further while a process reads an old state of the index.
     """
-    return capacity_slots * _ROW_NBYTES + 2 * TRAIL_NBYTES + _LOG_NBYTES
+    return capacity_slots * _ROW_NBYTES + 2 * REMOVAL_LOG_NBYTES + _LOG_NBYTES
 
 
 def hash_keys(keys: Sequence[ChunkKey]) -> npt.NDArray[np.uint64]:
-    """Return 64 bits for each of ``keys``."""
+    """Return the 64-bit hash of each of ``keys``."""
     return np.fromiter(map(hash_key, keys), dtype=np.uint64, count=len(keys))
 
 

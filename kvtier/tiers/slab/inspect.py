@@ -1,16 +1,15 @@
-"""Looking into a store from outside, whether or not an engine has it open.
+"""Read a store from outside, whether or not an engine has it open.
 
-Nothing here writes into the store, and an engine notices nothing. How the index is opened
-depends on who is there, because SQLite's readers are not all harmless:
+Nothing here writes into the store or disturbs an engine. Not every SQLite reader is harmless,
+so how the index is opened depends on the store's state:
 
-* **An engine is running**: read-only. It has made the log's side files, and a reader beside it
-  is what they are for.
-* **Nobody is, and the log is empty**: as immutable. A plain reader would make side files, which
-  changes the directory and is impossible on a read-only file system.
-* **Nobody is, and a crash left a log**: a private copy. Reading it in place would rebuild the
-  side file that a later recovery starts from.
+* **An engine has it open**: read-only, beside the side files that the engine made.
+* **No engine, empty log**: as immutable. A plain reader would create side files, which changes
+  the directory and fails on a read-only file system.
+* **No engine, a crash left a log**: a private copy. Reading it in place would rebuild the side
+  file that a later recovery starts from.
 
-An engine may start at any time, so who is there is asked again before every query.
+An engine may start at any time, so the state is checked before every query.
 """
 
 from __future__ import annotations
@@ -36,18 +35,20 @@ from kvtier.tiers.slab.namespace import (
     INDEX,
     LAYOUT,
     Layout,
-    is_named_as_one,
+    has_namespace_name,
     nbytes_of,
+    read_layout,
     require_layout,
 )
+from kvtier.tiers.slab.removals import Removal
 from kvtier.tiers.slab.schema import (
-    RESET_NOTE,
+    RESET_METADATA,
     IndexDamagedError,
     IndexMissingError,
-    blame,
-    check_identity,
+    IndexVersionError,
+    check_schema,
+    damage_raised,
 )
-from kvtier.tiers.slab.trail import Departure
 
 __all__ = [
     "Entry",
@@ -57,10 +58,11 @@ __all__ = [
     "Totals",
     "count_chunks",
     "find_namespaces",
+    "find_other_version",
     "holder_of",
     "index_nbytes",
-    "nothing_opened",
     "present_holder",
+    "store_locked",
 ]
 
 _WAL: Final = f"{INDEX}-wal"
@@ -71,7 +73,7 @@ def _cast(*columns: str) -> str:
 
 
 def _time(column: str) -> str:
-    """Return a time as seconds of the years 1970 to 9999, and 0, unknown, for any other."""
+    """Return SQL for a time in seconds; 0 if the value is outside the years 1970 to 9999."""
     return (
         f"CASE WHEN CAST({column} AS INTEGER) BETWEEN 0 AND {_LATEST_S}"
         f" THEN CAST({column} AS INTEGER) ELSE 0 END AS {column}"
@@ -81,24 +83,16 @@ def _time(column: str) -> str:
 _LATEST_S: Final = 253402300799
 _COPIED_AT_ONCE: Final = 16 << 20
 _INTEGERS: Final = ("checksum", "generation", "last_use")
-# A value of another type reads as the number or bytes it resembles, as the engine reads it.
-_COLUMNS_1: Final = (
-    f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}, "
-    "0 AS stored_at, 0 AS used_at, 0 AS hits"
-)
+# Like the engine, read a value of another type as the number or bytes it resembles.
 _COLUMNS: Final = (
     f"slot, CAST(key AS BLOB) AS key, {_cast(*_INTEGERS)}, "
     f"{_time('stored_at')}, {_time('used_at')}, {_cast('hits')}"
 )
-_TRAIL: Final = f"""(
+_REMOVALS: Final = f"""(
     SELECT end, {_time("at")}, CAST(reason AS TEXT) AS reason,
-           CAST(key_hashes AS BLOB) AS key_marks, {{marked}} AS marked
-    FROM departures WHERE length(key_hashes) % 8 = 0
+           CAST(key_marks AS BLOB) AS key_marks
+    FROM removals WHERE length(key_marks) % 8 = 0
 )"""
-_TRAILS: Final = {
-    2: _TRAIL.format(marked="0"),
-    3: _TRAIL.format(marked="CAST(marked AS INTEGER)"),
-}
 _ORDERS: Final = {
     "last-use": "last_use DESC",
     "stored": "generation DESC",
@@ -113,11 +107,11 @@ _Parameters = Sequence[int | str]
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """One model's part of a store.
+    """A namespace: one model's part of a store.
 
     Attributes:
-        directory: Where its files are.
-        layout: What its bytes mean.
+        directory: Its directory.
+        layout: Meaning of its bytes.
     """
 
     directory: Path
@@ -125,24 +119,24 @@ class StoredNamespace:
 
     @property
     def name(self) -> str:
-        """What the directory is called."""
+        """Name of the directory."""
         return self.directory.name
 
     @property
     def index_path(self) -> Path:
-        """The index."""
+        """Path of the index."""
         return self.directory / INDEX
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the index: what it says, which is a claim until the bytes are verified.
+    """One row of the index; the chunk's bytes are not verified.
 
     Attributes:
-        slot: Where the chunk is.
+        slot: The chunk's slot.
         key: Its key.
         checksum: Its checksum, unsigned.
-        generation: Logical time of the store; never the same twice.
+        generation: Logical time when it was stored; unique.
         last_use: Logical time of the last use.
         stored_at: Seconds since the epoch, 0 if unknown.
         used_at: Seconds since the epoch, 0 if unknown.
@@ -161,13 +155,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """An index summed up; times are seconds since the epoch, 0 where unknown."""
+    """Totals of an index; times are seconds since the epoch, 0 if unknown."""
 
     chunks: int
     hits: int
     oldest_at: int
     newest_at: int
-    departures: dict[str, int]
+    removals: dict[str, int]
 
 
 def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace]:
@@ -175,10 +169,10 @@ def find_namespaces(path: Path, name: str | None = None) -> list[StoredNamespace
 
     Args:
         path: A store or a namespace in it.
-        name: Only this one.
+        name: Return only the namespace of this name.
 
     Raises:
-        ConfigError: There is no such thing; the message says what to give instead.
+        ConfigError: There is none; the message says which path to give instead.
     """
     try:
         candidates = _candidates(path)
@@ -207,17 +201,17 @@ def _candidates(path: Path) -> list[Path]:
             f", with a number for {RANK_PLACEHOLDER}" if RANK_PLACEHOLDER in str(path) else ""
         )
         raise ConfigError(f"{path} {what}; give the path of an nvme tier{rank}")
-    path = path.resolve()  # its parent is asked for, which "." has not
+    path = path.resolve()  # "." has no parent otherwise
     if (path / LAYOUT).exists():
         return [path]
-    return sorted(filter(is_named_as_one, path.iterdir()))
+    return sorted(filter(has_namespace_name, path.iterdir()))
 
 
 def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
-    """Return those of ``directories`` that are namespaces.
+    """Return the namespaces among ``directories``.
 
     Raises:
-        ConfigError: None of them is one that can be read, and one seems to be one.
+        ConfigError: None can be read, and one of them seems to be a namespace.
     """
     found, problem = [], ""
     cause: Exception | None = None
@@ -230,7 +224,7 @@ def _with_layouts(directories: Iterable[Path]) -> list[StoredNamespace]:
             remedy = "copy it again, use the kvtier that wrote it, or move the directory away"
             problem, cause = f"{directory / LAYOUT}: {error}; {remedy}", error
         except (OSError, StoreDamagedError):
-            continue  # somebody else's, though it is named like one
+            continue  # foreign, with the name of a namespace
     if problem and not found:
         raise ConfigError(problem) from cause
     return found
@@ -241,24 +235,24 @@ def _not_ours_to_read(directory: Path, error: PermissionError) -> str:
 
 
 def holder_of(directory: Path, patience: Patience = PATIENCE) -> str | None:
-    """Return what the lock file of a namespace says of the process that has it open.
+    """Return the text of a namespace's lock file if a process has the namespace open.
 
-    The lock is tried for a moment, and only while the lock of the whole store keeps engines
-    from opening anything: an engine that starts meanwhile waits instead of being refused.
+    The lock is tried while this holds the store's lock, so an engine that starts meanwhile
+    waits and is not refused.
 
     Returns:
-        None if nobody has it open.
+        None if no process has it open.
 
     Raises:
-        ConfigError: A process keeps us from looking for longer than ``patience`` lasts.
+        ConfigError: A process held the store's lock for longer than ``patience``.
         OSError: The files cannot be read.
     """
-    with nothing_opened(directory.parent, patience):
+    with store_locked(directory.parent, patience):
         return present_holder(directory)
 
 
 def present_holder(directory: Path) -> str | None:
-    """Return what :func:`holder_of` returns, while :func:`nothing_opened` is in force.
+    """Do :func:`holder_of` inside the caller's :func:`store_locked`.
 
     Raises:
         OSError: The files cannot be read.
@@ -270,11 +264,11 @@ def present_holder(directory: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def nothing_opened(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Keep engines from opening or removing a namespace of the store at ``root``, for a moment.
+def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
+    """Hold the store's lock for a moment: no engine opens or removes a namespace.
 
     Raises:
-        ConfigError: A process keeps us from it for longer than ``patience`` lasts.
+        ConfigError: A process held the lock for longer than ``patience``.
         OSError: The directory cannot be opened.
     """
     with _shared(root, patience) as free:
@@ -284,18 +278,33 @@ def nothing_opened(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return how many chunks a namespace holds that engines are kept away from.
+    """Return the number of chunks that the next start finds; the caller holds the lock.
 
     Returns:
-        None if the index cannot be read.
+        0 after a reset that the index notes; None if the index cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
-            return reader.chunks_from(0)
+            return 0 if reader.reset_at() is not None else reader.chunks_from(0)
     except IndexMissingError:
         return 0
     except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
         return None
+
+
+def find_other_version(directory: Path) -> str:
+    """Return a message if another version wrote the index of an idle namespace; else empty."""
+    layout = read_layout(directory, BlockIo())
+    if layout is None:
+        return ""
+    try:
+        with IndexReader(StoredNamespace(directory, layout), idle=True) as reader:
+            reader.checksum()
+    except IndexVersionError as error:
+        return f"{directory / INDEX}: {error}"
+    except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):
+        return ""
+    return ""
 
 
 def index_nbytes(space: StoredNamespace) -> int:
@@ -306,13 +315,13 @@ def index_nbytes(space: StoredNamespace) -> int:
 class IndexReader:
     """Reads the index of one namespace; a context manager. Not thread-safe.
 
-    Its methods raise :class:`IndexDamagedError` for an index nobody can use,
-    :class:`sqlite3.Error` and :class:`OSError` when the machine fails, what :func:`holder_of`
-    raises, and :class:`ConfigError` where a copy is needed and there is no room for it.
+    Its methods raise :class:`IndexDamagedError` for an unusable index, :class:`sqlite3.Error`
+    and :class:`OSError` when the machine fails, and :class:`ConfigError` if a copy is needed
+    and there is no room for it. They also raise what :func:`holder_of` raises.
 
     Args:
         space: The namespace.
-        idle: Whether the caller keeps engines away from it.
+        idle: Whether the caller holds its lock.
     """
 
     def __init__(self, space: StoredNamespace, *, idle: bool = False) -> None:
@@ -322,7 +331,6 @@ class IndexReader:
         self._resources = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
         self._beside_engine = False
-        self._version = 0
 
     def __enter__(self) -> Self:
         return self
@@ -337,41 +345,45 @@ class IndexReader:
 
     @property
     def live(self) -> bool:
-        """Whether an engine had the store open at the last query."""
+        """Whether an engine had the namespace open at the last query."""
         return self._beside_engine
 
     def checksum(self) -> str:
-        """Return how payloads are checksummed: ``xxh3`` or ``off``."""
+        """Return the kind of checksum: ``xxh3`` or ``off``."""
         rows = self._query("SELECT value FROM meta WHERE name = 'checksum'")
         return str(rows[0][0]) if rows else "xxh3"
 
     def reset_at(self) -> int | None:
-        """Return when the cache was reset if what was stored since goes at the next start.
+        """Return when the cache was reset, if the next start deletes later chunks.
 
         Returns:
-            Seconds since the epoch, 0 if unknown; None if all of it stays.
+            Seconds since the epoch, 0 if unknown; None if it keeps them.
         """
-        rows = self._query(f"SELECT {_time('value')} FROM meta WHERE name = ?", (RESET_NOTE,))
+        rows = self._query(
+            f"SELECT {_time('value')} FROM meta WHERE name = ?", (RESET_METADATA,)
+        )
         return int(rows[0][0]) if rows else None
 
     def totals(self) -> Totals:
-        """Sum up the index."""
+        """Return the totals."""
         ((chunks, hits, oldest, newest),) = self._query(
             "SELECT count(*), CAST(total(hits) AS INTEGER),"
             " CAST(min(nullif(stored_at, 0)) AS INTEGER), CAST(max(stored_at) AS INTEGER)"
             " FROM (SELECT {columns} FROM chunks)"
         )
-        departures = self._departures("reason, sum(length(key_marks) / 8)", "GROUP BY reason")
-        return Totals(chunks, hits, oldest or 0, newest or 0, dict(departures))
+        removals = self._query(
+            f"SELECT reason, sum(length(key_marks) / 8) FROM {_REMOVALS} GROUP BY reason"
+        )
+        return Totals(chunks, hits, oldest or 0, newest or 0, dict(removals))
 
-    def departures(self) -> Iterator[Departure]:
-        """Yield the trail, newest first."""
-        rows = self._departures("at, reason, key_marks, marked", "ORDER BY end DESC")
-        for at, reason, key_marks, marked in rows:
-            yield Departure(at, reason, key_marks, bool(marked))
+    def removals(self) -> Iterator[Removal]:
+        """Yield the removal log, newest first."""
+        sql = f"SELECT at, reason, key_marks FROM {_REMOVALS} ORDER BY end DESC"
+        for row in self._query(sql):
+            yield Removal(*row)
 
     def chunks_from(self, slot: int) -> int:
-        """Return how many chunks are in ``slot`` or a later one."""
+        """Return the number of chunks in ``slot`` and later slots."""
         rows = self._query("SELECT count(*) FROM chunks WHERE slot >= ?", (slot,))
         return int(rows[0][0])
 
@@ -380,12 +392,12 @@ class IndexReader:
         return self._entries(f"1 ORDER BY {_ORDERS[order]} LIMIT ?", (limit,))
 
     def less_recent(self, entry: Entry) -> int:
-        """Return how many chunks were used less recently than ``entry``."""
+        """Return the number of chunks used less recently than ``entry``."""
         rows = self._query("SELECT count(*) FROM chunks WHERE last_use < ?", (entry.last_use,))
         return int(rows[0][0])
 
     def entries_of_slots(self, first: int, end: int) -> list[Entry]:
-        """Return the rows of slots ``first`` to ``end - 1``, in their order."""
+        """Return the rows of slots ``first`` to ``end - 1``, in slot order."""
         return self._entries("slot >= ? AND slot < ? ORDER BY slot", (first, end))
 
     def entries_of_prefix(self, digits: str) -> list[Entry]:
@@ -393,24 +405,17 @@ class IndexReader:
         return self._entries("substr(hex(key), 1, ?) = ?", (len(digits), digits.upper()))
 
     def entries_unused_since(self, at: int) -> list[Entry]:
-        """Return the rows of known age that were neither stored nor used from ``at`` on."""
+        """Return the rows of known age that were neither stored nor used since ``at``."""
         return self._entries("stored_at > 0 AND max(stored_at, used_at) < ?", (at,))
 
     def _entries(self, where: str, parameters: _Parameters) -> list[Entry]:
         sql = f"SELECT * FROM (SELECT {{columns}} FROM chunks) WHERE {where}"
         return [_entry(row) for row in self._query(sql, parameters)]
 
-    def _departures(self, columns: str, tail: str) -> list[tuple[Any, ...]]:
-        self._connect()
-        if self._version == 1:
-            return []
-        return self._query(f"SELECT {columns} FROM {_TRAILS[self._version]} {tail}")
-
     def _query(self, sql: str, parameters: _Parameters = ()) -> list[tuple[Any, ...]]:
         connection = self._connect()
-        with blame():
-            columns = _COLUMNS_1 if self._version == 1 else _COLUMNS
-            sql = sql.replace("{columns}", columns)
+        with damage_raised():
+            sql = sql.replace("{columns}", _COLUMNS)
             return connection.execute(sql, parameters).fetchall()
 
     def _connect(self) -> sqlite3.Connection:
@@ -433,7 +438,7 @@ class IndexReader:
         return self._open_at(uri)
 
     def _open_copy(self) -> sqlite3.Connection:
-        """Open a copy that has no name any more: however this process ends, it leaves none."""
+        """Open a copy and delete its files, so that a killed process leaves none."""
         with contextlib.ExitStack() as stack:
             directory = _make_scratch(self._path, stack)
             for name in (INDEX, _WAL):
@@ -444,14 +449,14 @@ class IndexReader:
     def _open_at(self, uri: str) -> sqlite3.Connection:
         connection = sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)
         self._resources.callback(connection.close)
-        with blame():  # and it opens the log, which is not done before the first statement
-            self._version = check_identity(connection)
+        with damage_raised():  # the first statement also opens the log
+            check_schema(connection)
         return connection
 
 
 @contextlib.contextmanager
 def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
-    """Hold the lock of ``directory`` with other readers; yields whether it got free."""
+    """Hold the lock of ``directory`` with other readers; yield whether it was free in time."""
     fd = os.open(directory.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield patience.take(lambda: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
@@ -460,10 +465,10 @@ def _shared(directory: Path, patience: Patience) -> Iterator[bool]:
 
 
 def _make_scratch(index: Path, stack: contextlib.ExitStack) -> Path:
-    """Make a directory for a copy of ``index`` that is gone when ``stack`` ends.
+    """Create a directory for a copy of ``index``; ``stack`` deletes it.
 
     Raises:
-        ConfigError: There is no place for it.
+        ConfigError: It cannot be created.
     """
     try:
         return Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,17 +1,16 @@
-"""Who has a namespace open.
+"""Locks of namespaces and stores.
 
-The lock is the kernel's, on the open directory, so it goes when its holder goes, however that
-ends. It is not on a file in the directory: whoever deletes such a file lets a second engine in.
-The file ``lock`` only names the holder for people: the engine, not the process that does its
-I/O. An engine that was killed is gone at once while its I/O process finishes the calls it is
-in; a restart waits for that, and only for that.
+A namespace's lock is a kernel lock on its open directory, so it ends with its holder, however
+the holder ends. It is not on a file in the directory: deleting such a file would let a second
+engine in. The file ``lock`` only names the holder for people. It names the engine, not the
+engine's I/O process. When an engine is killed, its I/O process finishes its calls; a restart
+waits for that.
 
-``kvtier cache`` holds it too while it changes a namespace, and its text says so: who needs the
-room is to know that no engine serves from it.
+``kvtier cache`` holds the lock while it changes a namespace. The file then names a tool, so an
+engine that needs the room knows that no other engine serves from the namespace.
 
-The lock of the whole store, on its own directory, is held for moments, while one of its
-namespaces is opened, and is waited for. No wait is without a deadline: a process that was
-stopped keeps its locks.
+The store's lock, on the store's own directory, is held for a moment while a namespace is
+opened. Every wait for a lock has a deadline, because a stopped process keeps its locks.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to go on trying to get a lock.
+    """How long to keep trying to take a lock.
 
     Attributes:
-        timeout_s: For so long; 0 is once.
+        timeout_s: Seconds to keep trying; 0 tries once.
         clock: Returns seconds.
-        sleep: Waits for so many of them.
+        sleep: Sleeps for some seconds.
     """
 
     timeout_s: float = 10.0
@@ -64,7 +63,7 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
 
     def attempts(self) -> Iterator[None]:
-        """Yield before each attempt, and end when it is time to give up."""
+        """Yield before each attempt; end when the time is up."""
         deadline_s = self.clock() + self.timeout_s
         yield
         while self.clock() < deadline_s:
@@ -72,10 +71,10 @@ class Patience:
             yield
 
     def take(self, lock: Callable[[], None]) -> bool:
-        """Call ``lock`` until it raises no BlockingIOError any more; return whether it did so.
+        """Call ``lock`` until it raises no BlockingIOError; return whether it succeeded.
 
         Raises:
-            OSError: What else ``lock`` raised.
+            OSError: Any other error of ``lock``.
         """
         for _ in self.attempts():
             with contextlib.suppress(BlockingIOError):
@@ -91,7 +90,7 @@ def acquire(tier: str, directory: Path, io: BlockIo, patience: Patience = PATIEN
     """Take the lock of ``directory`` and return the descriptor that holds it; may block.
 
     Raises:
-        StoreLockedError: Another engine or a tool has it, or the I/O of an engine that died
+        StoreLockedError: Another engine or a tool has it, or the I/O process of a dead engine
             takes too long.
         OSError: The file system failed, or has no locks.
     """
@@ -132,10 +131,9 @@ def try_acquire(directory: Path, io: BlockIo) -> int:
 
 
 def passing_holder(directory: Path) -> str:
-    """Return who has the lock of ``directory``, empty if that may be an engine that serves.
+    """Return the holder of the lock of ``directory`` if it will end by itself; else empty.
 
-    Who is named ends without being stopped: a tool, or, so it seems, the I/O of an engine that
-    died.
+    Such a holder is a tool, or the I/O process of an engine that seems to have died.
 
     Raises:
         OSError: The file cannot be read.
@@ -145,20 +143,20 @@ def passing_holder(directory: Path) -> str:
 
 
 def is_tool(holder: str) -> bool:
-    """Return whether ``holder``, as a lock names it, is no engine."""
+    """Return whether ``holder``, the text of a lock file, names a tool and not an engine."""
     return holder.endswith(_TOOL)
 
 
 def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = False) -> None:
-    """Write into ``directory``, whose lock is held, which engine it is held for.
+    """Write the holder's name into the lock file of ``directory``, which the caller has locked.
 
-    The time of the file tells when an engine last had it; a tool leaves that as it is.
+    The file's time says when an engine last opened the namespace; a tool preserves it.
 
     Args:
-        directory: What is locked.
-        owner_pid: The engine, or the tool.
-        io: What writes.
-        tool: Whether it is a tool, which no engine's store is open for.
+        directory: The locked directory.
+        owner_pid: Process id of the engine or tool.
+        io: System calls.
+        tool: Whether the holder is a tool.
 
     Raises:
         OSError: The file system failed.
@@ -169,7 +167,7 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
     opened_ns = last_opened(directory)
     fd = io.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        # Over what is there, whose room another file would get on a full disk.
+        # Overwrite in place: on a full disk, another file could take the room of a new one.
         write_fully(io, fd, [memoryview(data)], 0)
         io.truncate(fd, len(data))
         if tool:
@@ -179,14 +177,14 @@ def name_holder(directory: Path, owner_pid: int, io: BlockIo, *, tool: bool = Fa
 
 
 def read_holder(directory: Path) -> str:
-    """Return how ``directory`` names who has its lock, printable; empty if it does not.
+    """Return the printable text of the lock file of ``directory``; empty if there is none.
 
     Raises:
         OSError: The file cannot be read.
     """
     try:
         text = (directory / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
-    except FileNotFoundError:  # somebody deleted it, which frees nothing
+    except FileNotFoundError:  # deleted, which does not release the lock
         return ""
     return "".join(filter(str.isprintable, text))
 
@@ -199,12 +197,12 @@ def last_opened(directory: Path) -> int:
     """
     try:
         return (directory / LOCK).stat().st_mtime_ns
-    except FileNotFoundError:  # an engine was in it after whatever the other files say
+    except FileNotFoundError:  # the lock file was deleted
         return directory.stat().st_mtime_ns
 
 
 def _is_alive(holder: str) -> bool:
-    """Return whether ``holder`` may still be running; a text nobody understands counts so."""
+    """Return whether ``holder`` may still be running; True if the text cannot be parsed."""
     named = _HOLDER.match(holder)
     if named is None or named[2] != socket.gethostname():
         return True

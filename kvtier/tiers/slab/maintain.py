@@ -1,4 +1,4 @@
-"""Changing a store that no engine has open."""
+"""Change a namespace that no engine has open: drop chunks, compact the index."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.slab.change import Change, Notes
 from kvtier.tiers.slab.direct_io import BlockIo
-from kvtier.tiers.slab.index import IndexDatabase, IndexSpec
+from kvtier.tiers.slab.index import Change, IndexDatabase, IndexSpec, LazyRecords
 from kvtier.tiers.slab.inspect import (
     Entry,
     StoredNamespace,
     holder_of,
     index_nbytes,
-    nothing_opened,
+    store_locked,
 )
 from kvtier.tiers.slab.lock import (
     PATIENCE,
@@ -25,8 +24,8 @@ from kvtier.tiers.slab.lock import (
     name_holder,
     try_acquire,
 )
-from kvtier.tiers.slab.namespace import find_strangers_file
-from kvtier.tiers.slab.trail import Reason, mark_keys
+from kvtier.tiers.slab.namespace import find_foreign_file
+from kvtier.tiers.slab.removals import RemovalReason, mark_keys
 
 __all__ = ["CompactedIndex", "compact_index", "drop_chunks", "hold"]
 
@@ -41,21 +40,21 @@ class CompactedIndex:
 
 @contextlib.contextmanager
 def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> Iterator[None]:
-    """Keep engines out of ``space``, as one that has it open would.
+    """Hold the lock of ``space``, so that no engine opens it.
 
-    One of another model that needs its room waits a while for the end of this, and says so.
+    An engine of another model that needs its room waits a while for the lock.
 
     Args:
-        space: What to lock.
-        remedy: What to do if an engine has it, for the message.
-        patience: For those who only look, and have its lock for a moment.
+        space: The namespace.
+        remedy: What the user can do if an engine has it open, for the message.
+        patience: How long to wait for readers, which hold the lock for a moment.
 
     Raises:
         ConfigError: It is in use, just being opened, or another user's.
         OSError: The file system failed.
     """
-    if stranger := find_strangers_file(space.directory):
-        raise ConfigError(f"{stranger}; run this as the user that runs the engine")
+    if problem := find_foreign_file(space.directory):
+        raise ConfigError(f"{problem}; run this as the user that runs the engine")
     fd = _acquire(space, remedy, patience)
     try:
         yield
@@ -66,10 +65,10 @@ def hold(space: StoredNamespace, remedy: str, patience: Patience = PATIENCE) -> 
 def _acquire(space: StoredNamespace, remedy: str, patience: Patience) -> int:
     holder: str | None = None
     for _ in patience.attempts():
-        # An engine that starts sees either nobody here or the right name, and removes nothing.
+        # A starting engine sees either no lock or the right name, and removes nothing.
         with (
             contextlib.suppress(BlockingIOError),
-            nothing_opened(space.directory.parent, patience),
+            store_locked(space.directory.parent, patience),
         ):
             return _acquire_and_name(space)
         holder = holder_of(space.directory, patience)
@@ -93,33 +92,33 @@ def _acquire_and_name(space: StoredNamespace) -> int:
 
 
 def drop_chunks(
-    space: StoredNamespace, entries: Sequence[Entry], on_sign: Callable[[], None]
+    space: StoredNamespace, entries: Sequence[Entry], on_progress: Callable[[], None]
 ) -> None:
-    """Remove ``entries`` from the index of ``space``, which is held; durable.
+    """Remove ``entries`` from the index of ``space``, whose lock the caller holds; durable.
 
     Args:
-        space: Where they are.
-        entries: What to remove.
-        on_sign: Called every now and then, as a sign of life.
+        space: The namespace.
+        entries: The rows to remove.
+        on_progress: Called regularly while this runs.
 
     Raises:
         IndexDamagedError: The index cannot be used.
         OSError: The file system failed.
         sqlite3.Error: The index cannot be written.
     """
-    notes = Notes()
-    notes.depart(Reason.DROPPED, mark_keys([entry.key for entry in entries]))
-    with _index(space, on_sign) as database:
-        database.apply(Change(rows=dict.fromkeys(entry.slot for entry in entries), notes=notes))
+    records = LazyRecords()
+    records.add_removals(RemovalReason.DROPPED, mark_keys([entry.key for entry in entries]))
+    rows = dict.fromkeys(entry.slot for entry in entries)
+    with _index(space, on_progress) as database:
+        database.apply(Change(rows=rows, records=records))
 
 
-def compact_index(space: StoredNamespace, on_sign: Callable[[], None]) -> CompactedIndex:
-    """Write the index of ``space``, which is held, anew without gaps.
+def compact_index(space: StoredNamespace, on_progress: Callable[[], None]) -> CompactedIndex:
+    """Rewrite the index of ``space``, whose lock the caller holds, without free space.
 
     Args:
-        space: Whose index.
-        on_sign: Called every now and then, as a sign of life: how much is left, SQLite does
-            not say.
+        space: The namespace.
+        on_progress: Called regularly while this runs; SQLite does not report how much is left.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -127,17 +126,17 @@ def compact_index(space: StoredNamespace, on_sign: Callable[[], None]) -> Compac
         sqlite3.Error: The index cannot be written, for lack of room for example.
     """
     before_nbytes = index_nbytes(space)
-    with _index(space, on_sign) as database:
+    with _index(space, on_progress) as database:
         database.compact()
     return CompactedIndex(before_nbytes, index_nbytes(space))
 
 
 @contextlib.contextmanager
-def _index(space: StoredNamespace, on_sign: Callable[[], None]) -> Iterator[IndexDatabase]:
+def _index(space: StoredNamespace, on_progress: Callable[[], None]) -> Iterator[IndexDatabase]:
     spec = IndexSpec(space.index_path, durability="power")
     database = IndexDatabase.open(spec, BlockIo())
     try:
-        with database.giving_signs(on_sign):
+        with database.reporting_progress(on_progress):
             yield database
     finally:
         database.close()

@@ -1,7 +1,7 @@
-"""One model's directory in a store: who may use it, what its bytes mean, who has it open.
+"""A namespace: one model's directory in a store, with its files, its layout and its lock.
 
-Nothing that kvtier did not make is followed, overwritten or removed: a symbolic link or a
-foreign file where one of ours belongs is an error that says what to do.
+kvtier follows, overwrites and removes only what it made. A symbolic link or a foreign file in
+place of one of its files is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, StoreDamagedError, StoreLockedError
-from kvtier.os.ownership import find_exposure, find_stranger
+from kvtier.os.ownership import find_exposure, find_foreign_owner
 from kvtier.printable import printable
 from kvtier.tiers.slab.direct_io import BlockIo, write_fully
 from kvtier.tiers.slab.lock import (
@@ -42,9 +42,9 @@ __all__ = [
     "Layout",
     "Namespace",
     "Occupied",
-    "find_strangers_file",
-    "is_named_as_one",
-    "is_of_later_version",
+    "find_foreign_file",
+    "has_namespace_name",
+    "is_of_other_version",
     "is_ours",
     "nbytes_of",
     "open_root",
@@ -59,7 +59,7 @@ INDEX: Final = "index.sqlite"
 DAMAGED: Final = f"{INDEX}.damaged"
 _DRAFT: Final = f"{LAYOUT}.draft"
 _SIDE_FILES: Final = ("", "-wal", "-shm", "-journal")
-# In the order of removal: what is left by a removal cut short is still recognised as ours.
+# In the order of removal, so that the rest of an interrupted removal is still recognised.
 FILES: Final = (
     SLOTS,
     *(INDEX + side for side in _SIDE_FILES),
@@ -76,7 +76,7 @@ _OPENER: Final = "another process that is still opening it (try again)"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the bytes in a namespace mean; the content of ``layout.json``.
+    """Meaning of the bytes in a namespace; the content of ``layout.json``.
 
     Attributes:
         fingerprint: The engine's layout.
@@ -108,7 +108,7 @@ class Layout:
         """Parse the text of the file.
 
         Raises:
-            ValueError: It is not the text of a layout this version understands.
+            ValueError: It is not a layout of this version.
         """
         content = _parse(text)
         label = content.get("model", "") if isinstance(content, dict) else ""
@@ -131,14 +131,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Occupied:
-    """A namespace that no engine has open, and that somebody else holds the lock of.
+    """A namespace that is locked, but not by a running engine.
 
     Attributes:
-        directory: Where its files are.
+        directory: Its directory.
         slots_nbytes: Bytes of the slot file; 0 if there is none.
         last_opened: When an engine opened it, as :attr:`Namespace.last_opened`.
-        holder: Who has it, for people.
-        by_tool: Whether that is a tool; if not, it seems to be the I/O of an engine that died.
+        holder: Holder of the lock, for people.
+        by_tool: Whether the holder is a tool; otherwise it seems to be the I/O process of an
+            engine that died.
     """
 
     directory: Path
@@ -149,10 +150,10 @@ class Occupied:
 
 
 class Namespace:
-    """A namespace that this object holds the lock of.
+    """A namespace whose lock this object holds.
 
     Attributes:
-        directory: Where its files are.
+        directory: Its directory.
     """
 
     def __init__(self, directory: Path, lock_fd: int, io: BlockIo) -> None:
@@ -164,20 +165,20 @@ class Namespace:
     def open(
         cls, tier: str, root: Path, layout: Layout, io: BlockIo, *, owner_pid: int
     ) -> Self:
-        """Open the namespace of ``layout`` below ``root``, making it if it is not there.
+        """Open the namespace of ``layout`` below ``root``; create it if it is absent.
 
         The lock names ``owner_pid`` as its holder.
 
         Raises:
             StoreLockedError: It is open already, in this process or another.
-            StoreDamagedError: What is there is not ours, or is of another layout.
+            StoreDamagedError: The directory is foreign, or has another layout.
             OSError: The file system failed.
         """
         directory = root / layout.fingerprint.namespace()
         with contextlib.suppress(FileExistsError):
             io.make_directory(directory)
         _require_own_files(tier, directory)
-        if stranger := find_strangers_file(directory):
+        if stranger := find_foreign_file(directory):
             raise StoreDamagedError(tier, _unusable(directory, stranger))
         directory.chmod(0o700)
         namespace = cls(directory, acquire(tier, directory, io), io)
@@ -192,16 +193,16 @@ class Namespace:
 
     @classmethod
     def open_idle(cls, directory: Path, io: BlockIo) -> Self | Occupied | None:
-        """Lock ``directory`` if it is a namespace of ours that no engine has open.
+        """Lock ``directory`` if it is a namespace that no engine has open.
 
         Returns:
-            It, or who has it and will be gone soon; None if an engine has it open, or it is
-            not ours.
+            The locked namespace; or :class:`Occupied` if its holder will release it soon; None
+            if an engine has it open or it is foreign.
         """
         if not is_ours(directory, io):
             return None
         try:
-            if find_strangers_file(directory):
+            if find_foreign_file(directory):
                 return None
             with contextlib.suppress(BlockingIOError):
                 return cls(directory, try_acquire(directory, io), io)
@@ -235,12 +236,12 @@ class Namespace:
         return last_opened(self.directory)
 
     def set_index_aside(self) -> Path:
-        """Move a damaged index out of the way, over an earlier one; returns where it is now.
+        """Rename a damaged index, replacing an earlier one; return the new path.
 
-        A loss of power does not bring it back.
+        This survives loss of power.
 
         Raises:
-            OSError: The file system failed; part of it may be back after a restart.
+            OSError: The file system failed; part of the index may be back after a restart.
         """
         for side in _SIDE_FILES:
             self._io.unlink(self.directory / (DAMAGED + side))
@@ -253,10 +254,10 @@ class Namespace:
         return self.directory / DAMAGED
 
     def sync(self) -> None:
-        """Wait until the files are found again after a loss of power, and the way to them.
+        """Wait until the names of the files and directories survive loss of power.
 
-        Syncing a file promises nothing about its name, nor about the directories above it. A
-        link above the namespace is somebody else's: where it leads to is synced.
+        Syncing a file does not sync its name or the directories above it. If the store's path
+        has symbolic links, their targets are synced.
 
         Raises:
             OSError: The file system failed.
@@ -266,12 +267,11 @@ class Namespace:
             _sync_directory(self._io, directory)
 
     def remove(self) -> None:
-        """Remove our files and, if nothing else is in it, the directory.
+        """Remove kvtier's files, and the directory if it is empty then.
 
-        The room of the slots is free then, also where somebody still reads them: a file that
-        only loses its name keeps its room for as long as anybody has it open.
+        The slot file is truncated first: a removed file that a process has open keeps its room.
         """
-        self._give_back_slots()
+        self._truncate_slots()
         for name in FILES:
             self._io.unlink(self.directory / name)
         with contextlib.suppress(OSError):
@@ -283,10 +283,10 @@ class Namespace:
         if fd >= 0:
             self._io.close(fd)
 
-    def _give_back_slots(self) -> None:
+    def _truncate_slots(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if self.slots_path.lstat().st_nlink > 1:
-                return  # it has another name, which somebody gave it
+                return  # the file has another name, given by somebody else
             fd = self._io.open(self.slots_path, os.O_WRONLY)
             try:
                 self._io.truncate(fd, 0)
@@ -294,7 +294,7 @@ class Namespace:
                 self._io.close(fd)
 
     def _leave_to_parent_at_fork(self) -> None:
-        """Let no child that is forked hold the lock: it would outlive its holder."""
+        """Close the lock's descriptor in forked children, which may outlive this process."""
         close = weakref.WeakMethod(self._close_in_child)
 
         def close_in_child() -> None:
@@ -332,7 +332,7 @@ class Namespace:
         finally:
             self._io.close(fd)
         self._io.rename(draft, self.directory / LAYOUT)
-        # The layout is there before any slot is: slots without it would count as foreign.
+        # The layout exists before any slot: slots without it would count as foreign.
         _sync_directory(self._io, self.directory)
 
 
@@ -340,11 +340,11 @@ class Namespace:
 def open_root(
     tier: str, root: Path, io: BlockIo, patience: Patience = PATIENCE
 ) -> Iterator[None]:
-    """Make ``root`` if needed and keep other processes from opening or removing namespaces.
+    """Create ``root`` if needed, and lock it: no other process opens or removes namespaces.
 
     Raises:
-        ConfigError: ``root`` cannot be made or used, or others can replace what is in it.
-        StoreLockedError: Another process keeps us from it for longer than ``patience`` lasts.
+        ConfigError: ``root`` cannot be created or used, or others can replace its content.
+        StoreLockedError: Another process held the lock for longer than ``patience``.
         OSError: The file system failed.
     """
     try:
@@ -376,18 +376,18 @@ def _no_directory(tier: str, root: Path) -> str:
     return f"tier {tier}: path {root} {problem}"
 
 
-def is_named_as_one(path: Path) -> bool:
-    """Return whether ``path`` has such a name as :meth:`LayoutFingerprint.namespace` gives."""
+def has_namespace_name(path: Path) -> bool:
+    """Return whether the name of ``path`` is like those of namespaces."""
     return _NAME.fullmatch(path.name) is not None
 
 
-def find_strangers_file(directory: Path) -> str:
-    """Return what of a namespace belongs to another user, in words; empty if nothing does.
+def find_foreign_file(directory: Path) -> str:
+    """Return a message if a file of a namespace belongs to another user; else empty.
 
     Raises:
-        OSError: It may not be looked at.
+        OSError: Permission is missing to look at a file.
     """
-    return find_stranger((directory, *(directory / name for name in FILES)))
+    return find_foreign_owner((directory, *(directory / name for name in FILES)))
 
 
 def nbytes_of(path: Path) -> int:
@@ -399,7 +399,7 @@ def nbytes_of(path: Path) -> int:
 
 
 def read_layout(directory: Path, io: BlockIo) -> Layout | None:
-    """Return the layout of a namespace, None if ``directory`` is not one of ours."""
+    """Return the layout of a namespace, None if ``directory`` is not one."""
     try:
         return require_layout(directory, io)
     except (OSError, ValueError, StoreDamagedError):
@@ -410,21 +410,21 @@ def require_layout(directory: Path, io: BlockIo) -> Layout:
     """Return the layout of a namespace.
 
     Raises:
-        OSError: ``directory`` is none, or its files cannot be read.
-        ValueError: Its ``layout.json`` is not the text of a layout this version understands.
-        StoreDamagedError: It has files that are not ours.
+        OSError: ``directory`` is not a directory, or its files cannot be read.
+        ValueError: Its ``layout.json`` is not one of this version.
+        StoreDamagedError: It has foreign files.
     """
     _require_own_files("", directory)
     return Layout.from_json(io.read_bytes(directory / LAYOUT).decode("utf-8"))
 
 
-def is_of_later_version(directory: Path, io: BlockIo) -> bool:
-    """Return whether ``directory`` is a namespace that a later version of kvtier made."""
-    return (_version_of(directory, io) or _VERSION) > _VERSION
+def is_of_other_version(directory: Path, io: BlockIo) -> bool:
+    """Return whether ``directory`` is a namespace of another version of kvtier."""
+    return _version_of(directory, io) not in {None, _VERSION}
 
 
 def _version_of(directory: Path, io: BlockIo) -> int | None:
-    """Return the version of a namespace's layout, None if ``directory`` is not one of ours."""
+    """Return the version of a namespace's layout, None if ``directory`` is not a namespace."""
     try:
         _require_own_files("", directory)
         content = _parse(io.read_bytes(directory / LAYOUT))
@@ -438,29 +438,27 @@ def _version_of(directory: Path, io: BlockIo) -> int | None:
 
 
 def why_unreadable(directory: Path, io: BlockIo) -> str:
-    """Return why this user cannot trust or tell what is in ``directory``, empty if it can.
+    """Return why ``directory`` cannot be read as a namespace; empty if it can.
 
-    What it says is only of a directory that seems to be a namespace, because it has slots or
-    lets nobody look.
+    Empty also for a directory that does not look like a namespace: one that can be entered and
+    has no slots.
     """
     try:
         require_layout(directory, io)
-        return find_strangers_file(directory)
+        return find_foreign_file(directory)
     except PermissionError:
         return "this user may not look into it"
     except (OSError, ValueError, StoreDamagedError):
-        with contextlib.suppress(OSError):  # it is a file, or a link that leads nowhere
+        with contextlib.suppress(OSError):  # it is a file or a broken link
             if nbytes_of(directory / SLOTS) and _version_of(directory, io) is None:
-                return f"it has slots, and no {LAYOUT} that can be understood"
+                return f"it has slots and no readable {LAYOUT}"
     return ""
 
 
 def is_ours(directory: Path, io: BlockIo) -> bool:
-    """Return whether ``directory`` is a namespace that this version made, or an earlier one."""
+    """Return whether ``directory`` is a namespace of this version."""
     layout = read_layout(directory, io)
-    if layout is None:
-        return (_version_of(directory, io) or _VERSION) < _VERSION
-    return layout.fingerprint.namespace() == directory.name
+    return layout is not None and layout.fingerprint.namespace() == directory.name
 
 
 def _occupied(directory: Path) -> Occupied | None:
@@ -497,10 +495,10 @@ def _require_own_files(tier: str, directory: Path) -> None:
 
 
 def _parse(text: str | bytes) -> object:
-    """Return what the text of a ``layout.json`` says.
+    """Parse the text of a ``layout.json``.
 
     Raises:
-        ValueError: It is no JSON, or nested deeper than any layout.
+        ValueError: It is not JSON, or nested too deep.
     """
     try:
         return json.loads(text)

@@ -1,12 +1,12 @@
-"""Opening a store: everything that can be wrong is found here, before the engine serves.
+"""Open a store: find every problem before the engine serves.
 
-**What was stored after a reset** is not served by the next engine. An engine whose weights are
-updated while it runs has its cache reset, and its store still has the name of the weights on
-disk, which the next engine loads. So a reset leaves a note in the index, in the transaction
-that deletes the rows, and whoever opens a store with that note begins with deleting rows and
-note, in one transaction again. Only a process that replaces another of the same engine keeps
-the rows, and sees that the note is there: the index may be a new one, if the old one was lost.
-Where weights never change at run time, ``keep_after_reset`` lets a reset leave no note.
+**Chunks stored after a reset** are not served by the next engine. An engine whose weights are
+updated while it runs has its cache reset. Its store keeps the identity of the weights on disk,
+which the next engine loads. So a reset records itself in the index's metadata, in the
+transaction that deletes the rows. The next engine that opens the store deletes rows and record
+in one transaction. Only a process that replaces another one of the same engine keeps the rows.
+It writes the record again, because the index may be new. With ``keep_after_reset``, for weights
+that never change at run time, a reset leaves no record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab.budget import make_room
 from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo
 from kvtier.tiers.slab.index import (
-    IndexDamagedError,
     IndexDatabase,
     IndexSpec,
     StoredRows,
@@ -38,17 +37,23 @@ from kvtier.tiers.slab.index import (
 )
 from kvtier.tiers.slab.lock import PATIENCE
 from kvtier.tiers.slab.namespace import Layout, Namespace, Occupied, open_root
-from kvtier.tiers.slab.schema import RESET_NOTE, blame, is_full
+from kvtier.tiers.slab.removals import RemovalReason, mark_keys
+from kvtier.tiers.slab.schema import (
+    RESET_METADATA,
+    IndexDamagedError,
+    IndexVersionError,
+    damage_raised,
+    is_full,
+)
 from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
-from kvtier.tiers.slab.trail import Reason, mark_keys
 from kvtier.units import approximate_size
 
 __all__ = ["OpenStore", "close_store", "open_store", "release_store", "slots_within"]
 
 logger = get_logger(__name__)
 
-_CHECKSUM_NOTE: Final = "checksum"
-_BOOT_NOTE: Final = "boot"
+_CHECKSUM_METADATA: Final = "checksum"
+_BOOT_METADATA: Final = "boot"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _MAKE_ROOM: Final = "make room on that disk"
 _CHECK_INDEX: Final = (
@@ -88,14 +93,14 @@ def open_store(
     """Open the namespace of ``context.fingerprint`` in the store at ``options.path``.
 
     Returns:
-        The store, and what an earlier run left in it.
+        The store and the rows that earlier runs left.
 
     Raises:
         ConfigError: The options cannot work here.
-        StoreLockedError: The namespace is open already, or a tool has one that must leave, and
-            for too long.
-        StoreDamagedError: What is at the path is not a store of this layout.
-        TierUnavailableError: The medium fails.
+        StoreLockedError: The namespace is open already, or a tool keeps one open for too long
+            that must be removed.
+        StoreDamagedError: The path has no store of this layout.
+        TierUnavailableError: The medium failed.
     """
     capacity_slots = slots_within(options, context)
     try:
@@ -104,13 +109,13 @@ def open_store(
             file_spec = _file_spec(options, context, namespace, capacity_slots)
             file = SlotFile.open_as_found(file_spec, io)
             stack.callback(file.close)
-            # On a full disk the index takes the room that a lower capacity leaves. The file's
-            # size still tells which slots there are, whenever this is interrupted.
-            file.give_back(file_spec)
+            # On a full disk the index uses the room that a lower capacity frees. The file's
+            # size still says which slots exist, whenever this is interrupted.
+            file.truncate(file_spec)
             database, rows = _open_index(options, context, namespace, file, io)
             stack.callback(database.close)
-            # Rows without slots are gone, durably, before the file's size stops telling which
-            # slots were ever written: without checksums a slot of zeros would count as a chunk.
+            # Rows without slots are deleted durably before the file grows. After that its size
+            # no longer says which slots were written, and without checksums zeros would pass.
             file.reserve(file_spec)
             if options.durability == "power":
                 namespace.sync()
@@ -128,7 +133,7 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
     """Return how many slots fit the capacity.
 
     Raises:
-        ConfigError: Not even one.
+        ConfigError: None fits, or a slot is not whole pages.
     """
     slot_nbytes = context.slot_nbytes
     if slot_nbytes <= 0 or slot_nbytes % PAGE_NBYTES:
@@ -144,21 +149,21 @@ def slots_within(options: NvmeTierConfig, context: TierContext) -> int:
 
 
 def close_store(store: OpenStore, options: NvmeTierConfig) -> None:
-    """Note that all is whole, if without checksums somebody must, and release the files."""
+    """Release the files; without checksums first record durably that all payloads are whole."""
     try:
         if options.checksum == "off":
             store.file.sync()
-            store.database.set_note(_BOOT_NOTE, "")
+            store.database.set_metadata(_BOOT_METADATA, "")
     finally:
         release_store(store)
 
 
 def release_store(store: OpenStore) -> None:
-    """Release the files as they are, as a killed engine does.
+    """Release the files as they are, like a killed engine.
 
     Raises:
-        OSError: The file system failed; all of them are released.
-        sqlite3.Error: So did the index.
+        OSError: The file system failed; all files are released.
+        sqlite3.Error: The index failed; all files are released.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(store.namespace.close)
@@ -180,7 +185,7 @@ def _open_namespace(
         )
         stack.callback(namespace.close)
     if options.durability == "power":
-        namespace.sync()  # where that cannot be done, nothing is lost yet
+        namespace.sync()  # if this fails, nothing has been removed yet
     _make_room(options, namespace, _file_spec(options, context, namespace, capacity_slots), io)
     return namespace
 
@@ -188,12 +193,12 @@ def _open_namespace(
 def _make_room(
     options: NvmeTierConfig, namespace: Namespace, spec: SlotFileSpec, io: BlockIo
 ) -> None:
-    """Keep to the capacity, and wait a while for those that keep us from it.
+    """Make room, waiting for processes that have namespaces open for a short time.
 
-    The lock of the store is free in between: those who are waited for may need it.
+    The store's lock is released between attempts, because those processes may need it.
 
     Raises:
-        StoreLockedError: A tool takes longer than PATIENCE lasts.
+        StoreLockedError: A process takes longer than PATIENCE.
     """
 
     def attempt(*, patient: bool) -> Occupied | None:
@@ -231,15 +236,20 @@ def _open_index(
     file: SlotFile,
     io: BlockIo,
 ) -> tuple[IndexDatabase, StoredRows]:
-    """Open the index, or start an empty one: a cache must start."""
+    """Open the index; start an empty one if it cannot be used.
+
+    Raises:
+        ConfigError: It is of another version of kvtier, and ``on_mismatch`` is ``refuse``.
+    """
     spec = IndexSpec(namespace.index_path, options.durability)
     try:
         return _load_index(options, context, spec, file, io)
     except IndexDamagedError as error:
+        _require_replaceable(options, namespace, error)
         aside = namespace.set_index_aside()
         logger.warning(
-            "tier %s: the index is damaged (%s); starting with an empty cache, the old index "
-            "is now %s",
+            "tier %s: the index cannot be used (%s); starting with an empty cache, the old "
+            "index is now %s",
             options.name,
             error,
             aside,
@@ -249,6 +259,17 @@ def _open_index(
     except IndexDamagedError as error:
         raise StoreDamagedError(
             options.name, f"{namespace.directory} cannot keep an index: {error}; check the disk"
+        ) from error
+
+
+def _require_replaceable(
+    options: NvmeTierConfig, namespace: Namespace, error: IndexDamagedError
+) -> None:
+    """Raise ConfigError for an index of another version, unless it may be replaced."""
+    if isinstance(error, IndexVersionError) and options.on_mismatch == "refuse":
+        raise ConfigError(
+            f"tier {options.name}: {namespace.index_path}: {error}; start the kvtier that "
+            "wrote it, or set on_mismatch: remove, which starts with an empty cache"
         ) from error
 
 
@@ -263,21 +284,23 @@ def _load_index(
 ) -> tuple[IndexDatabase, StoredRows]:
     database = IndexDatabase.open(spec, io)
     try:
-        with blame():
+        with damage_raised():
             if aside:
-                database.note_departures(Reason.DAMAGED, mark_keys([]))
+                database.log_removals(RemovalReason.DAMAGED, mark_keys([]))
             rows = _load_trusted(options, context, database, file)
-            _keep_note(options, database, _CHECKSUM_NOTE, options.checksum)
-            # With a sync before every row, or checksums, no power cut leaves a false row.
+            _keep_metadata(options, database, _CHECKSUM_METADATA, options.checksum)
+            # With checksums, or a sync before every row, no power cut leaves a false row.
             unproven = options.checksum == "off" and options.durability == "process"
-            if not unproven and database.note(_BOOT_NOTE):
-                # These rows will count as proven, and an engine that was killed synced none.
+            if not unproven and database.metadata(_BOOT_METADATA):
+                # These rows count as proven from now on, but a killed engine synced none.
                 file.sync()
-            _keep_note(options, database, _BOOT_NOTE, _boot_id() if unproven else "")
+            _keep_metadata(options, database, _BOOT_METADATA, _boot_id() if unproven else "")
             if context.was_reset and not options.keep_after_reset:
-                _keep_note(options, database, RESET_NOTE, database.note(RESET_NOTE) or "0")
+                _keep_metadata(
+                    options, database, RESET_METADATA, database.metadata(RESET_METADATA) or "0"
+                )
     except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # what went wrong first says more
+        with contextlib.suppress(sqlite3.Error):  # the first error says more
             database.close()
         raise
     return database, rows
@@ -286,22 +309,22 @@ def _load_index(
 def _load_trusted(
     options: NvmeTierConfig, context: TierContext, database: IndexDatabase, file: SlotFile
 ) -> StoredRows:
-    """Return the rows, after deleting them if they must not be used."""
+    """Return the rows; delete them first if they must not be used."""
     capacity_slots = slots_within(options, context)
     written_slots = min(capacity_slots, file.found_nbytes // context.slot_nbytes)
     doubt = _doubt(options, context, database)
     if doubt is not None:
-        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt.words)
+        logger.warning("tier %s: starting with an empty cache: %s", options.name, doubt.message)
         try:
-            leaving = database.load(written_slots).key_marks
+            removed = database.load(written_slots).key_marks
             database.clear()
-            database.note_departures(doubt.reason, leaving)
+            database.log_removals(doubt.reason, removed)
         except sqlite3.OperationalError as error:
             if not is_full(error):
                 raise
-            database.owe_clear()
+            database.clear_later()
             return no_rows()
-    # Those of a capacity that was lowered go unsaid: they have no place any more.
+    # Rows beyond a lowered capacity are deleted without a warning.
     cut_off = database.count_within(written_slots, capacity_slots)
     if cut_off:
         logger.warning(
@@ -315,52 +338,54 @@ def _load_trusted(
 
 
 class _Doubt(NamedTuple):
-    """Why the rows must not be used although they can be read, in words and for the trail."""
+    """Why readable rows must not be used, as a message and for the removal log."""
 
-    words: str
-    reason: Reason
+    message: str
+    reason: RemovalReason
 
 
 def _doubt(
     options: NvmeTierConfig, context: TierContext, database: IndexDatabase
 ) -> _Doubt | None:
-    """Say why the rows must not be used; None if they may."""
-    if database.note(RESET_NOTE) and not context.was_reset:
-        words = (
-            "the last engine had its cache reset, and what it stored later may be of weights "
-            "that were not those on disk; where weights never change while an engine runs, set "
+    """Return why the rows must not be used; None if they may be."""
+    if database.metadata(RESET_METADATA) and not context.was_reset:
+        message = (
+            "the last engine had its cache reset, and later chunks may be of other weights "
+            "than those on disk; if weights never change while an engine runs, set "
             "keep_after_reset: true"
         )
-        return _Doubt(words, Reason.AFTER_RESET)
-    written_with = database.note(_CHECKSUM_NOTE) or options.checksum
+        return _Doubt(message, RemovalReason.AFTER_RESET)
+    written_with = database.metadata(_CHECKSUM_METADATA) or options.checksum
     if written_with != options.checksum:
-        return _Doubt(f"it was written with checksum: {written_with}", Reason.DOUBTED)
-    boot = database.note(_BOOT_NOTE)
+        return _Doubt(f"it was written with checksum: {written_with}", RemovalReason.DOUBTED)
+    boot = database.metadata(_BOOT_METADATA)
     if boot and boot != _boot_id():
-        words = "the machine went down and without checksums nothing tells what was lost"
-        return _Doubt(words, Reason.DOUBTED)
+        message = "the machine went down, and without checksums lost bytes cannot be detected"
+        return _Doubt(message, RemovalReason.DOUBTED)
     return None
 
 
-def _keep_note(options: NvmeTierConfig, database: IndexDatabase, name: str, value: str) -> None:
-    """Write a note, or let it precede the next change where the disk is full.
+def _keep_metadata(
+    options: NvmeTierConfig, database: IndexDatabase, name: str, value: str
+) -> None:
+    """Write metadata; on a full disk, before the next change.
 
-    What is there may be served until then: a note is about what is stored from now on, and
-    nothing is, for neither a row nor, without checksums, a payload goes ahead of it.
+    Stored chunks may be served until then. The metadata concerns later chunks, and no row, nor
+    without checksums a payload, is written before it.
     """
-    if database.owes_clear:  # it was said that there is no room
-        database.owe_note(name, value)
+    if database.clear_is_due:  # the disk is full, which was logged
+        database.set_metadata_later(name, value)
         return
     try:
-        database.set_note(name, value)
+        database.set_metadata(name, value)
     except sqlite3.OperationalError as error:
         if not is_full(error):
             raise
-        if database.note(name) == value:
+        if database.metadata(name) == value:
             return
-        database.owe_note(name, value)
+        database.set_metadata_later(name, value)
         logger.warning(
-            "tier %s: the disk of %s is full: what is there is served, and nothing is stored "
+            "tier %s: the disk of %s is full: stored chunks are served, and no chunk is stored "
             "until there is room",
             options.name,
             options.path,

@@ -1,4 +1,4 @@
-"""The slot file: preallocated, O_DIRECT where the file system can, whole slots only."""
+"""The slot file: preallocated, with whole slots, and O_DIRECT where the file system has it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NO_DIRECT_IO: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP,
 
 @dataclass(frozen=True, slots=True)
 class SlotFileSpec:
-    """What a slot file should be.
+    """How to open a slot file.
 
     Attributes:
         tier: The tier's name, for messages.
         path: The file.
-        capacity_slots: Slots it has room for.
+        capacity_slots: Number of slots.
         slot_nbytes: Bytes of one slot, a multiple of 4096.
         direct_io: Whether to bypass the page cache.
     """
@@ -58,9 +58,9 @@ class SlotFile:
     """An open slot file. Its methods block; they may be called from several threads.
 
     Attributes:
-        path: Where it was opened.
+        path: Path of the file.
         direct: Whether I/O bypasses the page cache.
-        found_nbytes: Bytes the file had when it was opened; 0 for a new one.
+        found_nbytes: Bytes of the file when it was opened; 0 for a new one.
         failed_syncs: How often :meth:`sync` failed.
     """
 
@@ -75,15 +75,15 @@ class SlotFile:
 
     @classmethod
     def open(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
-        """Open or create the file, reserve room for all of it, and settle on O_DIRECT or not.
+        """Open or create the file, reserve its room, and use O_DIRECT if possible.
 
         Raises:
-            ConfigError: No room, or O_DIRECT is required and the file system has none.
+            ConfigError: The disk has too little room, or O_DIRECT is required and unsupported.
             OSError: The file system failed otherwise.
         """
         file = cls.open_as_found(spec, io)
         try:
-            file.give_back(spec)
+            file.truncate(spec)
             file.reserve(spec)
         except BaseException:
             file.close()
@@ -92,9 +92,9 @@ class SlotFile:
 
     @classmethod
     def open_as_found(cls, spec: SlotFileSpec, io: BlockIo) -> Self:
-        """Open or create the file and leave its size alone.
+        """Open or create the file without changing its size.
 
-        Before it is used come :meth:`give_back` and :meth:`reserve`.
+        Call :meth:`truncate` and :meth:`reserve` before using it.
 
         Raises:
             OSError: The file system failed.
@@ -107,8 +107,8 @@ class SlotFile:
             raise
         return cls(spec, io, fd, found_nbytes=found_nbytes)
 
-    def give_back(self, spec: SlotFileSpec) -> None:
-        """Cut off what the file is longer than it should be.
+    def truncate(self, spec: SlotFileSpec) -> None:
+        """Truncate the file if it is longer than the capacity.
 
         Raises:
             OSError: The file system failed.
@@ -117,10 +117,10 @@ class SlotFile:
             self._io.truncate(self._fd, spec.nbytes)
 
     def reserve(self, spec: SlotFileSpec) -> None:
-        """Reserve room for all of the file, and settle on O_DIRECT or not.
+        """Reserve room for the whole file, and use O_DIRECT if possible.
 
         Raises:
-            ConfigError: No room, or O_DIRECT is required and the file system has none.
+            ConfigError: The disk has too little room, or O_DIRECT is required and unsupported.
             OSError: The file system failed otherwise.
         """
         _resize(spec, self._io, self._fd)
@@ -129,7 +129,7 @@ class SlotFile:
 
     @classmethod
     def open_to_read(cls, path: Path, slot_nbytes: int, io: BlockIo) -> Self:
-        """Open a slot file that an engine may be using, past the page cache if that works.
+        """Open a slot file for reading beside an engine, with O_DIRECT if possible.
 
         Raises:
             OSError: It cannot be opened.
@@ -150,10 +150,10 @@ class SlotFile:
         return file
 
     def read(self, first_slot: int, views: Sequence[memoryview]) -> int:
-        """Read neighbouring slots into ``views``, one per slot.
+        """Read consecutive slots into ``views``, one per slot.
 
         Returns:
-            How many of them are whole; fewer than asked for only where the file ends.
+            Number of whole slots read; fewer than requested only at the end of the file.
 
         Raises:
             OSError: The medium failed.
@@ -168,7 +168,7 @@ class SlotFile:
         return whole
 
     def write(self, first_slot: int, views: Sequence[memoryview]) -> None:
-        """Write neighbouring slots from ``views``, one per slot.
+        """Write consecutive slots from ``views``, one per slot.
 
         Raises:
             OSError: The medium failed.
@@ -184,8 +184,8 @@ class SlotFile:
         """Wait until everything written survives loss of power.
 
         Raises:
-            OSError: Something did not get there. The kernel says so only once, to whoever asks
-                first, whosever bytes they were: :attr:`failed_syncs` tells the others.
+            OSError: Some bytes were not written. The kernel reports a failure only to the first
+                caller, whose bytes they need not be; others compare :attr:`failed_syncs`.
         """
         try:
             self._io.sync_data(self._fd)
@@ -194,7 +194,7 @@ class SlotFile:
             raise
 
     def is_removed(self) -> bool:
-        """Return whether the file has no name: it works, and is gone when it is closed.
+        """Return whether the file has no name left, so that closing it deletes it.
 
         Raises:
             OSError: The file system failed.
@@ -224,7 +224,7 @@ class SlotFile:
                 raise
             self._stay_buffered(spec, error)
             return
-        # Before the other one is closed: whatever comes of that, it must not be closed twice.
+        # First, so that the buffered descriptor is not closed twice if its closing fails.
         buffered_fd, self._fd = self._fd, direct_fd
         self.direct = True
         self._io.close(buffered_fd)
@@ -246,7 +246,7 @@ class SlotFile:
 
 
 def no_room(spec: SlotFileSpec, free_nbytes: int | None, index_nbytes: int = 0) -> ConfigError:
-    """Build the error for a slot file that the disk cannot hold, with its index if given."""
+    """Return the error for a slot file and index that the disk cannot hold."""
     index = f", with {approximate_size(index_nbytes)} for the index," if index_nbytes else ""
     free = "too little" if free_nbytes is None else approximate_size(free_nbytes)
     return ConfigError(
@@ -261,7 +261,7 @@ def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
         try:
             io.allocate(fd, spec.nbytes)
         except OSError as error:
-            # A failed allocation may keep what it got; the disk gets that back.
+            # A failed allocation may keep the room it got.
             io.truncate(fd, status.st_size)
             if error.errno not in _NO_ROOM:
                 raise
@@ -269,10 +269,10 @@ def _resize(spec: SlotFileSpec, io: BlockIo, fd: int) -> None:
 
 
 def _open_direct(path: Path, io: BlockIo) -> int:
-    """Open ``path`` with O_DIRECT and prove that it works both ways.
+    """Open ``path`` with O_DIRECT and check that reading and writing work.
 
-    Some file systems accept the flag and refuse the I/O. The probe writes back the page it
-    read, so it harms nothing, whenever it is interrupted.
+    Some file systems accept the flag and refuse the I/O. The check writes back the page that it
+    read, so an interruption harms nothing.
     """
     fd = io.open(path, os.O_RDWR | os.O_DIRECT)
     page = aligned_buffer(PAGE_NBYTES)
@@ -280,7 +280,7 @@ def _open_direct(path: Path, io: BlockIo) -> int:
         if io.preadv(fd, [page], 0) == PAGE_NBYTES:
             io.pwritev(fd, [page], 0)
     except OSError as error:
-        # A bad sector says nothing about O_DIRECT; it is found out when its slot is used.
+        # A bad sector says nothing about O_DIRECT; reads of its slot will report it.
         if error.errno in _NO_DIRECT_IO:
             io.close(fd)
             raise

@@ -1,67 +1,66 @@
-"""What a start does with the other caches of a store, decided from values.
+"""Plan what a start does with the other caches of a store; pure functions of values.
 
 All namespaces of a store share the capacity, so a cache with a new identity needs the room of
-another one. This module decides which ones have to leave and whether they may. The start
-carries the plan out, and ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
+another one. This module decides which caches to remove and whether that is allowed. The start
+executes the plan; ``kvtier check``, ``doctor`` and ``vllm-args`` print it.
 
-A cache that holds chunks and was used within ``keep_for`` leaves only with
-``on_mismatch: remove``: what changed may be a typing error in a command line.
+A cache that holds chunks and was used within ``keep_for`` is removed only with
+``on_mismatch: remove``: the new identity may come from a typing error in a command line.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.config import NvmeTierConfig, Remark
+from kvtier.config import NvmeTierConfig, Remark, TierConfig
+from kvtier.errors import ConfigError
+from kvtier.tiers.base import Fields
 from kvtier.tiers.slab.index import index_room_nbytes
 from kvtier.units import approximate_duration, approximate_size
 
 __all__ = [
-    "Fields",
     "Neighbour",
     "Opening",
     "StartPlan",
     "State",
     "describe_difference",
     "plan_start",
+    "slab_options",
     "wanted_nbytes",
 ]
 
-Fields = Mapping[str, str | int]
-"""An identity, or the known part of it."""
-
 
 class State(enum.Enum):
-    """Who has a namespace."""
+    """State of a namespace."""
 
     IDLE = "idle"
-    """Nobody."""
+    """No process has it open."""
     ENGINE = "engine"
-    """An engine, within a capacity of its own."""
+    """An engine has it open, within a capacity of its own."""
     PASSING = "passing"
-    """A tool, or the I/O of an engine that died: the namespace is idle soon."""
-    LATER = "later"
-    """Nobody, but a later version of kvtier made it, and it is not removed."""
+    """A tool or the I/O process of a dead engine has it open, for a short time."""
+    OTHER_VERSION = "other version"
+    """No process has it open; another version of kvtier made it, so it is not removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A namespace in the same directory as the one that is opened.
+    """A namespace in the same store as the one that is opened.
 
     Attributes:
-        directory: Where its files are.
-        state: Who has it.
+        directory: Its directory.
+        state: Whether and by what it is open.
         slots_nbytes: Bytes of the slot file; 0 if there is none.
-        slot_nbytes: Bytes of one slot; 0 if that is unknown.
+        slot_nbytes: Bytes of one slot; 0 if unknown.
         model: The model's name for people.
         fields: Its identity; None if another version made it.
-        chunks: How many chunks it holds; None if that is unknown.
+        chunks: Number of chunks; None if unknown.
         last_opened: When an engine opened it, comparable with other namespaces' times.
-        last_used_s: When it was last written or put here, in seconds since the epoch.
-        holder: Who has it, for people; empty if nobody has.
+        last_used_s: When it was last written or copied here, in seconds since the epoch.
+        holder: Process that has it open, for people; empty if there is none.
     """
 
     directory: Path
@@ -76,7 +75,7 @@ class Neighbour:
     holder: str = ""
 
     def describe(self, now_s: float) -> str:
-        """Return what the cache is and what it holds, for a message."""
+        """Return a description of the cache for a message."""
         held = approximate_size(self.slots_nbytes)
         if self.chunks is not None:
             held += f" with {self.chunks:,} chunk{'' if self.chunks == 1 else 's'}"
@@ -86,10 +85,10 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What is about to be opened.
+    """The namespace that is about to be opened.
 
     Attributes:
-        fields: Its identity, or the part of it that is known.
+        fields: Its identity, or the known part of it.
         nbytes: Bytes of its slot file.
         now_s: The time, in seconds since the epoch.
     """
@@ -101,65 +100,78 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
-    """What a start does.
+    """Plan of a start.
 
     Attributes:
-        leaving: What it removes, in this order. Where there are refusals, it removes nothing.
-        refusals: Why it does not start.
-        warnings: What the operator should know.
+        removed: Namespaces to remove, in this order. With refusals nothing is removed.
+        refusals: Reasons not to start.
+        warnings: Warnings for the operator.
     """
 
-    leaving: Sequence[Neighbour] = ()
+    removed: Sequence[Neighbour] = ()
     refusals: Sequence[Remark] = ()
     warnings: Sequence[Remark] = ()
 
     @property
     def awaited(self) -> Neighbour | None:
-        """What has to leave and cannot yet."""
-        return next((each for each in self.leaving if each.state is State.PASSING), None)
+        """Namespace to wait for, because it must be removed and is still open."""
+        return next((each for each in self.removed if each.state is State.PASSING), None)
 
     @property
     def reclaimed_nbytes(self) -> int:
-        """Bytes of slots that it removes."""
-        return sum(each.slots_nbytes for each in self.leaving)
+        """Bytes of the removed slots."""
+        return sum(each.slots_nbytes for each in self.removed)
 
 
 def plan_start(
     opening: Opening, neighbours: Sequence[Neighbour], options: NvmeTierConfig
 ) -> StartPlan:
-    """Return what a start does with ``neighbours``.
+    """Plan what a start does with ``neighbours``.
 
-    The least recently opened leaves first. One that an engine has open stays, and so does what
-    a later version of kvtier made. What a removal cut short left goes in any case.
+    The least recently opened namespace is removed first. Namespaces that an engine has open or
+    another version of kvtier made stay. The rest of an interrupted removal is always removed.
     """
     warnings = [
         _side_by_side(each, options) for each in neighbours if each.state is State.ENGINE
     ]
-    later = [each for each in neighbours if each.state is State.LATER and each.slots_nbytes]
+    others = [
+        each for each in neighbours if each.state is State.OTHER_VERSION and each.slots_nbytes
+    ]
     excess = opening.nbytes - options.capacity_bytes
-    excess += sum(each.slots_nbytes for each in later)
-    if excess > 0 and later:
-        refusals = [_later_version(each, options) for each in later]
+    excess += sum(each.slots_nbytes for each in others)
+    if excess > 0 and others:
+        refusals = [_other_version(each, options) for each in others]
         return StartPlan(refusals=refusals, warnings=warnings)
-    leaving = _choose(neighbours, excess)
+    removed = _choose(neighbours, excess)
     refusals = [
         _mismatch(each, opening, options)
-        for each in leaving
+        for each in removed
         if _is_protected(each, opening, options)
     ]
     if not refusals:
-        warnings += [_removal(each, opening) for each in leaving if each.slots_nbytes]
-    return StartPlan(leaving, refusals, warnings)
+        warnings += [_removal(each, opening) for each in removed if each.slots_nbytes]
+    return StartPlan(removed, refusals, warnings)
+
+
+def slab_options(options: TierConfig) -> NvmeTierConfig:
+    """Return ``options`` if they are a slab tier's.
+
+    Raises:
+        ConfigError: They are another tier's.
+    """
+    if not isinstance(options, NvmeTierConfig):
+        raise ConfigError(f"a slab tier takes NvmeTierConfig, not {type(options).__name__}")
+    return options
 
 
 def wanted_nbytes(nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbytes: int) -> int:
-    """Return the room that a slot file of ``nbytes`` and its index still need on the disk.
+    """Return the disk room that a slot file and its index still need.
 
     Args:
-        nbytes: Of the slot file.
+        nbytes: Planned bytes of the slot file.
         slots: Slots in it.
-        own_slots_nbytes: What the slot file has; one that does not grow needs nothing.
-        own_index_nbytes: What the index has.
+        own_slots_nbytes: Present bytes of the slot file; one that does not grow needs nothing.
+        own_index_nbytes: Present bytes of the index.
     """
     if nbytes <= own_slots_nbytes:
         return 0
@@ -167,7 +179,7 @@ def wanted_nbytes(nbytes: int, slots: int, own_slots_nbytes: int, own_index_nbyt
 
 
 def describe_difference(theirs: Fields | None, ours: Fields) -> str:
-    """Return each field of ``ours`` that ``theirs`` has another value of, in words.
+    """Return a message with the fields of ``ours`` whose values differ in ``theirs``.
 
     >>> describe_difference({"model": "a", "ranks": 1}, {"model": "b", "ranks": 1})
     "model is 'a' there and 'b' here"
@@ -182,9 +194,9 @@ def describe_difference(theirs: Fields | None, ours: Fields) -> str:
 
 
 def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
-    """Pick what has to leave; ``excess`` is by how much the new file alone is over."""
+    """Return the namespaces to remove; ``excess`` is that of the new file alone."""
     candidates = [each for each in neighbours if each.state in {State.IDLE, State.PASSING}]
-    leaving = [
+    removed = [
         each for each in candidates if not each.slots_nbytes and each.state is State.IDLE
     ]
     stored = [each for each in candidates if each.slots_nbytes]
@@ -192,13 +204,13 @@ def _choose(neighbours: Sequence[Neighbour], excess: int) -> list[Neighbour]:
     for each in sorted(stored, key=lambda each: each.last_opened):
         if excess <= 0:
             break
-        leaving.append(each)
+        removed.append(each)
         excess -= each.slots_nbytes
-    return leaving
+    return removed
 
 
 def _is_protected(each: Neighbour, opening: Opening, options: NvmeTierConfig) -> bool:
-    """Return whether ``each`` must not be removed; one that is not idle is waited for first."""
+    """Return whether ``each`` must not be removed; only idle namespaces are protected."""
     return (
         each.state is State.IDLE
         and each.slots_nbytes > 0
@@ -233,13 +245,13 @@ def _other(each: Neighbour, opening: Opening) -> str:
     return f"of another identity ({difference})" if difference else "of another identity"
 
 
-def _later_version(each: Neighbour, options: NvmeTierConfig) -> Remark:
+def _other_version(each: Neighbour, options: NvmeTierConfig) -> Remark:
     return Remark(
         "path",
-        f"{each.directory} ({approximate_size(each.slots_nbytes)}) was made by a later version "
+        f"{each.directory} ({approximate_size(each.slots_nbytes)}) was made by another version "
         f"of kvtier, and the capacity of {approximate_size(options.capacity_bytes)} is not "
         "enough beside it",
-        "remove it if that version is not to come back, or give this one another path",
+        "remove it if you no longer use that version, or give this one another path",
     )
 
 

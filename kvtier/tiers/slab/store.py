@@ -10,22 +10,25 @@ from typing import ClassVar, Final, Self
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from kvtier.config import NvmeTierConfig, TierConfig
-from kvtier.errors import CapacityError, ClosedError, ConfigError, TierUnavailableError
+from kvtier.errors import CapacityError, ClosedError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
 from kvtier.tiers.base import (
+    Fields,
     SlotOutcomes,
     StorageTier,
+    StoreExamination,
     TierContext,
     check_batch,
 )
-from kvtier.tiers.slab.checksum import hash_key, select_digest
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo
+from kvtier.tiers.slab.examine import examine_store
 from kvtier.tiers.slab.group_commit import GroupCommit
 from kvtier.tiers.slab.index import StoredRows
-from kvtier.tiers.slab.moving import Moved, PieceBuffers, read_piece, write_piece
+from kvtier.tiers.slab.location import LocationCheck
 from kvtier.tiers.slab.opening import (
     OpenStore,
     close_store,
@@ -33,10 +36,18 @@ from kvtier.tiers.slab.opening import (
     release_store,
     slots_within,
 )
-from kvtier.tiers.slab.pieces import Piece, plan_pieces
-from kvtier.tiers.slab.table import SlotTable
-from kvtier.tiers.slab.trail import Reason, mark_keys
-from kvtier.tiers.slab.whereabouts import Whereabouts
+from kvtier.tiers.slab.piece_io import (
+    MovedPiece,
+    Piece,
+    PieceBuffers,
+    hash_key,
+    plan_pieces,
+    read_piece,
+    select_digest,
+    write_piece,
+)
+from kvtier.tiers.slab.removals import KeyMarks, RemovalReason, mark_keys
+from kvtier.tiers.slab.start_plan import slab_options
 from kvtier.types import Outcome, Purpose
 
 __all__ = ["SlabTier"]
@@ -44,12 +55,12 @@ __all__ = ["SlabTier"]
 logger = get_logger(__name__)
 
 _LEAST_PIECE_NBYTES: Final = 512 << 10
-"""Of a read that all threads share: less is hardly worth a call of its own."""
+"""Smallest piece of a read that all threads share; smaller ones are not worth a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The arguments of a read or write, checked, and its result as it comes together."""
+    """Checked arguments of a read or write, and its results so far."""
 
     keys: Sequence[ChunkKey]
     slots: npt.NDArray[np.int64]
@@ -60,15 +71,15 @@ class _Batch:
     errors: list[str]
 
     def buffers(self, piece: Piece) -> PieceBuffers:
-        """Return what the I/O needs of ``piece``."""
+        """Return the memory and checksum seeds of ``piece``."""
         return PieceBuffers(
             piece.first_slot,
             [self.views[chunk] for chunk in piece.chunks],
             self.key_hashes[piece.chunks].tolist(),
         )
 
-    def note_all(self, pieces: Sequence[Piece], moved: Sequence[Moved]) -> None:
-        """Enter what became of each of ``pieces``."""
+    def record(self, pieces: Sequence[Piece], moved: Sequence[MovedPiece]) -> None:
+        """Record the results of ``pieces``."""
         for piece, what in zip(pieces, moved, strict=True):
             for chunk, outcome, digest in zip(
                 piece.chunks, what.outcomes, what.digests, strict=True
@@ -79,30 +90,101 @@ class _Batch:
                 self.errors.append(what.error)
 
     def fail(self, chunks: Sequence[int], error: str) -> None:
-        """Enter that ``chunks`` failed."""
+        """Record that ``chunks`` failed."""
         for chunk in chunks:
             self.outcomes[chunk] = Outcome.FAILED
         self.errors.append(error)
 
     def done(self) -> list[int]:
-        """Return the positions that are DONE so far."""
+        """Return the positions of the chunks that are DONE."""
         return [chunk for chunk, what in enumerate(self.outcomes) if what is Outcome.DONE]
 
     def result(self) -> SlotOutcomes:
-        """Return the outcomes for the caller."""
+        """Return the outcomes."""
         return SlotOutcomes(tuple(self.outcomes), self.errors[0] if self.errors else "")
+
+
+class _SlotTable:
+    """Key hash, key mark and checksum of every slot whose content is known to be whole.
+
+    It takes 25 bytes per slot and has no Python objects. Hashes tell keys apart; marks go to
+    the removal log when a chunk is removed and its key is no longer known.
+
+    Single numpy operations keep the interpreter lock, so ``drop`` and ``matches`` may be
+    called from different threads.
+
+    Args:
+        capacity_slots: Number of slots.
+    """
+
+    def __init__(self, capacity_slots: int) -> None:
+        self._known = np.zeros(capacity_slots, dtype=np.bool_)
+        self._key_hashes = np.zeros(capacity_slots, dtype=np.uint64)
+        self._key_marks = np.zeros(capacity_slots, dtype=np.uint64)
+        self._checksums = np.zeros(capacity_slots, dtype=np.uint64)
+
+    def put(
+        self,
+        slots: npt.NDArray[np.int64],
+        key_hashes: npt.NDArray[np.uint64],
+        key_marks: KeyMarks,
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Record that ``slots`` hold these keys with these checksums."""
+        self._key_hashes[slots] = key_hashes
+        self._key_marks[slots] = key_marks
+        self._checksums[slots] = checksums
+        self._known[slots] = True
+
+    def drop(self, slots: npt.NDArray[np.int64]) -> None:
+        """Record that the content of ``slots`` is unknown."""
+        self._known[slots] = False
+
+    def clear(self) -> None:
+        """Record that the content of all slots is unknown."""
+        self._known[:] = False
+
+    def key_marks(self) -> KeyMarks:
+        """Return the marks of all known keys."""
+        known: KeyMarks = self._key_marks[self._known]
+        return known
+
+    def displaced(
+        self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
+    ) -> KeyMarks:
+        """Return the marks of the keys that are removed when ``slots`` get other ones."""
+        others = self._known[slots] & (self._key_hashes[slots] != key_hashes)
+        removed: KeyMarks = self._key_marks[slots][others]
+        return removed
+
+    def held(self, slots: npt.NDArray[np.int64]) -> KeyMarks:
+        """Return the marks of the known keys in ``slots``."""
+        found: KeyMarks = self._key_marks[slots[self._known[slots]]]
+        return found
+
+    def matches(
+        self, slots: npt.NDArray[np.int64], key_hashes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the positions in ``slots`` that hold the key of the same position."""
+        found = self._known[slots] & (self._key_hashes[slots] == key_hashes)
+        return np.flatnonzero(found)
+
+    def checksums(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> list[int]:
+        """Return the checksums of ``slots``, whose content must be known."""
+        listed: list[int] = self._checksums[slots].tolist()
+        return listed
 
 
 class SlabTier(StorageTier):
     """Chunks in a directory on a local disk.
 
-    State lives on the event loop's thread; what runs on the pool gets and returns values.
+    State belongs to the event loop's thread; calls on the pool take and return values.
 
     Args:
         options: The tier's section of the configuration.
         context: Geometry, meaning and threads.
-        store: The open files; owned by the tier from now on.
-        rows: What an earlier run left.
+        store: The open files; the tier owns them from now on.
+        rows: The rows that earlier runs left.
     """
 
     Options: ClassVar[type[TierConfig]] = NvmeTierConfig
@@ -124,24 +206,29 @@ class SlabTier(StorageTier):
         )
         self._digest = select_digest(options.checksum, alone=context.is_hosted)
         self._store = store
-        self._table = SlotTable(self.capacity_slots)
+        self._table = _SlotTable(self.capacity_slots)
         self._table.put(rows.slots, rows.key_hashes, rows.key_marks, rows.checksums)
         self._epoch = 0
         self._closed = False
-        self._told_of_doubt = False
+        self._warned_of_reset = False
         self._recovered: StoredRows | None = rows
         outdated = rows.outdated.tolist()
         files = (store.namespace.slots_path, store.namespace.index_path)
-        self._whereabouts = Whereabouts(options.name, files, store.file.is_removed)
-        # Last, for it has a thread, which nobody would stop if anything after it failed.
+        self._location = LocationCheck(options.name, files, store.file.is_removed)
+        # Last, because it starts a thread, which a later failure would leave running.
         self._index = GroupCommit(
             store.database,
             name=options.name,
             clock=rows.clock,
-            on_commit=self._whereabouts.look,
+            on_commit=self._location.check_if_due,
         )
         if outdated:
             self._index.delete_nowait(outdated)
+
+    @classmethod
+    @override
+    def examine(cls, options: TierConfig, identity: Fields) -> StoreExamination:
+        return examine_store(options, identity)
 
     @classmethod
     def open(
@@ -152,7 +239,7 @@ class SlabTier(StorageTier):
         Args:
             options: A :class:`kvtier.config.NvmeTierConfig`.
             context: Geometry, meaning and threads.
-            io: The system calls to use; tests pass failing ones.
+            io: The system calls; tests pass failing ones.
 
         Raises:
             ConfigError: The options cannot work here; says what to do.
@@ -160,10 +247,7 @@ class SlabTier(StorageTier):
             StoreDamagedError: What is at the path is not a store of this layout.
             TierUnavailableError: The medium fails.
         """
-        if not isinstance(options, NvmeTierConfig):
-            raise ConfigError(
-                f"{cls.__name__} takes NvmeTierConfig, not {type(options).__name__}"
-            )
+        options = slab_options(options)
         store, rows = open_store(options, context, io or BlockIo())
         try:
             tier = cls(options, context, store, rows)
@@ -179,7 +263,7 @@ class SlabTier(StorageTier):
         return tier
 
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Return what survived from earlier runs, least recently used first; once."""
+        """See :meth:`kvtier.tiers.base.StorageTier.recovered`."""
         found, self._recovered = self._recovered, None
         return iter(() if found is None else found)
 
@@ -194,8 +278,8 @@ class SlabTier(StorageTier):
         """See :meth:`kvtier.tiers.base.StorageTier.write`."""
         batch = self._batch(keys, slots, sources)
         epoch = self._epoch
-        leaving = self._table.displaced(batch.slots, batch.key_hashes)
-        self._index.depart_nowait(Reason.EVICTED, leaving)
+        displaced = self._table.displaced(batch.slots, batch.key_hashes)
+        self._index.log_removal_nowait(RemovalReason.EVICTED, displaced)
         self._table.drop(batch.slots)
         everything = np.arange(len(batch.slots))
         pieces = plan_pieces(batch.slots, everything, slots_per_piece=self._slots_per_piece)
@@ -207,7 +291,7 @@ class SlabTier(StorageTier):
             functools.partial(write_piece, self._store.file, batch.buffers(piece), self._digest)
             for piece in pieces
         ]
-        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(purpose)))
+        batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         if self._options.durability == "power":
             await self._sync(batch, failed_syncs, purpose)
         await self._commit(batch, epoch)
@@ -228,8 +312,7 @@ class SlabTier(StorageTier):
             batch.errors.append("a slot does not hold the chunk asked for")
         pieces = plan_pieces(batch.slots, held, slots_per_piece=self._per_piece(len(held)))
 
-        # The checksums are taken before the first await: what is written meanwhile, against
-        # the rules, does not verify.
+        # Checksums are read before the first await, so bytes written meanwhile do not verify.
         calls = [
             functools.partial(
                 read_piece,
@@ -240,13 +323,13 @@ class SlabTier(StorageTier):
             )
             for piece in pieces
         ]
-        batch.note_all(pieces, await self._pool.run_all(calls, priority=int(purpose)))
+        batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
 
     def forget(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
         checked = self._checked(slots)
-        self._index.depart_nowait(Reason.CORRUPT, self._table.held(checked))
+        self._index.log_removal_nowait(RemovalReason.CORRUPT, self._table.held(checked))
         self._table.drop(checked)
         self._index.delete_nowait(checked.tolist())
 
@@ -257,30 +340,30 @@ class SlabTier(StorageTier):
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
-        Writes in progress fail: their bytes belong to the time before. What is written later
-        does not survive a restart, unless ``keep_after_reset`` says so: why, says
-        :mod:`kvtier.tiers.slab.opening`.
+        Writes in progress fail, because their bytes are older than the reset. Later writes do
+        not survive a restart unless ``keep_after_reset`` is set;
+        :mod:`kvtier.tiers.slab.opening` says why.
 
         Raises:
             ClosedError: The tier was closed.
             TierUnavailableError: The index could neither be cleared nor moved away. Nothing is
-                readable now, but a restart may bring back what was there.
+                readable now, but a restart may recover the old chunks.
         """
         self._require_open()
         self._epoch += 1
-        self._index.depart_nowait(Reason.RESET, self._table.key_marks())
+        self._index.log_removal_nowait(RemovalReason.RESET, self._table.key_marks())
         self._table.clear()
         self._recovered = None
         try:
-            await self._index.clear(doubt=not self._options.keep_after_reset)
+            await self._index.clear(after_reset=not self._options.keep_after_reset)
         except sqlite3.Error as error:
             await self._abandon_index(error)
         else:
-            self._tell_of_doubt()
+            self._warn_of_reset()
 
     async def _abandon_index(self, cause: sqlite3.Error) -> None:
-        """Move an index that cannot be cleared out of a restart's way; that takes no room."""
-        self._whereabouts.leave_out(self._store.namespace.index_path)
+        """Rename an index that cannot be cleared, so that a restart ignores it."""
+        self._location.leave_out(self._store.namespace.index_path)
         call = self._store.namespace.set_index_aside
         try:
             aside = await self._pool.run(call, priority=int(Purpose.DEMOTE))
@@ -291,8 +374,8 @@ class SlabTier(StorageTier):
                 f"{self._store.namespace.directory} before an engine opens it again",
             ) from error
         logger.warning(
-            "tier %s: the index could not be cleared (%s) and is now %s; what is stored from "
-            "now on does not survive a restart",
+            "tier %s: the index could not be cleared (%s) and is now %s; chunks stored from "
+            "now on do not survive a restart",
             self.name,
             cause,
             aside,
@@ -311,16 +394,16 @@ class SlabTier(StorageTier):
     def _release(self) -> None:
         try:
             self._index.stop()
-            self._whereabouts.look_once_more()
+            self._location.check()
             close_store(self._store, self._options)
         except (OSError, sqlite3.Error) as error:
-            # The payloads and all rows committed so far are where they should be.
+            # The payloads and all committed rows are safe.
             logger.warning("tier %s: not closed cleanly: %s", self.name, error)
 
     async def _delete_rows(self, batch: _Batch) -> bool:
-        """Delete the rows of slots that are about to be overwritten, when nothing else helps.
+        """Delete the rows of slots that are about to be overwritten; return whether it worked.
 
-        Without checksums a row that outlives its payload would serve another chunk's bytes.
+        Without checksums, a row that outlives its payload would serve another chunk's bytes.
         """
         try:
             await self._index.delete(batch.slots.tolist())
@@ -330,7 +413,7 @@ class SlabTier(StorageTier):
         return True
 
     async def _sync(self, batch: _Batch, failed_before: int, purpose: Purpose) -> None:
-        """Wait until what was written survives loss of power."""
+        """Wait until the written chunks survive loss of power."""
         file = self._store.file
         try:
             await self._pool.run(file.sync, priority=int(purpose))
@@ -338,11 +421,11 @@ class SlabTier(StorageTier):
             batch.fail(batch.done(), f"not synced: {error.strerror}")
         done = batch.done()
         if done and file.failed_syncs != failed_before:
-            # Another batch was told of a failure, and it may have been about these bytes.
+            # The kernel reported a failure to another batch; it may concern these bytes.
             batch.fail(done, "not synced: the disk failed meanwhile")
 
     async def _commit(self, batch: _Batch, epoch: int) -> None:
-        """Make the chunks written so far readable, now and after a restart."""
+        """Make the written chunks readable, now and after a restart."""
         done = batch.done()
         if not done:
             return
@@ -361,25 +444,24 @@ class SlabTier(StorageTier):
                 batch.fail(done, "the tier was reset meanwhile")
 
     def _per_piece(self, chunks: int) -> int:
-        """Return how many of the chunks of a read to move by one call at most.
+        """Return the most chunks per call for a read of ``chunks``.
 
-        All threads share a read that one call could do, so that it is over sooner and what is
-        asked for next begins to arrive while it is verified. Of a longer one each has its part
-        anyway.
+        A read that fits one call is split between all threads. It ends sooner, and the next
+        read begins while this one is verified. Longer reads have several pieces anyway.
         """
         if chunks > self._slots_per_piece:
             return self._slots_per_piece
         least = -(-_LEAST_PIECE_NBYTES // self.slot_nbytes)
         return max(-(-chunks // self._pool.threads), least)
 
-    def _tell_of_doubt(self) -> None:
-        """Log once what a reset means for a restart."""
-        if not (self._told_of_doubt or self._options.keep_after_reset):
-            self._told_of_doubt = True
+    def _warn_of_reset(self) -> None:
+        """Warn once about what a reset means for a restart."""
+        if not (self._warned_of_reset or self._options.keep_after_reset):
+            self._warned_of_reset = True
             logger.warning(
-                "tier %s: the cache was reset; what is stored from now on does not survive a "
-                "restart, for the weights may have changed and change back then: where they "
-                "never do, set keep_after_reset: true",
+                "tier %s: the cache was reset; chunks stored from now on do not survive a "
+                "restart, because the weights may have changed: if they never change while an "
+                "engine runs, set keep_after_reset: true",
                 self.name,
             )
 

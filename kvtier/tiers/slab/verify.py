@@ -1,8 +1,8 @@
-"""Reading a whole store and comparing every chunk with its checksum, beside an engine or not.
+"""Verify a namespace: compare every chunk with its checksum, also beside a running engine.
 
-A running engine overwrites slots meanwhile, and between its payload and its row the two do not
-fit; nothing on the disk tells that from damage. So a chunk that does not verify is only
-suspected. It is bad if, a moment later, its row is still the same and its bytes still wrong.
+A running engine overwrites slots, and between writing a payload and its row the two do not
+match. That looks like damage. So a chunk with a wrong checksum is a suspect. It is bad if a
+moment later its row is the same and its bytes are still wrong.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.tiers.slab.checksum import Digest, hash_key, select_digest
 from kvtier.tiers.slab.direct_io import IOV_MAX, BlockIo, aligned_buffer
 from kvtier.tiers.slab.inspect import Entry, IndexReader, StoredNamespace
-from kvtier.tiers.slab.moving import PieceBuffers, read_piece
 from kvtier.tiers.slab.namespace import SLOTS
-from kvtier.tiers.slab.pieces import plan_pieces
+from kvtier.tiers.slab.piece_io import (
+    Digest,
+    PieceBuffers,
+    hash_key,
+    plan_pieces,
+    read_piece,
+    select_digest,
+)
 from kvtier.tiers.slab.slots import SlotFile
 from kvtier.types import Outcome
 
@@ -32,8 +37,8 @@ __all__ = ["BadChunk", "Verification", "verify"]
 
 _THREADS: Final = 4
 _PIECE_NBYTES: Final = 8 << 20
-_WINDOW_NBYTES: Final = 256 << 20  # rows are read for so many bytes at once: they age meanwhile
-_SETTLE_S: Final = 2.0  # an engine commits the row of what it writes long before
+_WINDOW_NBYTES: Final = 256 << 20  # bytes whose rows are read at once: rows become outdated
+_SETTLE_S: Final = 2.0  # an engine commits a row much sooner after its payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class BadChunk:
 
     Attributes:
         entry: Its row.
-        unreadable: Whether the medium failed; otherwise the bytes are not those stored.
+        unreadable: Whether the medium failed; otherwise the checksum is wrong.
     """
 
     entry: Entry
@@ -51,15 +56,15 @@ class BadChunk:
 
 @dataclass(slots=True)
 class Verification:
-    """What a check of one namespace found.
+    """Result of verifying one namespace.
 
     Attributes:
-        verified: Whether there are checksums; without, chunks are only read.
-        chunks: How many were checked.
-        nbytes: How many payload bytes were read, of chunks that could be read whole.
-        seconds: How long that took, without waiting for an engine.
-        changed: Chunks that an engine replaced or removed during the check.
-        bad: Chunks that are no good.
+        verified: Whether there are checksums; without them chunks are only read.
+        chunks: Number of checked chunks.
+        nbytes: Payload bytes of the chunks that could be read whole.
+        seconds: Time that reading took.
+        changed: Chunks that an engine replaced or removed meanwhile.
+        bad: Bad chunks.
     """
 
     verified: bool
@@ -80,10 +85,10 @@ def verify(
     """Read every chunk of ``space`` and compare it with its checksum; blocks.
 
     Args:
-        space: What to check.
+        space: The namespace.
         reader: Its open index.
         on_progress: Called with the number of slots passed since the last call.
-        pause: Waits for so many seconds.
+        pause: Sleeps for some seconds.
 
     Raises:
         IndexDamagedError: The index cannot be used.
@@ -106,7 +111,7 @@ def verify(
             on_progress(window.slots)
         found.seconds = time.monotonic() - began_s
         _settle(suspects, found, reader, checker, pause)
-        if file.is_removed():  # for another model, say: what was read of it tells nothing
+        if file.is_removed():  # the results say nothing then
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.path))
     finally:
         file.close()
@@ -114,20 +119,20 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """A piece, and how far the check is when it is done."""
+class _Progress:
+    """Chunks and slots that are done when a call has returned."""
 
     chunks: int
     slots: int
 
 
 def _unread(bad: Sequence[BadChunk], file: SlotFile, slot_nbytes: int) -> int:
-    """Return how many of ``bad`` could not be read, or not to their end."""
+    """Return how many of ``bad`` could not be read whole."""
     slots = file.found_nbytes // slot_nbytes
     return sum(chunk.unreadable or chunk.entry.slot >= slots for chunk in bad)
 
 
-_Call = Callable[[], tuple[_Share, list[BadChunk]]]
+_Call = Callable[[], tuple[_Progress, list[BadChunk]]]
 
 
 class _Checker:
@@ -143,7 +148,7 @@ class _Checker:
             self._buffers.put(aligned_buffer(self.slots_per_piece * slot_nbytes))
 
     def check(self, entries: Sequence[Entry]) -> list[BadChunk]:
-        """Return those of ``entries``, which are neighbours, that are no good."""
+        """Return the bad chunks among ``entries``, which are in consecutive slots."""
         buffer = self._buffers.get()
         try:
             step = self._slot_nbytes
@@ -166,7 +171,7 @@ class _Checker:
 def _windows(
     reader: IndexReader, file: SlotFile, checker: _Checker, slot_nbytes: int
 ) -> Iterator[_Call]:
-    """Yield the pieces of the file, a window's rows being read when its turn comes."""
+    """Yield a call for each piece of the file; read the rows window by window."""
     end = max(file.found_nbytes // slot_nbytes, 1)
     step = max(_WINDOW_NBYTES // slot_nbytes, 1)
     for first in range(0, end, step):
@@ -177,20 +182,20 @@ def _windows(
         )
         for piece in pieces:
             members = [entries[chunk] for chunk in piece.chunks]
-            yield _call(checker, members, _Share(len(members), 0))
-        yield _call(checker, [], _Share(0, min(step, end - first)))
+            yield _call(checker, members, _Progress(len(members), 0))
+        yield _call(checker, [], _Progress(0, min(step, end - first)))
     beyond = reader.entries_of_slots(end, 1 << 62)
-    yield lambda: (_Share(len(beyond), 0), [BadChunk(e, unreadable=False) for e in beyond])
+    yield lambda: (_Progress(len(beyond), 0), [BadChunk(e, unreadable=False) for e in beyond])
 
 
-def _call(checker: _Checker, entries: Sequence[Entry], share: _Share) -> _Call:
-    return lambda: (share, checker.check(entries) if entries else [])
+def _call(checker: _Checker, entries: Sequence[Entry], progress: _Progress) -> _Call:
+    return lambda: (progress, checker.check(entries) if entries else [])
 
 
-def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Share, list[BadChunk]]]:
-    """Run ``calls`` on threads, a few ahead of whoever takes the results."""
+def _in_flight(calls: Iterator[_Call]) -> Iterator[tuple[_Progress, list[BadChunk]]]:
+    """Run ``calls`` on threads, a few ahead of the consumer."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-verify") as executor:
-        waiting: deque[Future[tuple[_Share, list[BadChunk]]]] = deque()
+        waiting: deque[Future[tuple[_Progress, list[BadChunk]]]] = deque()
         for call in calls:
             waiting.append(executor.submit(call))
             if len(waiting) > 2 * _THREADS:
@@ -206,7 +211,7 @@ def _settle(
     checker: _Checker,
     pause: Callable[[float], None],
 ) -> None:
-    """Sort suspects into bad ones and those that only changed while they were read."""
+    """Sort suspects into bad chunks and those that an engine changed meanwhile."""
     left = _unchanged(suspects, found, reader, checker)
     if left and reader.live:
         pause(_SETTLE_S)
@@ -217,7 +222,7 @@ def _settle(
 def _unchanged(
     suspects: Sequence[BadChunk], found: Verification, reader: IndexReader, checker: _Checker
 ) -> list[BadChunk]:
-    """Read ``suspects`` again; return those that are still in the index and still bad."""
+    """Read ``suspects`` again; return those that are unchanged in the index and still bad."""
     left: list[BadChunk] = []
     for suspect in suspects:
         slot = suspect.entry.slot

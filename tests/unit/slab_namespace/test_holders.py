@@ -137,7 +137,7 @@ def test_a_tier_that_cannot_be_made_leaves_nothing_open(
     close(open_tier())
     before = held()
     with monkeypatch.context() as patch:
-        patch.setattr(store, "SlotTable", fail)
+        patch.setattr(store, "_SlotTable", fail)
         with pytest.raises(MemoryError):
             open_tier()
     assert held() == before

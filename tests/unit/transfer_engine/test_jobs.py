@@ -190,7 +190,7 @@ def test_what_fails_while_a_tier_is_out_of_service_fills_no_log(
     assert warned == [
         f"job {first.job_id}, nvme -> ram: {lost}",
         f"job {second.job_id}, nvme -> ram: {lost}",
-        "nvme -> ram is out of service after repeated failures, and tried again every 0.0 s",
+        "nvme -> ram is out of service after repeated failures; retrying every 0.0 s",
         "nvme -> ram is in service again",
     ]
 

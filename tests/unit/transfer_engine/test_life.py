@@ -115,7 +115,7 @@ def test_closing_takes_no_longer_than_it_may_and_keeps_some_of_that_for_the_tier
 
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-        patch.setattr(engine._answers.changed, "wait_for", wait_for)
+        patch.setattr(engine._results.changed, "wait_for", wait_for)
         patch.setattr(engine._thread, "join", wait)
         assert not engine.close(timeout_s=8)
     assert waited_s == [6, 2]

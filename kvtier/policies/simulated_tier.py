@@ -1,0 +1,254 @@
+"""A tier without bytes: an eviction policy and the chunks that it keeps.
+
+It drives a policy in the simulator, in shadow tiers and in the contract tests. The cache starts
+empty and all chunks have one size. In *forward* order a request's chunks are accessed root to
+leaf: a resident one is a hit, and an absent one evicts and is inserted. In *reverse* order the
+leading hits are counted first and the chunks are then accessed leaf to root, so that the root
+stays longest. A policy that evicts leaves only gets its hits leaf to root and its new chunks
+root to leaf, because a child never precedes its parent.
+
+Python objects are what costs here, so a victim's object becomes the new chunk's, and a run of
+leading hits is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtier.keys import ChunkKey
+from kvtier.policies.base import (
+    NO_TERMS,
+    ChunkCopy,
+    CopyState,
+    Eviction,
+    NoVictimError,
+    PolicyContext,
+    pick_leaf,
+    session_terms,
+)
+
+__all__ = ["SimulatedTier"]
+
+
+class SimulatedTier:
+    """An eviction policy and its members.
+
+    Args:
+        eviction: The policy, without members. Its capacity is the tier's.
+        touch_order: ``forward`` or ``reverse``; the policy's own when omitted.
+        next_uses: For each access, in order, when its chunk is used next; for policies that
+            must know the future.
+
+    Attributes:
+        eviction: The policy.
+        ctx: The context that it gets.
+        members: The resident copies by key.
+    """
+
+    def __init__(
+        self,
+        eviction: Eviction,
+        *,
+        touch_order: str | None = None,
+        next_uses: Iterator[int] | None = None,
+    ) -> None:
+        self.eviction = eviction
+        self.ctx = PolicyContext()
+        self.members: dict[ChunkKey, ChunkCopy] = {}
+        self._is_reverse = (touch_order or eviction.touch_order) == "reverse"
+        self._next_uses = next_uses
+        self._uses_singly = eviction.sheds or next_uses is not None
+        self._is_plain = not (self._uses_singly or eviction.leaf_only or eviction.insert_first)
+        self._terms = NO_TERMS
+        self._child_counts: dict[ChunkKey, int] = {}
+
+    def serve(
+        self,
+        chain: Sequence[ChunkKey],
+        now: float = 0.0,
+        *,
+        request: str = "",
+        session: str = "",
+    ) -> tuple[int, int, int]:
+        """Access the chunks of one request.
+
+        Args:
+            chain: The chunks, root to leaf.
+            now: Seconds on a monotonic clock.
+            request: The request's id.
+            session: Its session, empty if unknown.
+
+        Returns:
+            The leading hits, all hits, and the stranded chunks: those resident behind a missing
+            one. Stranded chunks count at arrival in reverse order, and at their turn in forward
+            order.
+        """
+        ctx = self.ctx
+        ctx.now, ctx.request, ctx.session = now, request, session
+        self._terms = session_terms(session)
+        found = list(map(self.members.get, chain))
+        lead = found.index(None) if None in found else len(found)
+        behind = len(chain) - lead - found[lead:].count(None)
+        if self.eviction.sheds and not self._is_reverse:
+            return self._serve_shedding(chain)
+        if self._is_reverse and (lead < len(chain) or self.eviction.sheds):
+            return lead, self._access_reversed(chain), behind
+        leading = [copy for copy in found[:lead] if copy is not None]
+        self._use_many(leading[::-1] if self._is_reverse else leading)
+        stranded = self._access(chain, range(lead, len(chain)))
+        return lead, lead + stranded, stranded
+
+    def use(self, copy: ChunkCopy) -> None:
+        """Use a member."""
+        if self._next_uses is not None:
+            self.ctx.next_use = next(self._next_uses)
+        copy.hits += 1
+        self.eviction.on_hit(copy, self.ctx)
+        while self.eviction.surplus and self.evict() is not None:
+            pass
+
+    def admit(self, key: ChunkKey, parent: ChunkKey | None = None, depth: int = 0) -> bool:
+        """Insert an absent chunk; return False if there is no room for it.
+
+        Args:
+            key: The chunk.
+            parent: The chunk before it. A policy that evicts leaves only needs it resident.
+            depth: Chunks before it.
+        """
+        eviction = self.eviction
+        before = self.members.get(parent) if parent is not None else None
+        if eviction.leaf_only and parent is not None and before is None:
+            return False
+        if eviction.tracks_misses:
+            eviction.on_miss(key, self.ctx)
+        is_full = len(self.members) >= eviction.capacity
+        competes = eviction.insert_first and not eviction.leaf_only
+        victim = None
+        if is_full and not competes:
+            victim = self.evict(before)
+            if victim is None:
+                return False
+        copy = self._enter(key, parent, depth, victim)
+        if self._next_uses is not None:
+            self.ctx.next_use = next(self._next_uses)
+        eviction.on_insert(copy, self.ctx)
+        return not (is_full and competes) or self.evict() is not None
+
+    def evict(self, spared: ChunkCopy | None = None) -> ChunkCopy | None:
+        """Remove one victim other than ``spared`` and return it; None if none may go.
+
+        Raises:
+            NoVictimError: The policy returned none although every member may leave.
+        """
+        victim = self._pick(spared)
+        if victim is not None:
+            del self.members[victim.key]
+            self._count_child(victim.parent, -1)
+        return victim
+
+    def _pick(self, spared: ChunkCopy | None) -> ChunkCopy | None:
+        if self.eviction.leaf_only:
+            return pick_leaf(self.eviction, self.ctx, spared=spared)
+        return _require(self.eviction.pick(_any, self.ctx), self.eviction)
+
+    def _enter(
+        self, key: ChunkKey, parent: ChunkKey | None, depth: int, reused: ChunkCopy | None
+    ) -> ChunkCopy:
+        """Make ``key`` a member, in the object ``reused`` unless that left for good."""
+        if reused is None or reused.state == CopyState.GONE:
+            reused = ChunkCopy(key, 0)
+            reused.state = CopyState.RESIDENT
+        reused.key, reused.parent, reused.depth, reused.hits = key, parent, depth, 0
+        reused.terms = self._terms
+        reused.child_count = self._child_counts.get(key, 0)
+        self.members[key] = reused
+        self._count_child(parent, 1)
+        return reused
+
+    def _count_child(self, parent: ChunkKey | None, change: int) -> None:
+        """Keep the number of resident children, also of an absent parent."""
+        if parent is None or not self.eviction.leaf_only:
+            return
+        count = self._child_counts.pop(parent, 0) + change
+        if count:
+            self._child_counts[parent] = count
+        if parent in self.members:
+            self.members[parent].child_count = count
+
+    def _use_many(self, copies: Sequence[ChunkCopy]) -> None:
+        if self._uses_singly:
+            for copy in copies:
+                self.use(copy)
+        elif copies:
+            for copy in copies:
+                copy.hits += 1
+            self.eviction.on_hit_many(copies, self.ctx)
+
+    def _serve_shedding(self, chain: Sequence[ChunkKey]) -> tuple[int, int, int]:
+        """Access chunk by chunk: a hit may evict a chunk before its turn comes."""
+        lead = 0
+        while lead < len(chain) and self._access(chain, (lead,)):
+            lead += 1
+        stranded = self._access(chain, range(lead + 1, len(chain)))
+        return lead, lead + stranded, stranded
+
+    def _access_reversed(self, chain: Sequence[ChunkKey]) -> int:
+        if not self.eviction.leaf_only:
+            return self._access(chain, range(len(chain) - 1, -1, -1))
+        found = [copy for key in chain if (copy := self.members.get(key)) is not None]
+        missing = [depth for depth, key in enumerate(chain) if key not in self.members]
+        found.reverse()
+        self._use_many(found)
+        return len(found) + self._access(chain, missing)  # a chunk named twice hits then
+
+    def _access(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
+        """Access the chunks at ``depths``, one by one; return the hits."""
+        if self._is_plain:
+            return self._access_plain(chain, depths)
+        hits = 0
+        for depth in depths:
+            copy = self.members.get(chain[depth])
+            if copy is not None:
+                hits += 1
+                self.use(copy)
+            else:
+                self.admit(chain[depth], chain[depth - 1] if depth else None, depth)
+        return hits
+
+    def _access_plain(self, chain: Sequence[ChunkKey], depths: Iterable[int]) -> int:
+        """Do what :meth:`use` and :meth:`admit` do, in a loop without calls of our own."""
+        members, ctx, eviction, terms = self.members, self.ctx, self.eviction, self._terms
+        on_hit, on_insert, pick = eviction.on_hit, eviction.on_insert, eviction.pick
+        on_miss = eviction.on_miss if eviction.tracks_misses else None
+        room, hits = eviction.capacity - len(members), 0
+        for depth in depths:
+            key = chain[depth]
+            copy = members.get(key)
+            if copy is not None:
+                hits += 1
+                copy.hits += 1
+                on_hit(copy, ctx)
+                continue
+            if on_miss is not None:
+                on_miss(key, ctx)
+            if room > 0:
+                room -= 1
+                copy = self._enter(key, None, depth, None)
+            else:
+                copy = _require(pick(_any, ctx), eviction)
+                del members[copy.key]
+                copy.key, copy.depth, copy.hits, copy.terms = key, depth, 0, terms
+                members[key] = copy
+            copy.parent = chain[depth - 1] if depth else None
+            on_insert(copy, ctx)
+        return hits
+
+
+def _any(_: ChunkCopy) -> bool:
+    return True
+
+
+def _require(victim: ChunkCopy | None, eviction: Eviction) -> ChunkCopy:
+    if victim is None:
+        raise NoVictimError(eviction)
+    return victim

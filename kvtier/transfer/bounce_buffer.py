@@ -1,0 +1,159 @@
+"""Moves chunks from one slower tier to another through a bounce buffer in RAM.
+
+A tier in a process of its own moves chunks only to and from the memory it shares with the
+engine. So a chunk that moves between two storage tiers is read and verified into a bounce slot,
+which belongs to no chunk of the RAM tier, and written from there. The manager counts no RAM for
+it and evicts nothing, and a full RAM tier cannot make it fail.
+
+The buffer has two lanes of one I/O piece each: one is written while the other is read. Jobs
+take lanes in turn, one for each of their pieces, and free them when neither tier touches them
+any more. A disk that hangs therefore blocks only the moves between storage tiers, which no
+request waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+from typing_extensions import override
+
+from kvtier.config import KvtierConfig
+from kvtier.tiers.base import SlotOutcomes, StorageTier, check_outcomes
+from kvtier.transfer.routes import Route, SlotMemory, all_of
+from kvtier.types import Job, JobId, Outcome
+
+__all__ = ["BetweenTiers", "BounceBuffer", "bounce_slots_for"]
+
+_LANES: Final = 2
+
+
+def bounce_slots_for(config: KvtierConfig, slot_nbytes: int) -> int:
+    """Return how many bounce slots the tiers of ``config`` need.
+
+    Returns:
+        0 where no chunk moves between storage tiers: with one storage tier, or with RAM
+        writing through to all of them.
+    """
+    placement = config.placement
+    through = placement.policy == "ladder" and placement.write == "through"
+    if through or len(config.tiers) <= 2:
+        return 0
+    return _LANES * max(1, config.transfer.piece_bytes // slot_nbytes)
+
+
+class BounceBuffer:
+    """Bounce slots shared by all pairs of storage tiers of an engine; for one event loop.
+
+    Args:
+        memory: The memory that has the slots.
+        slots: Slot numbers; at least one per lane.
+    """
+
+    def __init__(self, memory: SlotMemory, slots: Sequence[int]) -> None:
+        self.lane_slots = len(slots) // _LANES
+        self._memory = memory
+        self._free: asyncio.Queue[Sequence[int]] = asyncio.Queue()
+        for lane in range(_LANES):
+            start = lane * self.lane_slots
+            self._free.put_nowait(slots[start : start + self.lane_slots])
+
+    @asynccontextmanager
+    async def lane(self, chunks: int) -> AsyncIterator[Sequence[memoryview]]:
+        """Wait for a free lane and yield memory for at most ``lane_slots`` chunks."""
+        lane = await self._free.get()
+        try:
+            yield [self._memory.slot(number) for number in lane[:chunks]]
+        finally:
+            self._free.put_nowait(lane)
+
+
+class _Part(NamedTuple):
+    """Some chunks of a job."""
+
+    keys: Sequence[bytes]
+    source_slots: Sequence[int]
+    destination_slots: Sequence[int]
+
+
+class BetweenTiers(Route):
+    """Moves chunks from one storage tier to another; the source tier verifies every byte.
+
+    After a job is abandoned, or a tier raised, the route starts no further read or write for
+    it. A reset may follow, and nothing may be written after that.
+
+    Args:
+        source: The tier to read from.
+        destination: The tier to write to.
+        buffer: The bounce buffer.
+    """
+
+    def __init__(
+        self, source: StorageTier, destination: StorageTier, buffer: BounceBuffer
+    ) -> None:
+        self._source = source
+        self._destination = destination
+        self._buffer = buffer
+        self._running: set[JobId] = set()
+
+    @override
+    async def run(self, job: Job) -> SlotOutcomes:
+        self._running.add(job.job_id)
+        try:
+            return await all_of([self._move(job, part) for part in self._parts(job)])
+        finally:
+            self._running.discard(job.job_id)
+
+    @override
+    def abandon(self, job: Job) -> None:
+        self._running.discard(job.job_id)
+
+    def _parts(self, job: Job) -> list[_Part]:
+        """Split ``job`` into parts that fit a lane."""
+        step = self._buffer.lane_slots
+        return [
+            _Part(
+                job.keys[start : start + step],
+                job.source_slots[start : start + step],
+                job.destination_slots[start : start + step],
+            )
+            for start in range(0, len(job.keys), step)
+        ]
+
+    async def _move(self, job: Job, part: _Part) -> SlotOutcomes:
+        """Move one part through a lane."""
+        async with self._buffer.lane(len(part.keys)) as views:
+            try:
+                return await self._copy(job, part, views)
+            except BaseException:
+                self.abandon(job)  # before the next part gets the lane
+                raise
+
+    async def _copy(self, job: Job, part: _Part, views: Sequence[memoryview]) -> SlotOutcomes:
+        """Read one part into ``views`` and write the whole chunks from there."""
+        if job.job_id not in self._running:
+            return _cancelled(part)
+        reading = self._source.read(part.keys, part.source_slots, views, purpose=job.purpose)
+        read = check_outcomes(await reading, len(part.keys))
+        if job.job_id not in self._running:
+            return _cancelled(part)
+        whole = [at for at, what in enumerate(read.outcomes) if what is Outcome.DONE]
+        if not whole:
+            return read
+        writing = self._destination.write(
+            [part.keys[at] for at in whole],
+            [part.destination_slots[at] for at in whole],
+            [views[at] for at in whole],
+            purpose=job.purpose,
+        )
+        written = check_outcomes(await writing, len(whole))
+        outcomes = list(read.outcomes)
+        for at, what in zip(whole, written.outcomes, strict=True):
+            outcomes[at] = what
+        return SlotOutcomes(outcomes, read.error or written.error)
+
+
+def _cancelled(part: _Part) -> SlotOutcomes:
+    return SlotOutcomes([Outcome.CANCELLED] * len(part.keys), "no longer needed")
