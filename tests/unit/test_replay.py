@@ -432,8 +432,8 @@ class TestReplay:
         words = str(refused.exception)
         assert words.startswith(f"{file}:3: tiers[1].path = ")
         assert words.endswith(
-            f": there can be no store beside it, in {path.parent}: No such file or directory; "
-            "name a directory whose parent you may write to"
+            f": the replay cannot write its stores to {path.parent}; name a directory whose "
+            "parent you may write to"
         )
 
     def test_the_command_shows_both_and_how_far_they_are_apart(

@@ -1,24 +1,41 @@
-"""What the probes read from the kernel's files, laid out in a directory."""
+"""Checks of the machine: what is read from the kernel's files, and every status."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvtier.doctor._devices import BlockQueue, find_queues
-from kvtier.doctor._machine import Machine
+from kvtier.doctor import Finding, Status
+from kvtier.doctor._devices import BlockQueue, check_queues, find_queues
 from kvtier.doctor._memory import (
-    find_gpus,
-    process_limits,
-    shared_memory_nbytes,
+    Machine,
+    check_huge_pages,
+    check_locking,
+    check_memory,
 )
-from kvtier.doctor._mounts import Mount, find_mount, is_exempt_from_cow, parse_mounts
-from kvtier.doctor._store import stored_chunk_nbytes
+from kvtier.doctor._mounts import (
+    Mount,
+    check_mount,
+    find_mount,
+    is_exempt_from_cow,
+    parse_mounts,
+)
 from kvtier.os.limits import HugePagePool, MemoryLimit, huge_page_pool, memory_limits
-from kvtier.tiers.slab.namespace import Layout
-from kvtier.types import LayoutFingerprint
+
+GIB = 1 << 30
+NVME = BlockQueue(
+    name="nvme0n1",
+    logical_block_nbytes=512,
+    max_request_kb=1280,
+    max_hardware_request_kb=2048,
+    requests=1023,
+    scheduler="none",
+    rotational=False,
+    write_cache="write back",
+)
 
 QUEUE = {
     "logical_block_size": "512",
@@ -156,14 +173,14 @@ def test_memory_is_limited_by_the_machine_and_by_every_group_around(tree: Tree) 
 
 def test_a_machine_that_says_nothing_has_no_limits(tree: Tree) -> None:
     assert memory_limits(tree.machine.proc, tree.machine.sys) == []
-    assert find_gpus(tree.machine) == []
+    assert tree.machine.count_gpus() == 0
     assert huge_page_pool(tree.machine.proc) == HugePagePool(0, 0, 0)
 
 
 def test_gpus_are_counted_without_their_helpers(tree: Tree) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         tree.write(f"dev/{name}", "")
-    assert find_gpus(tree.machine) == ["nvidia0", "nvidia1"]
+    assert tree.machine.count_gpus() == 2
 
 
 def test_huge_pages_promised_to_somebody_are_not_free(tree: Tree) -> None:
@@ -175,30 +192,149 @@ def test_huge_pages_promised_to_somebody_are_not_free(tree: Tree) -> None:
     assert huge_page_pool(tree.machine.proc) == HugePagePool(2 << 20, total=64, free=50)
 
 
-def test_this_machine_has_limits_and_shared_memory() -> None:
-    limits = process_limits()
-    assert limits.open_files is None or limits.open_files > 0
-    assert shared_memory_nbytes(Machine()) > 0
+def statuses(findings: Iterable[Finding]) -> list[str]:
+    return [finding.status.value for finding in findings]
 
 
-def make_namespace(root: Path, slot_nbytes: int) -> Path:
-    """Lay out what an engine with slots of this size leaves; returns its directory."""
-    layout = Layout(LayoutFingerprint({"model": f"m{slot_nbytes}"}), slot_nbytes)
-    directory = root / layout.fingerprint.namespace()
-    directory.mkdir()
-    (directory / "layout.json").write_text(layout.to_json())
-    (directory / "lock").write_text(f"pid {slot_nbytes} on host a\x1b\n")
-    return directory
+def mount_of(kind: str, *options: str) -> Mount:
+    return Mount(259, 1, Path("/data"), kind, "/dev/nvme0n1p1", frozenset({"rw", *options}))
 
 
-def test_a_chunk_is_as_large_as_that_of_the_model_that_came_last(tmp_path: Path) -> None:
-    for slot_nbytes, opened_ns in ((8192, 1), (4096, 3), (16384, 2)):
-        os.utime(make_namespace(tmp_path, slot_nbytes), ns=(opened_ns, opened_ns))
-    assert stored_chunk_nbytes(tmp_path) == 4096
+@pytest.mark.parametrize(
+    ("kind", "status", "word"),
+    [
+        ("ext4", "ok", "mounted at /data"),
+        ("xfs", "ok", "mounted at /data"),
+        ("tmpfs", "warning", "memory, not a disk"),
+        ("overlay", "warning", "deleted with the container"),
+        ("btrfs", "warning", "copies on write"),
+        ("zfs", "warning", "copies on write"),
+        ("nfs", "warning", "network file system"),
+        ("nfs4", "warning", "network file system"),
+        ("fuse.sshfs", "warning", "network file system"),
+        ("virtiofs", "warning", "network file system"),
+        ("f2fs", "note", "not tested on it"),
+    ],
+)
+def test_a_file_system_is_judged_by_its_kind(kind: str, status: str, word: str) -> None:
+    finding = check_mount("nvme", mount_of(kind), exempt_from_cow=False)
+    assert (finding.check, finding.status) == ("nvme: file system", status)
+    assert word in finding.reason
 
 
-def test_a_store_that_no_model_used_has_no_chunk_size(tmp_path: Path) -> None:
-    assert stored_chunk_nbytes(tmp_path) is None
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign/lock").write_text("")
-    assert stored_chunk_nbytes(tmp_path) is None
+def test_btrfs_without_copy_on_write_is_fine() -> None:
+    plain, without = mount_of("btrfs"), mount_of("btrfs", "nodatacow")
+    assert check_mount("nvme", plain, exempt_from_cow=True).status is Status.OK
+    assert check_mount("nvme", without, exempt_from_cow=False).status is Status.OK
+
+
+def queue_findings(queue: BlockQueue) -> list[Finding]:
+    return list(check_queues("nvme", [queue], piece_nbytes=8 << 20, threads=4))
+
+
+def test_a_good_drive_is_one_line() -> None:
+    (finding,) = queue_findings(NVME)
+    assert finding.check == "nvme: device nvme0n1"
+    assert finding.reason == (
+        "requests of 1280 KiB, 1023 in the queue, scheduler none, cache write back"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"rotational": True, "name": "sda"}, "warning", "a spinning disk"),
+        ({"rotational": True, "name": "vda"}, "note", "a virtual disk"),
+        ({"scheduler": "mq-deadline"}, "warning", "scheduler mq-deadline"),
+        ({"scheduler": "bfq", "name": "sda"}, "warning", "scheduler bfq"),
+        ({"logical_block_nbytes": 16384}, "warning", "sectors of 16.0 KiB"),
+        ({"max_request_kb": 128}, "warning", "requests of 128 KiB; the device takes"),
+        ({"requests": 16}, "note", "4 pieces at once are 24 requests"),
+    ],
+)
+def test_a_limit_that_slows_a_drive_down_is_a_finding(
+    change: dict[str, object], status: str, words: str
+) -> None:
+    _, finding = queue_findings(replace(NVME, **change))  # type: ignore[arg-type]
+    assert finding.status == status
+    assert words in finding.reason
+
+
+def test_small_requests_are_no_fault_where_the_device_takes_no_larger_ones() -> None:
+    small = replace(NVME, max_request_kb=128, max_hardware_request_kb=128)
+    assert statuses(queue_findings(small)) == ["ok"]
+
+
+def test_a_scheduler_on_other_drives_is_left_alone() -> None:
+    queue = replace(NVME, name="sda", scheduler="mq-deadline")
+    assert statuses(queue_findings(queue)) == ["ok"]
+
+
+def test_a_file_system_without_a_device_cannot_be_judged() -> None:
+    (finding,) = check_queues("nvme", [], piece_nbytes=8 << 20, threads=4)
+    assert finding.status is Status.NOTE
+
+
+@pytest.mark.parametrize(
+    ("free", "engine_runs", "status"),
+    [
+        (65 * GIB, False, "ok"),
+        (64 * GIB, False, "warning"),
+        (64 * GIB - 1, False, "problem"),
+        (64 * GIB - 1, True, "note"),
+        (65 * GIB, True, "ok"),
+    ],
+)
+def test_the_tightest_limit_decides_about_memory(
+    free: int, engine_runs: bool, status: str
+) -> None:
+    limits = [MemoryLimit("available memory", 900 * GIB), MemoryLimit("memory.max", free)]
+    finding = check_memory(64 * GIB, limits, engine_runs=engine_runs)
+    assert finding.status == status
+    assert "memory.max leaves" in finding.reason
+
+
+def test_unknown_free_memory_is_a_note() -> None:
+    assert check_memory(GIB, [], engine_runs=False).status is Status.NOTE
+
+
+@pytest.mark.parametrize(
+    ("locked", "gpus", "status"),
+    [
+        (None, 1, "ok"),
+        (GIB, 1, "ok"),
+        (GIB - 1, 1, "warning"),
+        (GIB - 1, 0, "ok"),
+    ],
+)
+def test_the_memlock_limit_matters_only_with_a_gpu(
+    locked: int | None, gpus: int, status: str
+) -> None:
+    assert check_locking(GIB, gpus=gpus, locked_nbytes=locked).status == status
+
+
+@pytest.mark.parametrize(
+    ("free", "mode", "status"),
+    [
+        (513, "auto", "ok"),
+        (513, "require", "ok"),
+        (512, "auto", "note"),
+        (512, "require", "problem"),
+        (0, "off", "ok"),
+    ],
+)
+def test_huge_pages_are_counted_against_the_ram_tier(free: int, mode: str, status: str) -> None:
+    finding = check_huge_pages(GIB, HugePagePool(2 << 20, total=600, free=free), mode=mode)
+    assert finding.status == status
+    if free == 513:
+        assert finding.reason == "the RAM tier needs 513; 513 are reserved and free"
+    if free == 512:
+        taken = "the RAM tier needs 513; 512 are reserved and free: small pages "
+        assert finding.reason.startswith(taken)
+        assert finding.remedy.endswith("vm.nr_hugepages=601")
+
+
+def test_a_kernel_without_huge_pages_is_a_problem_only_if_they_are_required() -> None:
+    pool = HugePagePool(0, 0, 0)
+    assert check_huge_pages(GIB, pool, mode="auto").status is Status.OK
+    assert check_huge_pages(GIB, pool, mode="require").status is Status.PROBLEM
