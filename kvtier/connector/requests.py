@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of a request: its keys, and how far it was stored."""
+"""The scheduler side's state of a request: its keys, and how far it was stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.types import JobId
 __all__ = ["TrackedRequest", "chunk_positions"]
 
 NameChunk = Callable[[ChunkKey], ChunkKey]
-"""Returns kvtier's key of a chunk that the engine knows by another one."""
+"""Returns kvtier's key of a chunk from the engine's."""
 
 
 class TrackedRequest:
@@ -29,13 +29,13 @@ class TrackedRequest:
         layouts: The KV cache groups.
         keys: Keys of its whole chunks known so far, per group.
         offered_tokens: Per group, tokens whose chunks were offered for storing.
-        next_offer_tokens: Tokens with which there may be a chunk to offer; 0 to look.
+        next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
-        has_blocks: Whether it was scheduled and has its blocks since.
-        may_store: Returns whether its KV still is what its keys say; None where it always is.
-        store_limit: Tokens after which nothing is stored, None for any.
-        load_sources: Loaded tokens by index of the tier that they came from.
+        has_blocks: Whether it was scheduled and has kept its blocks since.
+        may_store: Returns whether its keys still describe its KV; None for always.
+        store_limit: Most leading tokens to store; None for all.
+        load_sources: Tokens of its last load by index of the tier they came from.
     """
 
     __slots__ = (
@@ -83,16 +83,16 @@ class TrackedRequest:
 
     @property
     def req_id(self) -> str:
-        """The engine's name for it."""
+        """The engine's id of the request."""
         return self.request.request_id
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What whoever sent it asks of the KV cache."""
+        """What the client asks of the KV cache."""
         return self.request.kv_transfer_params
 
     def extend_keys(self) -> None:
-        """Name the chunks that became whole since the last call."""
+        """Add the keys of chunks that became whole since the last call."""
         hashes = self.request.block_hashes
         known, count = self._known_hashes, len(hashes)
         if known and (count < known or hashes[known - 1] != self._last_hash):
@@ -108,7 +108,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Offer every chunk from the first one on, as if none had been stored."""
+        """Offer all chunks again, from the first one on."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -116,7 +116,7 @@ class TrackedRequest:
         """Return the chunks that could be loaded.
 
         Args:
-            recompute_tokens: Last tokens that the engine must compute in any case.
+            recompute_tokens: Last tokens that the engine always computes.
         """
         limit = self.request.num_tokens - recompute_tokens
         if self._load_limit is not None:
@@ -128,7 +128,7 @@ class TrackedRequest:
         for group, (layout, keys) in enumerate(zip(self.layouts, self.keys, strict=True)):
             step = layout.hashes_per_chunk
             del keys[len(hashes) // step :]
-            # A hash covers all tokens before it, so the keys before one that is right are too.
+            # A hash covers all tokens before it, so the keys before a valid one are valid.
             while keys and keys[-1] != self._name(hashes[len(keys) * step - 1], layout):
                 keys.pop()
             valid = len(keys) * layout.tokens_per_chunk
@@ -155,6 +155,6 @@ def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
 
 
 def _tokens(params: Mapping[str, Any], name: str) -> int | None:
-    """Return a limit that a request sets; any other value sets none."""
+    """Return the limit that a request sets; None if it is missing or invalid."""
     limit = params.get(name)
     return limit if type(limit) is int and limit >= 0 else None
