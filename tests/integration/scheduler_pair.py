@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
@@ -65,7 +65,7 @@ class Reason(enum.StrEnum):
 class Books:
     """A cache with room for everything, which loses a chunk now and then."""
 
-    rests = False
+    is_idle = False
     is_active = True
     internal_errors = 0
 
@@ -154,16 +154,16 @@ class Books:
     def take_events(self) -> list[Any]:
         return []
 
-    def take_transfers(self) -> ConnectorStats:
-        return ConnectorStats()
+    def take_transfers(self) -> Transfers:
+        return Transfers()
 
     def statistics(self) -> Books:
         return self
 
-    def computing(self, tokens: int) -> None:
+    def step_scheduled(self, tokens: int) -> None:
         pass
 
-    def computed(self) -> None:
+    def step_ended(self) -> None:
         pass
 
     def shutdown(self) -> None:

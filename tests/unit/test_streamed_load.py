@@ -15,7 +15,7 @@ from kvtier.errors import KvtierError
 from kvtier.memory import ControlBlock
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan, plan_copy
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_buffers, make_keys
+from kvtier.testing.tier_harness import make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.transfer import EngineLimits, FromTier, TransferEngine
 from kvtier.transfer.device import DeviceLoad, LoadRequest

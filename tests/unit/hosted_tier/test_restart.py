@@ -11,8 +11,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, connection, process
 from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, let_no_host_end, opened
@@ -48,7 +47,7 @@ def lose(tier: HostedTier) -> connection.Connection:
 
 
 async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
     keys = make_keys([1])
@@ -61,7 +60,7 @@ async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
 
 
 async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
-    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.05)
     keys = make_keys([1])
@@ -78,7 +77,9 @@ async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
 
 
 async def test_of_a_host_that_is_stuck_the_log_tells_once(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shelf: TierHarness[HostedTier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries = 0
 
@@ -95,7 +96,7 @@ async def test_of_a_host_that_is_stuck_the_log_tells_once(
 
 
 async def test_a_host_that_ends_after_all_is_replaced(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.05, until=(answers := asyncio.Event()))
     keys = make_keys([1])
@@ -109,7 +110,7 @@ async def test_a_host_that_ends_after_all_is_replaced(
 
 
 async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
@@ -123,7 +124,7 @@ async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
 
 
 async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_running(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing: list[asyncio.Future[None]] = []
     keys = make_keys([1])

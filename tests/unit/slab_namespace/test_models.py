@@ -13,7 +13,7 @@ import pytest
 from typing_extensions import override
 
 from kvtier.errors import ConfigError, StoreLockedError, TierUnavailableError
-from kvtier.tiers.slab import namespace, opening
+from kvtier.tiers.slab import opening
 from kvtier.tiers.slab.inspect import IndexReader, StoredNamespace, find_namespaces
 from kvtier.tiers.slab.maintain import hold
 from kvtier.tiers.slab.namespace import FILES, INDEX, SLOTS
