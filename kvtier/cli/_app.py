@@ -1,6 +1,6 @@
-"""The root of the command line, which imports a command's module when the command runs.
+"""The root command, which imports the module of a command when the command runs.
 
-Listing the commands therefore costs no more than typer, and each command pays for what it uses.
+So `kvtier --help` imports typer alone, and each command imports only what it uses.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 import kvtier
-from kvtier.cli._help import Commands
+from kvtier.cli._options import Commands
+from kvtier.errors import KvtierError
+from kvtier.printable import printable
 
-__all__ = ["app"]
+__all__ = ["app", "run"]
+
+_REFUSED: Final = 1
+_FAILED: Final = 2
+# The class is click's or, by version, typer's own copy of it.
+_UsageError: Final[type[Any]] = typer.BadParameter.__mro__[1]
 
 _COMMANDS: Final = {
-    "example": ("_example:example", "Print a configuration to start from."),
-    "check": ("_commands:check", "Check FILE, and the disks and memory of this machine."),
-    "doctor": ("_commands:doctor", "Say what makes FILE slow or unsafe on this machine."),
-    "plan": ("_commands:plan", "Say how many tokens of a model each tier of FILE holds."),
+    "example": ("_commands:example", "Print a configuration to start from."),
+    "check": ("_examine:check", "Check whether kvtier can start with FILE on this machine."),
+    "doctor": ("_examine:doctor", "Check FILE and measure its disks."),
+    "plan": ("_plan:plan", "Print how many tokens of a model each tier of FILE holds."),
     "vllm-args": ("_commands:vllm_args", "Print the vLLM arguments that load FILE."),
     "schema": ("_commands:print_schema", "Print the JSON Schema of configuration files."),
-    "replay": (
-        "_replay:replay",
-        "Replay TRACE with real bytes, and the simulator's prediction.",
-    ),
-    "cache": ("_cache:cache", "Look into the store of an NVMe tier, and tidy it up."),
-    "sim": ("_sim:sim_app", "Replay traces against policies and ladders."),
+    "replay": ("_replay:replay", "Replay TRACE through real tiers, beside a simulation."),
+    "cache": ("_cache:cache", "Inspect and clean the store of an NVMe tier."),
+    "sim": ("_sim:sim_app", "Simulate traces against policies and configurations."),
     "trace": ("_trace:trace_app", "Describe, convert and generate traces."),
 }
 """The function or group behind each command, and the first sentence of its help."""
 
 
 class _Deferred(TyperCommand):
-    """Stands in the root's list for a command or group, and imports it when it is called."""
+    """Lists a command or group; imports it when it is called."""
 
     # Any, because the classes are click's or, by version, typer's own copies of them.
 
@@ -48,7 +52,7 @@ class _Deferred(TyperCommand):
         return _load(target).make_context(info_name, args, parent, **extra)
 
 
-def _load(target: str) -> Any:  # noqa: ANN401 - see above
+def _load(target: str) -> Any:  # noqa: ANN401 - typer has no public type for it
     """Import ``module:attribute`` of this package as a command."""
     module, _, attribute = target.partition(":")
     found = getattr(importlib.import_module(f"kvtier.cli.{module}"), attribute)
@@ -59,7 +63,7 @@ def _load(target: str) -> Any:  # noqa: ANN401 - see above
     return typer.main.get_command(found)
 
 
-def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's contract
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer requires it
     if wanted:
         typer.echo(f"kvtier {kvtier.__version__}")
         raise typer.Exit
@@ -90,8 +94,44 @@ def _options(
 
 
 def _defer() -> None:
-    """Implement no command; the real one is called in its place."""
+    """Stand in for every command: ``_Deferred`` calls the real one."""
 
 
 for _name, (_, _summary) in _COMMANDS.items():
     app.command(_name, cls=_Deferred, help=_summary)(_defer)
+
+
+def run() -> int:
+    """Run the command line and return the exit code.
+
+    Raises:
+        BrokenPipeError: The reader of the output closed it.
+        KeyboardInterrupt: The user pressed Ctrl-C.
+    """
+    try:
+        return app(prog_name="kvtier", standalone_mode=False) or 0
+    except KvtierError as error:
+        for line in str(error).split("\n"):
+            typer.echo(f"error: {printable(line)}", err=True)
+        return _FAILED
+    except _UsageError as error:
+        typer.echo(_usage(error), err=True)
+        return _FAILED
+    except typer.Abort:
+        typer.echo("aborted", err=True)
+        return _REFUSED
+    except SystemExit as leaving:
+        # typer and rich turn a closed pipe into exit code 1, which commands use themselves.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            raise leaving.__context__ from None
+        raise
+
+
+def _usage(error: Any) -> str:  # noqa: ANN401 - typer has no public type for it
+    """Return the error as one line; the help if no command was given."""
+    text = error.format_message()
+    command = error.ctx.command_path if error.ctx else "kvtier"
+    if text.startswith("Usage: "):
+        return str(text)
+    words = " ".join(text.split()).rstrip(".")
+    return f"error: {words[:1].lower()}{words[1:]}; see {command} --help"

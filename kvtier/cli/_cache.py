@@ -1,6 +1,6 @@
-"""``kvtier cache``: look into the store of an NVMe tier, and tidy it up.
+"""``kvtier cache``: the commands and their options.
 
-Declarations only; what the commands do is loaded when one of them runs.
+Each imports its implementation when it runs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from kvtier.cli._choice import choice
-from kvtier.cli._help import AsJson, Commands
+from kvtier.cli._options import AsJson, Commands, choice
 
 if TYPE_CHECKING:
     from kvtier.tiers.slab.inspect import Order
 
 __all__ = ["cache"]
 
-cache = Commands(name="cache", help="Look into the store of an NVMe tier, and tidy it up.")
+cache = Commands(name="cache", help="Inspect and clean the store of an NVMe tier.")
 
 _ORDERS: Final[tuple[str, ...]] = ("last-use", "stored", "hits")
 _DIR = "The path of an nvme tier, or one model's directory in it."
@@ -32,9 +31,9 @@ Only = Annotated[
 
 @cache.command()
 def stat(directory: Store, *, namespace: Only = None, as_json: AsJson = False) -> None:
-    """Say what a store holds, whose it is and who uses it.
+    """Print what a store holds and who uses it.
 
-    Reads only, and may run beside an engine.
+    Only reads, and may run beside an engine.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
@@ -47,7 +46,7 @@ def ls(
     *,
     namespace: Only = None,
     sort: Annotated[
-        str, typer.Option(metavar="ORDER", help=f"What comes first: {', '.join(_ORDERS)}.")
+        str, typer.Option(metavar="ORDER", help=f"Order: {', '.join(_ORDERS)}.")
     ] = "last-use",
     limit: Annotated[
         int, typer.Option("--limit", min=0, metavar="N", help="Chunks to list; 0 is all.")
@@ -56,7 +55,7 @@ def ls(
 ) -> None:
     """List the chunks of a store.
 
-    Reads only, and may run beside an engine.
+    Only reads, and may run beside an engine.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
@@ -76,8 +75,8 @@ def verify(
 ) -> None:
     """Compare every chunk of a store with its checksum.
 
-    Exits with 1 if one is bad: an engine would recompute it. Reads only, and may run beside an
-    engine, which it slows down as any reader of the disk does.
+    Exits with 1 if one is bad: an engine would recompute it. Only reads, and may run beside an
+    engine, which shares the disk with it.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
@@ -91,8 +90,8 @@ def explain(
         str,
         typer.Argument(
             metavar="KEY",
-            help="A chunk's key as ls and the log show it: 8 hex digits or more; /GROUP may "
-            "follow.",
+            help="A chunk's key as in ls and in the log: 8 hex digits or more, with or without "
+            "/GROUP.",
         ),
     ],
     directory: Store,
@@ -100,10 +99,10 @@ def explain(
     namespace: Only = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where a chunk is, or why it is gone.
+    """Print where a chunk is, or why it is gone.
 
-    Also since when, and how often it was loaded. Exits with 1 if it is not there.
-    Reads only, and may run beside an engine.
+    Also prints since when, and how often it was loaded. Exits with 1 if it is gone.
+    Only reads, and may run beside an engine.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
@@ -116,19 +115,17 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     *,
     keys: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY", help="What to remove; written as for explain."),
+        typer.Argument(metavar="KEY", help="Chunks to remove; written as for explain."),
     ] = None,
     directory: Store,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            metavar="AGE", help="Remove what was neither stored nor used for so long, as in 7d."
-        ),
+        typer.Option(metavar="AGE", help="Remove chunks not stored or used for AGE, as in 7d."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all chunks.")] = False,
     namespace: Only = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,

@@ -15,8 +15,8 @@ import typer
 from kvtier.cli import _cache_render as render
 from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
-from kvtier.cli._cache_progress import pulse, show_bars
-from kvtier.cli._quantity import quantity
+from kvtier.cli._options import quantity
+from kvtier.cli._progress import pulse, show_bars
 from kvtier.cli._render import make_console, show_json
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey

@@ -1,35 +1,41 @@
-"""What a configuration means for a model: a pure function from sizes to tokens and seconds."""
+"""``kvtier plan``: a configuration counted in tokens of a model."""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
-from kvtier.config import KvtierConfig, check_chunk_fits, has_rank_paths, slot_nbytes
-from kvtier.model_geometry import Attention, KvDtype, ModelGeometry
+import typer
+from rich.text import Text
 
-__all__ = ["Plan", "PlanRequest", "TierPlan", "make_plan"]
+from kvtier.cli._options import AsJson, File, choice, quantity
+from kvtier.cli._render import make_console, make_table, show_json, show_table
+from kvtier.config import (
+    KvtierConfig,
+    check_chunk_fits,
+    has_rank_paths,
+    load_config,
+    slot_nbytes,
+)
+from kvtier.model_geometry import Attention, KvDtype, ModelGeometry, read_model_geometry
+from kvtier.units import approximate_duration, approximate_size, parse_rate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["plan"]
+
+_DTYPES: Final = f"Element type of the KV cache: {', '.join(KvDtype)}."
+_LIMITS: Final = (
+    "Not included: the engine's real layout (padding, KV cache groups, pipeline parallelism). "
+    "The engine's log states the chunk size it uses."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What the engine will be started with.
-
-    Attributes:
-        tp: Tensor-parallel ranks.
-        kv_dtype: Element type of the KV cache.
-        block_tokens: Tokens of one engine block.
-        fill_bytes_per_s: Rate at which new KV arrives.
-    """
-
-    tp: int
-    kv_dtype: KvDtype
-    block_tokens: int
-    fill_bytes_per_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierPlan:
+class _TierPlan:
     """One tier, counted in chunks."""
 
     name: str
@@ -41,21 +47,21 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A configuration counted in tokens.
+class _Plan:
+    """A configuration, counted in tokens; sizes are those of all tensor-parallel ranks.
 
     Attributes:
         model: The model's type.
         attention: MHA, GQA or MLA.
         layers: Layers that keep KV.
-        kv_dtype: Element type the numbers are for.
+        kv_dtype: Element type of the KV cache.
         tp: Tensor-parallel ranks.
         copies: How often the ranks together hold each byte.
-        token_nbytes: Bytes of one token over all ranks, copies included.
+        token_nbytes: Bytes of one token, copies included.
         chunk_tokens: Tokens of one chunk.
-        chunk_nbytes: Bytes of one chunk over all ranks.
+        chunk_nbytes: Bytes of one chunk.
         slot_nbytes: Bytes a chunk takes in a tier.
-        fill_bytes_per_s: The rate that the times are for.
+        fill_bytes_per_s: Rate at which new KV arrives.
         fill_tokens_per_s: The same rate in tokens.
         tiers: The tiers, fastest first.
         notes: What the numbers leave out.
@@ -73,73 +79,143 @@ class Plan:
     slot_nbytes: int
     fill_bytes_per_s: int
     fill_tokens_per_s: int
-    tiers: tuple[TierPlan, ...]
+    tiers: tuple[_TierPlan, ...]
     notes: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
-        return asdict(self)
+
+def plan(  # noqa: PLR0913 - each is an option of the command
+    file: File,
+    *,
+    model: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Directory of the model, with its config.json.", readable=False
+        ),
+    ],
+    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help=_DTYPES)] = KvDtype.AUTO.value,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens per engine block.")
+    ] = 16,
+    fill_rate: Annotated[
+        str, typer.Option(metavar="RATE", help="Rate at which new KV arrives, as in 500MiB/s.")
+    ] = "2GiB/s",
+    as_json: AsJson = False,
+) -> None:
+    """Print how many tokens of a model each tier of FILE holds.
+
+    Reads FILE and the model's config.json, and nothing else.
+    """
+    dtype = KvDtype(choice("--kv-dtype", kv_dtype, KvDtype))
+    config = load_config(file)
+    rate = quantity("--fill-rate", fill_rate, parse_rate)
+    result = _make_plan(config, read_model_geometry(model), tp, dtype, block_tokens, rate)
+    if as_json:
+        show_json(asdict(result))
+    else:
+        _show(make_console(), result)
 
 
-def make_plan(config: KvtierConfig, model: ModelGeometry, request: PlanRequest) -> Plan:
-    """Count ``config`` in tokens of ``model``.
+def _make_plan(
+    config: KvtierConfig,
+    model: ModelGeometry,
+    tp: int,
+    dtype: KvDtype,
+    block_tokens: int,
+    rate: int,
+) -> _Plan:
+    """Count ``config`` in tokens of ``model``; ``rate`` is in bytes per second.
 
     Raises:
         ConfigError: A tier is smaller than one chunk, or the model's heads cannot be split
             over the ranks.
     """
-    token_nbytes = model.rank_token_nbytes(request.tp, request.kv_dtype) * request.tp
-    chunk_tokens = request.block_tokens * config.engine.blocks_per_chunk
+    token_nbytes = model.rank_token_nbytes(tp, dtype) * tp
+    chunk_tokens = block_tokens * config.engine.blocks_per_chunk
     chunk_nbytes = token_nbytes * chunk_tokens
     check_chunk_fits(config, chunk_nbytes)
     slot = slot_nbytes(chunk_nbytes)
-    dtype = model.dtype if request.kv_dtype is KvDtype.AUTO else request.kv_dtype
-    return Plan(
+    tiers = []
+    for tier in config.tiers:
+        chunks = tier.capacity_bytes // slot
+        fill_s = chunks * slot / rate
+        tokens = chunks * chunk_tokens
+        tiers.append(
+            _TierPlan(tier.name, tier.kind, tier.capacity_bytes, chunks, tokens, fill_s)
+        )
+    return _Plan(
         model=model.model,
         attention=model.attention.value,
         layers=model.layers,
-        kv_dtype=dtype.value,
-        tp=request.tp,
-        copies=model.copies(request.tp),
+        kv_dtype=(model.dtype if dtype is KvDtype.AUTO else dtype).value,
+        tp=tp,
+        copies=model.copies(tp),
         token_nbytes=token_nbytes,
         chunk_tokens=chunk_tokens,
         chunk_nbytes=chunk_nbytes,
         slot_nbytes=slot,
-        fill_bytes_per_s=request.fill_bytes_per_s,
-        fill_tokens_per_s=request.fill_bytes_per_s // token_nbytes,
-        tiers=tuple(
-            TierPlan(
-                name=tier.name,
-                kind=tier.kind,
-                capacity_bytes=tier.capacity_bytes,
-                chunks=tier.capacity_bytes // slot,
-                tokens=tier.capacity_bytes // slot * chunk_tokens,
-                fill_s=tier.capacity_bytes // slot * slot / request.fill_bytes_per_s,
-            )
-            for tier in config.tiers
-        ),
-        notes=(*_notes(config, model, request), *model.notes),
+        fill_bytes_per_s=rate,
+        fill_tokens_per_s=rate // token_nbytes,
+        tiers=tuple(tiers),
+        notes=(*_notes(config, model, tp, dtype), *model.notes),
     )
 
 
-def _notes(config: KvtierConfig, model: ModelGeometry, request: PlanRequest) -> list[str]:
+def _notes(config: KvtierConfig, model: ModelGeometry, tp: int, dtype: KvDtype) -> list[str]:
     notes = []
     if has_rank_paths(config):
         notes.append("The tiers are those of one data-parallel rank; each rank has its own.")
-    copies = model.copies(request.tp)
+    copies = model.copies(tp)
     if copies > 1:
         what = "the latent" if model.attention is Attention.MLA else "each KV head"
         notes.append(
             f"{copies} ranks hold the same bytes of {what}; all copies are counted. "
-            f"Where the engine stores one of them, tiers hold {copies} times the tokens."
+            f"If the engine stores one copy, tiers hold {copies} times the tokens."
         )
-    if model.attention is Attention.MLA and request.kv_dtype is KvDtype.FP8:
+    if model.attention is Attention.MLA and dtype is KvDtype.FP8:
         notes.append("Some engines keep scales beside an fp8 latent; they are not counted.")
     placement = config.placement
     writes_through = placement.policy == "ladder" and placement.write == "through"
     if len(config.tiers) > 1 and writes_through:
         notes.append(
-            "With write: through the slower tiers hold copies of the faster ones, so the "
-            "slowest tier alone says how many different tokens are kept."
+            "With write: through, slower tiers hold copies of the faster ones: the slowest "
+            "tier alone limits how many different tokens are kept."
         )
     return notes
+
+
+def _show(console: Console, result: _Plan) -> None:
+    layers = f"{result.layers} layers that keep KV"
+    ranks = f"{result.tp} ranks" if result.tp > 1 else "1 rank"
+    head = f"{result.model}: {result.attention}, {layers}, KV in {result.kv_dtype}, {ranks}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    console.print()
+    sizes = make_table("", numbers=("tokens", "size", "bytes"))
+    for name, tokens, nbytes in (
+        ("one token", 1, result.token_nbytes),
+        ("one chunk", result.chunk_tokens, result.chunk_nbytes),
+        ("its slot in a tier", result.chunk_tokens, result.slot_nbytes),
+    ):
+        sizes.add_row(name, f"{tokens:,}", approximate_size(nbytes), f"{nbytes:,}")
+    show_table(console, sizes)
+    console.print()
+    columns = ("capacity", "chunks", "tokens", "time to fill")
+    tiers = make_table("tier", "kind", numbers=columns)
+    for tier in result.tiers:
+        tiers.add_row(
+            tier.name,
+            tier.kind,
+            approximate_size(tier.capacity_bytes),
+            f"{tier.chunks:,}",
+            f"{tier.tokens:,}",
+            approximate_duration(tier.fill_s),
+        )
+    show_table(console, tiers)
+    console.print()
+    rate = f"{approximate_size(result.fill_bytes_per_s)}/s"
+    tokens_per_s = f"{result.fill_tokens_per_s:,} new tokens per second"
+    for note in (f"Filling at {rate} is {tokens_per_s}.", *result.notes, _LIMITS):
+        text = textwrap.fill(
+            note, width=console.width, initial_indent="- ", subsequent_indent="  "
+        )
+        console.print(text, soft_wrap=True)

@@ -1,31 +1,48 @@
-"""A bar for what takes a while."""
+"""Progress bars: on a terminal only, and on stderr."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-from kvtier.sim.single import Progress as Told
-
-__all__ = ["show_progress"]
+__all__ = ["pulse", "show_bars", "show_progress"]
 
 
-@contextmanager
-def show_progress(what: str) -> Iterator[Told]:
-    """Show how much is done, on a terminal only and never on stdout."""
+def show_bars() -> Progress:
+    """Return a context manager that shows a bar for each of its tasks."""
     console = Console(stderr=True)
-    bar = Progress(
-        TextColumn(what),
+    return Progress(
+        TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
+        TaskProgressColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
-    with bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda share: bar.update(task, completed=share)
+
+
+@contextmanager
+def show_progress(what: str) -> Iterator[Callable[[float], None]]:
+    """Show one bar; yield a function that takes the share that is done, 0 to 1."""
+    with show_bars() as progress:
+        task = progress.add_task(what, total=1.0)
+        yield lambda share: progress.update(task, completed=share)
+
+
+@contextmanager
+def pulse(progress: Progress, what: str) -> Iterator[Callable[[], None]]:
+    """Show a bar without an end; yield a function that moves it."""
+    task = progress.add_task(what, total=None)
+    yield partial(progress.advance, task)
+    progress.update(task, total=1, completed=1)

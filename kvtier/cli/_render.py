@@ -1,4 +1,4 @@
-"""Values to tables that a person reads, and to JSON that a program does."""
+"""Tables, prose, JSON and progress bars on a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -13,90 +13,22 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli._plan import Plan
-from kvtier.config import KvtierConfig
-from kvtier.units import approximate_duration, approximate_size
-
 __all__ = [
     "make_console",
     "make_table",
     "show_json",
     "show_line",
-    "show_plan",
     "show_prose",
     "show_table",
-    "show_tiers",
     "show_tiers_apart",
 ]
 
 _WIDEST = 1000
-_UNKNOWN = (
-    "Not known here: the engine's real layout (padding, KV cache groups, pipeline "
-    "parallelism), how much of a prompt repeats, and how fast the disk is. "
-    "The engine's log states the chunk size it uses."
-)
 
 
 def show_json(value: object) -> None:
     """Print ``value``, which is made of plain values."""
     typer.echo(json.dumps(value, indent=2))
-
-
-def show_tiers(console: Console, config: KvtierConfig) -> None:
-    """Print the ladder of ``config``."""
-    table = make_table("tier", "kind", "eviction", "place", numbers=("capacity",))
-    for tier in config.tiers:
-        store = tier.local_store()
-        place = str(store.path) if store else ""
-        size = approximate_size(tier.capacity_bytes)
-        table.add_row(tier.name, tier.kind, tier.eviction, place, size)
-    show_table(console, table)
-
-
-def show_plan(console: Console, plan: Plan) -> None:
-    """Print ``plan``."""
-    layers = f"{plan.layers} layers that keep KV"
-    ranks = f"{plan.tp} ranks" if plan.tp > 1 else "1 rank"
-    head = f"{plan.model}: {plan.attention}, {layers}, KV in {plan.kv_dtype}, {ranks}"
-    console.print(Text(head, style="bold"), soft_wrap=True)
-    console.print()
-    show_table(console, _sizes(plan))
-    console.print()
-    show_table(console, _tiers(plan))
-    console.print()
-    rate = f"{approximate_size(plan.fill_bytes_per_s)}/s"
-    tokens = f"{plan.fill_tokens_per_s:,} new tokens per second"
-    for note in (f"Filling at {rate} is {tokens}.", *plan.notes, _UNKNOWN):
-        text = textwrap.fill(
-            note, width=console.width, initial_indent="- ", subsequent_indent="  "
-        )
-        console.print(text, soft_wrap=True)
-
-
-def _sizes(plan: Plan) -> Table:
-    table = make_table("", numbers=("tokens", "size", "bytes"))
-    rows = (
-        ("one token", 1, plan.token_nbytes),
-        ("one chunk", plan.chunk_tokens, plan.chunk_nbytes),
-        ("its slot in a tier", plan.chunk_tokens, plan.slot_nbytes),
-    )
-    for name, tokens, nbytes in rows:
-        table.add_row(name, f"{tokens:,}", approximate_size(nbytes), f"{nbytes:,}")
-    return table
-
-
-def _tiers(plan: Plan) -> Table:
-    table = make_table("tier", "kind", numbers=("capacity", "chunks", "tokens", "time to fill"))
-    for tier in plan.tiers:
-        table.add_row(
-            tier.name,
-            tier.kind,
-            approximate_size(tier.capacity_bytes),
-            f"{tier.chunks:,}",
-            f"{tier.tokens:,}",
-            approximate_duration(tier.fill_s),
-        )
-    return table
 
 
 def make_console() -> Console:

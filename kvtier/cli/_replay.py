@@ -1,28 +1,28 @@
-"""``kvtier replay``: a trace against real tiers and real bytes."""
+"""``kvtier replay``: a trace through real tiers with real bytes."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli._choice import choice, finite
-from kvtier.cli._help import AsJson
+from kvtier.cli._options import AsJson, choice, finite, quantity
 from kvtier.cli._progress import show_progress
-from kvtier.cli._quantity import quantity
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
-from kvtier.cli._signals import ended_in_order
 from kvtier.cli._sim import ChunkBytes, PrefillRate, Speeds, chunk_bytes_of
 from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
 from kvtier.config import (
     KvtierConfig,
     load_config,
     resolve_rank_paths,
-    why_not_writable,
 )
 from kvtier.errors import ConfigError
 from kvtier.sim.timing import TierSpeed, parse_speed
@@ -36,14 +36,14 @@ __all__ = ["replay"]
 _MEASURE_S = 2.0
 _QUANTILES = ("p50", "p90", "p99")
 _LATE = 0.1
-"""Share of a replay's time from which its steps are too late for its times to mean anything."""
+"""Share of the replay's time by which steps may be late before the times are unreliable."""
 
 
 def replay(  # noqa: PLR0913 - each is an option of the command
     trace: TraceFile,
     *,
     config: Annotated[
-        Path, typer.Option(metavar="FILE", help="Configuration of the ladder.", readable=False)
+        Path, typer.Option(metavar="FILE", help="Configuration with the tiers.", readable=False)
     ],
     speedup: Annotated[
         float,
@@ -58,7 +58,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         str, typer.Option(metavar="SIZE", help="Paged KV memory of the engine.")
     ] = "1GiB",
     output_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most tokens a request generates.")
+        int, typer.Option(min=1, metavar="N", help="Most tokens that a request generates.")
     ] = 16,
     chunk_bytes: ChunkBytes = None,
     prefill_rate: PrefillRate = None,
@@ -67,25 +67,25 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     tokens_per_id: TokensPerId = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay TRACE with real bytes, and the simulator's prediction.
+    """Replay TRACE through real tiers, beside a simulation.
 
-    An engine without a model asks and copies as a real one would, in real time, and compares
-    every byte it loads with what was stored. Stores lie in temporary directories beside those
-    of the configuration. For the prediction, disks whose speed is not given are measured first.
+    An engine without a model runs in real time: it looks up, stores and loads, and compares
+    every loaded byte with the stored one. Stores are temporary directories beside those of the
+    configuration. Disks without --tier-speed are measured first, for the simulation.
     """
     _check_torch()
-    # torch takes seconds to import, and no other command needs it.
+    # Importing torch takes seconds, and only this command needs it.
     from kvtier.replay import ReplayOptions, replay_trace  # noqa: PLC0415
 
-    ladder = resolve_rank_paths(load_config(config), rank=None)
+    settings = resolve_rank_paths(load_config(config), rank=None)
     loaded = read(trace, format_name, tokens_per_id)
     given = dict(parse_speed(text) for text in tier_speed or ())
     for name in given:
-        choice("--tier-speed", name, [tier.name for tier in ladder.tiers])
-        if name == ladder.ram.name:
+        choice("--tier-speed", name, [tier.name for tier in settings.tiers])
+        if name == settings.ram.name:
             problem = "copies between RAM and the KV memory are always measured"
             raise ConfigError(f"--tier-speed {name}: {problem}; leave it out")
-    _check_beside(ladder)
+    _check_beside(settings)
     options = ReplayOptions(
         chunk_bytes=chunk_bytes_of(loaded, chunk_bytes),
         gpu_bytes=quantity("--gpu-memory", gpu_memory, parse_size),
@@ -93,10 +93,10 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         requests=requests,
         tokens_per_s=prefill_rate,
         output_tokens=output_tokens,
-        speeds=_measured(ladder, given) | given,
+        speeds=_measured(settings, given) | given,
     )
-    with ended_in_order(), show_progress("replaying") as progress:
-        result = replay_trace(loaded, ladder, options, progress=progress)
+    with exit_on_signals(), show_progress("replaying") as progress:
+        result = replay_trace(loaded, settings, options, progress=progress)
     if as_json:
         show_json(asdict(result) | {"apart": result.apart()} | loaded.reading())
         return
@@ -111,20 +111,20 @@ def _check_torch() -> None:
 
 
 def _check_beside(config: KvtierConfig) -> None:
-    """Make sure that there can be stores beside those of ``config``."""
+    """Check that the replay can create stores beside those of ``config``."""
     for number, tier in enumerate(config.tiers):
         store = tier.local_store()
-        if store is None or not (cause := why_not_writable(store.path.parent)):
+        if store is None or os.access(store.path.parent, os.W_OK | os.X_OK):
             continue
-        problem = f"there can be no store beside it, in {store.path.parent}: {cause}"
+        problem = f"the replay cannot write its stores to {store.path.parent}"
         remedy = "name a directory whose parent you may write to"
         key = f"tiers[{number}].{store.key}"
         raise ConfigError(config.origin.format_problem(key, problem, remedy, value=store.path))
 
 
 def _measured(config: KvtierConfig, given: dict[str, TierSpeed]) -> dict[str, TierSpeed]:
-    """Return how fast the disks are whose speed is not given, as ``kvtier doctor`` finds it."""
-    from kvtier.doctor import measure_tier_rates  # noqa: PLC0415 - slow to import as well
+    """Measure the disks whose speed is not given, as ``kvtier doctor`` does."""
+    from kvtier.doctor.rates import measure_tier_rates  # noqa: PLC0415
 
     speeds = {}
     for tier in config.tiers:
@@ -190,10 +190,10 @@ def _moved(nbytes: int, bytes_per_s: float) -> str:
 def _remarks(result: ReplayResult) -> Iterator[str]:
     counts = result.counts
     yield f"{result.requests:,} requests in {result.seconds:.1f} s, {counts.steps:,} steps"
-    yield f"{counts.loaded_blocks:,} blocks loaded, every byte as it was stored"
+    yield f"{counts.loaded_blocks:,} blocks loaded, every byte equal to the stored one"
     for count, what in (
         (counts.failed_loads, "loads failed and were computed"),
-        (sum(tier.failed_chunks for tier in result.tiers), "chunks failed between tiers"),
+        (sum(tier.failed_chunks for tier in result.tiers), "chunks not moved between tiers"),
         (result.preemptions, "preemptions"),
         (result.skipped_requests, "requests left out: too long for --gpu-memory"),
     ):
@@ -202,13 +202,37 @@ def _remarks(result: ReplayResult) -> Iterator[str]:
     for tier in result.tiers:
         if tier.skipped_chunks:
             yield (
-                f"{tier.skipped_chunks:,} chunks were computed although {tier.name} has them: "
-                "by what loads and computing took here, loading them was not worth it; "
-                "placement.load_if: always loads them all the same"
+                f"{tier.skipped_chunks:,} chunks of {tier.name} were computed, because loading "
+                "them would have taken longer; placement.load_if: always loads them"
             )
     if counts.late_s > _LATE * result.seconds:
         yield (
-            f"note: steps took {counts.late_s:.1f} s longer than their model would: this "
-            "machine does not keep up, so the times mean nothing; use a smaller --speedup or "
-            "--chunk-bytes, or wait until nothing else runs"
+            f"note: steps took {counts.late_s:.1f} s longer than the model would, so the times "
+            "are wrong; use a smaller --speedup or --chunk-bytes, or an idle machine"
         )
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that the body cleans up.
+
+    An ignored signal, as under ``nohup``, stays ignored.
+
+    Raises:
+        SystemExit: A signal came; the code is 128 and its number, as in shells.
+    """
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+
+    def leave(number: int, _: FrameType | None) -> None:
+        for one in taken:
+            signal.signal(one, signal.SIG_IGN)  # cleaning up takes a moment
+        raise SystemExit(128 + number)
+
+    for number in taken:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,38 +1,50 @@
-"""``kvtier sim``: replay traces against policies and whole ladders."""
+"""``kvtier sim``: traces against policies and configurations, without bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from kvtier.cli._choice import choice, finite
-from kvtier.cli._help import AsJson, Commands
-from kvtier.cli._outputs import check_outputs, write_output
+from kvtier.cli._options import AsJson, Commands, choice, finite, quantity
 from kvtier.cli._progress import show_progress
-from kvtier.cli._quantity import quantity
-from kvtier.cli._sim_render import show_cache, show_single, show_sweep
-from kvtier.cli._trace import FormatOption, TokensPerId, TraceFile, read, show_assumptions
+from kvtier.cli._render import (
+    make_console,
+    make_table,
+    show_json,
+    show_line,
+    show_table,
+    show_tiers_apart,
+)
+from kvtier.cli._trace import (
+    FormatOption,
+    TokensPerId,
+    TraceFile,
+    check_outputs,
+    read,
+    show_assumptions,
+    write_output,
+)
 from kvtier.config import KvtierConfig, load_config
 from kvtier.errors import ConfigError
 from kvtier.policies.registry import EVICTIONS
-from kvtier.sim.cache import default_time_model, simulate_cache
+from kvtier.sim.cache import CacheResult, default_time_model, simulate_cache
 from kvtier.sim.capacity import chunk_nbytes, parse_capacity, parse_chunk_bytes
 from kvtier.sim.recommend import RecommendRequest, recommend
 from kvtier.sim.report import check_plot, write_page, write_plot
-from kvtier.sim.single import TouchOrder, simulate_single
-from kvtier.sim.sweep import sweep, write_csv
+from kvtier.sim.single import SingleResult, TouchOrder, simulate_single
+from kvtier.sim.sweep import SweepResult, sweep, write_csv
 from kvtier.sim.timing import TimeModel, parse_speed
 from kvtier.sim.traces import Trace
-from kvtier.units import parse_size
+from kvtier.units import approximate_rate, approximate_size, parse_size
 
 __all__ = ["ChunkBytes", "PrefillRate", "Speeds", "chunk_bytes_of", "sim_app"]
 
-sim_app = Commands(help="Replay traces against policies and ladders.")
+sim_app = Commands(help="Simulate traces against policies and configurations.")
 
 _ORDERS = ("policy", "forward", "reverse")
 
@@ -41,14 +53,13 @@ Order = Annotated[
     typer.Option(
         "--touch-order",
         metavar="ORDER",
-        help="Order in which a request's chunks are accessed: forward, reverse, or that of the "
-        "policy.",
+        help="Order in which a request's chunks are used: forward, reverse, or the policy's.",
     ),
 ]
 ChunkBytes = Annotated[
     str | None,
     typer.Option(
-        "--chunk-bytes", metavar="SIZE", help="Bytes of a chunk; 128KiB a token if left out."
+        "--chunk-bytes", metavar="SIZE", help="Bytes of a chunk; by default 128KiB a token."
     ),
 ]
 PrefillRate = Annotated[
@@ -58,8 +69,8 @@ PrefillRate = Annotated[
         min=1.0,
         callback=finite,
         metavar="N",
-        help="Prompt tokens computed per second; if left out, what keeps the engine busy 70 % "
-        "of the time without a cache.",
+        help="Prompt tokens computed per second; by default the rate that keeps the engine "
+        "busy 70 % of the time without a cache.",
     ),
 ]
 Speeds = Annotated[
@@ -67,7 +78,7 @@ Speeds = Annotated[
     typer.Option(
         "--tier-speed",
         metavar="TIER=SPEED",
-        help="How fast a tier reads and writes, and its latency, as in "
+        help="Read rate, write rate and latency of a tier, as in "
         "nvme=6GiB/s,3GiB/s,200us; may be repeated.",
     ),
 ]
@@ -76,7 +87,7 @@ Speeds = Annotated[
 _OF_TRACES = frozenset({"trace", "format_name", "tokens_per_id", "chunk_bytes"})
 _BY_POLICY = _OF_TRACES | {"policy", "capacity", "touch_order"}
 _BY_CONFIG = _OF_TRACES | {"config", "prefill_rate", "tier_speed"}
-"""Which parameters the kinds of a run look at, besides those that all do."""
+"""Parameters that each kind of run uses."""
 
 
 @sim_app.command()
@@ -104,35 +115,35 @@ def run(  # noqa: PLR0913 - each is an option of the command
     touch_order: Order = "policy",
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Configuration of a whole ladder.", readable=False),
+        typer.Option(metavar="FILE", help="Configuration with all tiers.", readable=False),
     ] = None,
     chunk_bytes: ChunkBytes = None,
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay TRACE against one policy or a whole ladder.
+    """Simulate TRACE with one policy or a whole configuration.
 
-    With --config the manager of a live engine decides, in model time; no bytes move.
+    With --config kvtier's own manager decides, in simulated time. No bytes move.
     """
     if (policy is None) == (config is None):
-        raise ConfigError("name either --policy or --config")
+        raise ConfigError("give either --policy or --config")
     if config is None:
-        remedy = "replay a ladder with --config"
+        remedy = "simulate all tiers with --config"
         _refuse_others(context, _BY_POLICY, "--policy", remedy)
     else:
-        remedy = "try one policy in one tier with --policy"
+        remedy = "simulate one tier with --policy"
         _refuse_others(context, _BY_CONFIG, "--config", remedy)
     loaded = read(trace, format_name, tokens_per_id)
     nbytes = chunk_bytes_of(loaded, chunk_bytes)
     if config is not None:
-        ladder = load_config(config)
-        model = _time_model(loaded, ladder, prefill_rate, tier_speed)
+        settings = load_config(config)
+        model = _time_model(loaded, settings, prefill_rate, tier_speed)
         with show_progress("replaying") as progress:
             whole = simulate_cache(
-                loaded, ladder, chunk_bytes=nbytes, model=model, progress=progress
+                loaded, settings, chunk_bytes=nbytes, model=model, progress=progress
             )
-        show_cache(whole, loaded, as_json=as_json)
+        _show_cache(whole, loaded, as_json=as_json)
         return
     with show_progress("replaying") as progress:
         one = simulate_single(
@@ -142,7 +153,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
             touch_order=_order(touch_order),
             progress=progress,
         )
-    show_single(one, loaded, as_json=as_json)
+    _show_single(one, loaded, as_json=as_json)
 
 
 @sim_app.command("sweep")
@@ -158,12 +169,12 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
         str,
         typer.Option(
             metavar="NAMES",
-            help="Eviction policies, with commas between; kvtier sim run --help lists them.",
+            help="Eviction policies, separated by commas; kvtier sim run --help lists them.",
         ),
     ],
     capacities: Annotated[
         str,
-        typer.Option(metavar="SIZES", help="Sizes, with commas between, as in 1%,9140,64GiB."),
+        typer.Option(metavar="SIZES", help="Sizes, separated by commas, as in 1%,9140,64GiB."),
     ],
     csv: Annotated[Path, typer.Option(metavar="FILE", help="Table to write; replaced.")],
     plot: Annotated[
@@ -178,7 +189,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     touch_order: Order = "policy",
     chunk_bytes: ChunkBytes = None,
 ) -> None:
-    """Replay every TRACE against every policy at every size."""
+    """Simulate every TRACE with every policy at every size."""
     outputs = {"--csv": csv, "--plot": plot, "--html": html}
     check_outputs(outputs, traces)
     if plot is not None:
@@ -198,7 +209,7 @@ def run_sweep(  # noqa: PLR0913 - each is an option of the command
     for (option, path), write in zip(outputs.items(), writers, strict=True):
         if path is not None:
             write_output(option, path, partial(write, results))
-    show_sweep(results)
+    _show_sweep(results)
     for trace in loaded:
         show_assumptions(trace)
     for path in filter(None, outputs.values()):
@@ -220,9 +231,9 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
 ) -> None:
-    """Print the configuration that serves TRACE best, and why.
+    """Print the best configuration found for TRACE.
 
-    The output is a YAML file whose comments say what was tried.
+    The output is a YAML file. Its comments list what was tried.
     """
     loaded = read(trace, format_name, tokens_per_id)
     request = RecommendRequest(
@@ -239,20 +250,20 @@ def run_recommend(  # noqa: PLR0913 - each is an option of the command
 
 
 def chunk_bytes_of(trace: Trace, text: str | None) -> int:
-    """Return what ``--chunk-bytes`` means."""
+    """Return the bytes of a chunk that ``--chunk-bytes`` asks for."""
     return chunk_nbytes(trace) if text is None else parse_chunk_bytes(text)
 
 
 def _refuse_others(
     context: typer.Context, used: Collection[str], kind: str, remedy: str
 ) -> None:
-    """Refuse options that this kind of run would not look at.
+    """Refuse options that this kind of run does not use.
 
     Args:
-        context: Says what stands on the command line.
-        used: Parameters the run looks at, besides ``as_json``.
-        kind: What the run is of.
-        remedy: What to do who wants the option.
+        context: Parameters of the command line.
+        used: Parameters that the run uses, besides ``as_json``.
+        kind: The option that chose the kind of run.
+        remedy: How to use the refused option.
     """
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -260,7 +271,7 @@ def _refuse_others(
         given = source is not None and source.name == "COMMANDLINE"
         if given and name not in used and name != "as_json":
             option = parameter.opts[0]
-            raise ConfigError(f"{option} does not go with {kind}; leave it out, or {remedy}")
+            raise ConfigError(f"{option} has no effect with {kind}; remove it, or {remedy}")
 
 
 def _capacity(trace: Trace, text: str | None, chunk_bytes: int) -> int:
@@ -276,7 +287,7 @@ def _order(text: str) -> TouchOrder:
 def _names(option: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise ConfigError(f"{option} {text}: an empty name; write them as a,b,c")
+        raise ConfigError(f"{option} {text}: an empty name; write a,b,c")
     return list(dict.fromkeys(names))
 
 
@@ -290,3 +301,109 @@ def _time_model(
         choice("--tier-speed", name, known)
         known[name] = speed
     return replace(model, speeds=known, prefill_tokens_per_s=rate or model.prefill_tokens_per_s)
+
+
+def _show_single(result: SingleResult, trace: Trace, *, as_json: bool) -> None:
+    """Print the result of one policy."""
+    if as_json:
+        show_json(result.as_dict() | trace.reading())
+        return
+    table = make_table("", numbers=("",))
+    for name, value in result.as_dict().items():
+        table.add_row(name.replace("_", " "), _text(value))
+    show_table(make_console(), table)
+    show_assumptions(trace)
+
+
+def _show_sweep(results: Sequence[SweepResult]) -> None:
+    """Print the prefix hit ratios of a sweep, one table per trace."""
+    console = make_console()
+    for trace in dict.fromkeys(result.of for result in results):
+        rows = [result for result in results if result.of == trace]
+        sizes = list(dict.fromkeys(row.capacity for row in rows))
+        console.print(f"{trace[0]}: prefix hit ratio, %", soft_wrap=True)
+        table = make_table("policy", numbers=tuple(sizes))
+        for policy in dict.fromkeys(row.policy for row in rows):
+            cells = {row.capacity: row for row in rows if row.policy == policy}
+            table.add_row(
+                policy, *(f"{cells[size].prefix_hit_ratio * 100:.2f}" for size in sizes)
+            )
+        show_table(console, table)
+
+
+def _show_cache(result: CacheResult, trace: Trace, *, as_json: bool) -> None:
+    """Print the result of all tiers."""
+    if as_json:
+        show_json(asdict(result) | trace.reading())
+        return
+    console = make_console()
+    columns = ("chunks", "hits", "ratio", "written", "promoted", "evicted", "DWPD")
+    tiers = [
+        (
+            tier.name,
+            tier.eviction,
+            f"{tier.capacity_chunks:,}",
+            f"{tier.hits:,}",
+            f"{tier.hit_ratio:.4f}",
+            f"{tier.chunks_written:,}",
+            f"{tier.chunks_promoted:,}",
+            f"{tier.evictions:,}",
+            "" if tier.dwpd is None else f"{tier.dwpd:.2f}",
+        )
+        for tier in result.tiers
+    ]
+    show_tiers_apart(console, "tier", "eviction", numbers=columns, tiers=tiers)
+    console.print()
+    for line in _summary(result):
+        show_line(console, line)
+    show_assumptions(trace)
+
+
+def _summary(result: CacheResult) -> list[str]:
+    of = f"{result.refs:,} references, {result.prefix_hit_ratio:.4f} of the prompt tokens"
+    moved = f"{result.writes_per_ref:.4f} chunks written to slower tiers"
+    waits = f"{_waits(result.ttft_s)}; without a cache {_waits(result.ttft_no_cache_s)}"
+    lines = [
+        f"hits {result.total_hit_ratio:.4f} of {of}",
+        f"per reference {moved}, {result.promotions_per_ref:.4f} promoted",
+        f"time to first token {waits}",
+    ]
+    lines += [
+        f"{tier.name}: {approximate_size(tier.bytes_written_per_day)} written per day"
+        for tier in result.tiers
+        if tier.bytes_written_per_day is not None
+    ]
+    model = result.time_model
+    speeds = ", ".join(
+        f"{name} reads {approximate_rate(speed.read_bytes_per_s)}, "
+        f"writes {approximate_rate(speed.write_bytes_per_s)}"
+        for name, speed in model.speeds.items()
+    )
+    assumed = f"{model.prefill_tokens_per_s:,.0f} prompt tokens computed per second"
+    tokens = f"({result.chunk_tokens:,} tokens, of the trace)"
+    size = f"{approximate_size(result.chunk_bytes)} {tokens}"
+    compute_s = result.chunk_tokens / model.prefill_tokens_per_s
+    lines += [
+        f"note: {name} reads a chunk in {read_s * 1e3:.2f} ms, longer than computing it "
+        f"({compute_s * 1e3:.2f} ms), so requests may wait longer than without a cache"
+        for name, speed in model.speeds.items()
+        if (read_s := result.chunk_bytes / speed.read_bytes_per_s) > compute_s
+    ]
+    if result.peak_load_no_cache > 1:
+        lines.append(
+            f"note: the busiest tenth of the trace needs {result.peak_load_no_cache:.1f} times "
+            "what the engine computes without a cache, so its times include a queue; compare "
+            "hits, or give --prefill-rate"
+        )
+    path = f"transfer.load_path: {result.load_path}"
+    return [*lines, f"assumed: chunks of {size}; {assumed}; {speeds}; {path}"]
+
+
+def _waits(levels: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f} s" for name, value in levels.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value > 1000 else f"{value:.6f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

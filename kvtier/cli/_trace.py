@@ -1,17 +1,18 @@
-"""``kvtier trace``: say what a trace is, convert it, or make one up."""
+"""``kvtier trace``: describe, convert and generate traces; files that commands write."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from kvtier.cli._choice import choice, finite
-from kvtier.cli._help import AsJson, Commands
-from kvtier.cli._outputs import check_outputs, write_output
+from kvtier.cli._options import AsJson, Commands, choice, finite
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
+from kvtier.errors import ConfigError
 from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
     FORMAT_NAMES,
@@ -24,7 +25,17 @@ from kvtier.sim.traces import (
     write_trace,
 )
 
-__all__ = ["FormatOption", "TokensPerId", "TraceFile", "read", "show_assumptions", "trace_app"]
+_REMEDY = "name a file in a directory you may write to"
+__all__ = [
+    "FormatOption",
+    "TokensPerId",
+    "TraceFile",
+    "check_outputs",
+    "read",
+    "show_assumptions",
+    "trace_app",
+    "write_output",
+]
 
 trace_app = Commands(help="Describe, convert and generate traces.")
 
@@ -42,7 +53,7 @@ TokensPerId = Annotated[
         min=1,
         max=1 << 20,
         metavar="N",
-        help="Tokens of one chunk id; what the records say if left out.",
+        help="Tokens of one chunk id; by default those of the records.",
     ),
 ]
 Output = Annotated[
@@ -54,7 +65,7 @@ OutputFormat = Annotated[
 
 
 def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
-    """Read a trace as the command line names it; print its warnings on stderr.
+    """Read a trace; print its warnings on stderr.
 
     Raises:
         ConfigError: There is no such format.
@@ -68,7 +79,7 @@ def read(path: Path, format_name: str, tokens_per_id: int | None) -> Trace:
 
 
 def show_assumptions(trace: Trace) -> None:
-    """Print how ``trace`` was read."""
+    """Print the assumptions made when reading ``trace``."""
     show_line(make_console(), f"assumed for {trace.name}: {'; '.join(trace.assumed)}")
 
 
@@ -80,7 +91,7 @@ def info(
     tokens_per_id: TokensPerId = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what TRACE holds, and what an infinite cache would hit."""
+    """Print what TRACE holds, and what an infinite cache would hit."""
     loaded = read(trace, format_name, tokens_per_id)
     facts = describe(loaded)
     if as_json:
@@ -101,8 +112,8 @@ def convert(
 ) -> None:
     """Write TRACE in another format.
 
-    Chunks are renumbered as they appear. The formats keys and oracle lose which references
-    belong to one request.
+    Chunks are renumbered in order of appearance. The formats keys and oracle do not keep which
+    references belong to one request.
     """
     choice("--to", to, WRITERS)
     check_outputs({"--output": output}, [trace])
@@ -119,12 +130,12 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     *,
     output: Output,
     sessions: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sessions that begin.")
+        int, typer.Option(min=1, metavar="N", help="Number of sessions.")
     ] = 1000,
     per_s: Annotated[
         float,
         typer.Option(
-            min=1e-6, callback=finite, metavar="N", help="Sessions that begin per second."
+            min=1e-6, callback=finite, metavar="N", help="Sessions that start per second."
         ),
     ] = 1.0,
     chunk_tokens: Annotated[
@@ -133,10 +144,10 @@ def generate_trace(  # noqa: PLR0913 - each is an option of the command
     seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal traces.")] = 0,
     to: OutputFormat = "mooncake",
 ) -> None:
-    """Make up the traffic of sessions that begin at random.
+    """Generate the traffic of sessions that start at random.
 
     WORKLOAD is chat (conversations), agents (long tool loops) or shared (prompts). The manual's
-    page on the command line has a table of what else is drawn, and from which distribution.
+    page on the command line lists the distributions.
     """
     choice("WORKLOAD", workload, GENERATORS)
     choice("--to", to, WRITERS)
@@ -163,3 +174,70 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def check_outputs(outputs: Mapping[str, Path | None], traces: Iterable[Path]) -> None:
+    """Check that output files can be written and replace no input.
+
+    Args:
+        outputs: The files by option; None if the option is not given.
+        traces: Files that the command reads.
+
+    Raises:
+        ConfigError: One cannot be written, is one of the traces, or is named twice.
+    """
+    taken = [(trace, "the trace itself") for trace in traces]
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        _check_writable(option, path)
+        for other, what in taken:
+            if _is_one_file(path, other):
+                raise ConfigError(f"{option} {path}: is {what}; name another file")
+        taken.append((path, f"the file of {option} as well"))
+
+
+def write_output(option: str, path: Path, write: Callable[[Path], None]) -> None:
+    """Write one file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        write(path)
+    except OSError as error:
+        raise _refusal(option, path, error.strerror or str(error)) from error
+
+
+def _check_writable(option: str, path: Path) -> None:
+    try:
+        problem = _obstacle(path)
+    except OSError as error:  # a directory above may not be entered, or the name is too long
+        raise _refusal(option, path, error.strerror or str(error)) from error
+    if problem:
+        raise _refusal(option, path, problem)
+
+
+def _obstacle(path: Path) -> str:
+    """Return why ``path`` cannot be written; empty if it can."""
+    if path.is_dir():
+        return "is a directory"
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "permission denied"
+    return ""
+
+
+def _is_one_file(path: Path, other: Path) -> bool:
+    """Return whether both paths name one regular file, also through links."""
+    try:
+        if path.exists() and other.exists():
+            return path.is_file() and path.samefile(other)
+        return path.resolve() == other.resolve()
+    except OSError:  # reading the trace reports it
+        return False
+
+
+def _refusal(option: str, path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{option} {path}: cannot be written: {problem}; {_REMEDY}")

@@ -5,15 +5,13 @@ Nobody else in kvtier sees a dict of options or an environment variable.
 
 from __future__ import annotations
 
-from kvtier.config._answers import LocalStore, Remark
-from kvtier.config._checks import (
-    allocated_bytes,
-    check_chunk_fits,
-    check_environment,
-    slot_nbytes,
-    why_not_writable,
+from kvtier.config._engine import (
+    VllmEntryPoint,
+    has_rank_paths,
+    resolve_load_path,
+    resolve_rank_paths,
+    vllm_transfer_config,
 )
-from kvtier.config._engine_args import VllmEntryPoint, resolve_load_path, vllm_transfer_config
 from kvtier.config._environment import Environment, child_environment, environment
 from kvtier.config._fields import RANK_PLACEHOLDER, Duration, FilePath, Fraction, Size
 from kvtier.config._kinds import (
@@ -28,17 +26,20 @@ from kvtier.config._models import (
     EngineConfig,
     IdentityConfig,
     KvtierConfig,
+    LocalStore,
     MetricsConfig,
     NvmeTierConfig,
     PlacementConfig,
     RamTierConfig,
+    Remark,
     TierConfig,
     TraceConfig,
     TransferConfig,
+    check_chunk_fits,
+    slot_nbytes,
 )
-from kvtier.config._origin import Origin
-from kvtier.config._own_paths import has_rank_paths, resolve_rank_paths
 from kvtier.config._schema import schema
+from kvtier.config._yaml import Origin
 
 __all__ = [
     "RANK_PLACEHOLDER",
@@ -62,9 +63,7 @@ __all__ = [
     "TraceConfig",
     "TransferConfig",
     "VllmEntryPoint",
-    "allocated_bytes",
     "check_chunk_fits",
-    "check_environment",
     "child_environment",
     "environment",
     "has_custom_policies",
@@ -80,5 +79,4 @@ __all__ = [
     "schema",
     "slot_nbytes",
     "vllm_transfer_config",
-    "why_not_writable",
 ]

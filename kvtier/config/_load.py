@@ -18,8 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvtier.config._kinds import installed_kinds, options_of
 from kvtier.config._models import NAME_PATTERN, KvtierConfig, TierConfig
-from kvtier.config._origin import Origin
-from kvtier.config._yaml import read_yaml
+from kvtier.config._yaml import Origin, read_yaml
 from kvtier.errors import ConfigError, did_you_mean
 from kvtier.policies.registry import (
     ADMISSIONS,
@@ -49,8 +48,7 @@ _EXAMPLES: Final = {
 def load_config(path: Path | str) -> KvtierConfig:
     """Read the file at ``path``.
 
-    Only the file itself is looked at: see :func:`kvtier.config.check_environment` for the
-    directories and the memory it names.
+    Reads nothing but the file: :func:`kvtier.doctor.examine` examines the machine.
 
     Raises:
         ConfigError: The file cannot be read or says something kvtier cannot do. The message

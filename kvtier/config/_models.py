@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -26,29 +27,60 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import override
 
-from kvtier.config._answers import LocalStore, Remark
 from kvtier.config._fields import Duration, FilePath, Fraction, Size, path_problem, refusal
-from kvtier.config._origin import Origin
+from kvtier.config._yaml import Origin
+from kvtier.errors import ConfigError
+from kvtier.units import format_size
 
 __all__ = [
     "NAME_PATTERN",
     "EngineConfig",
     "IdentityConfig",
     "KvtierConfig",
+    "LocalStore",
     "MetricsConfig",
     "NvmeTierConfig",
     "PlacementConfig",
     "RamTierConfig",
+    "Remark",
     "TierConfig",
     "TraceConfig",
     "TransferConfig",
+    "check_chunk_fits",
+    "slot_nbytes",
 ]
 
 
 NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
 """What logs and metrics can call a tier."""
-_SMALLEST_TIER_NBYTES: Final = 4096
-"""No slot is smaller."""
+_SLOT_ALIGNMENT_NBYTES: Final = 4096
+"""A slot is a multiple of this: direct I/O moves whole pages only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStore:
+    """A directory of this machine that a tier fills.
+
+    Attributes:
+        path: The directory. The tier creates it if its parent exists.
+        key: The key of the tier's section that names it.
+        direct_io: Whether the tier bypasses the page cache; None if that is not known.
+    """
+
+    path: Path
+    key: str = "path"
+    direct_io: Literal["auto", "require", "off"] | None = None
+
+
+class Remark(NamedTuple):
+    """A warning about one key of a tier's section."""
+
+    key: str
+    """The key, as a file writes it."""
+    problem: str
+    """What is wrong."""
+    remedy: str
+    """What to do about it."""
 
 
 class _Section(BaseModel):
@@ -85,7 +117,7 @@ class TierConfig(_Section):
     @field_validator("capacity_bytes")
     @classmethod
     def _capacity_holds_something(cls, nbytes: int) -> int:
-        if nbytes < _SMALLEST_TIER_NBYTES:
+        if nbytes < _SLOT_ALIGNMENT_NBYTES:
             raise refusal("less than the 4KiB of the smallest slot", "write one such as 64GiB")
         return nbytes
 
@@ -420,3 +452,37 @@ def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> N
 def _name_of(kind: str) -> str:
     """Return what a tier of ``kind`` is called: the kind, or the class of ``module:Class``."""
     return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind
+
+
+def slot_nbytes(chunk_nbytes: int) -> int:
+    """Return the bytes of the slot that a chunk of ``chunk_nbytes`` (all ranks) takes.
+
+    >>> slot_nbytes(1), slot_nbytes(8192)
+    (4096, 8192)
+    """
+    return -(-chunk_nbytes // _SLOT_ALIGNMENT_NBYTES) * _SLOT_ALIGNMENT_NBYTES
+
+
+def check_chunk_fits(config: KvtierConfig, chunk_nbytes: int) -> None:
+    """Make sure that every tier holds at least one chunk.
+
+    Args:
+        config: The configuration.
+        chunk_nbytes: Bytes of one chunk over all ranks.
+
+    Raises:
+        ConfigError: A tier is too small; names its key, its capacity and the size it needs.
+    """
+    need = slot_nbytes(chunk_nbytes)
+    problems = [
+        config.origin.format_problem(
+            f"tiers[{number}].capacity",
+            f"smaller than one chunk, which takes {format_size(need)}",
+            "raise the capacity or lower engine.blocks_per_chunk",
+            value=format_size(tier.capacity_bytes),
+        )
+        for number, tier in enumerate(config.tiers)
+        if tier.capacity_bytes < need
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))

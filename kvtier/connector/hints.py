@@ -1,13 +1,13 @@
-"""What a request may ask of kvtier, in its ``kv_transfer_params``.
+"""Request hints: what a request asks of kvtier in its ``kv_transfer_params``.
 
-Whoever sends a request may know what no cache can see: that a tool will answer in a minute, or
-that a prompt is never used again. ``{"kvtier": {...}}`` says it. What cannot be read is
-ignored, field by field, and said once: a request is served without a wish rather than not at
-all.
+A client knows things that a cache cannot see: that a tool will answer in a minute, or that a
+prompt is never used again. ``{"kvtier": {...}}`` tells kvtier. A field that cannot be read is
+ignored and logged once; the request is served without it.
 
-``kv_load_tiers`` is vLLM's own wish of this kind and names tiers by their nature. It is read as
-vLLM reads it: a list of ``{"medium": ..., "locality": ...}``, of which one must fit; an entry
-that cannot be read is left out, a list of nothing else allows any tier, an empty one none.
+``kv_load_tiers`` is vLLM's own hint of this kind and names tiers by their nature. It is read as
+vLLM reads it: a list of ``{"medium": ..., "locality": ...}``. A tier is allowed if one entry
+fits it. Unreadable entries are ignored. A list of unreadable entries allows every tier, an
+empty list none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvtier.connector.protocols import RequestContext
 from kvtier.logs import get_logger
 from kvtier.manager import NO_TERMS, RequestTerms
 
 __all__ = [
     "HINTS_KEY",
     "LOAD_TIERS_KEY",
-    "LONGEST_SESSION",
+    "MAX_SESSION_CHARS",
     "NO_HINTS",
     "HintReader",
+    "HintTable",
     "RequestHints",
     "TierNature",
 ]
@@ -36,16 +38,15 @@ logger = get_logger(__name__)
 
 HINTS_KEY: Final = "kvtier"
 LOAD_TIERS_KEY: Final = "kv_load_tiers"
-LONGEST_SESSION: Final = 256
-"""Characters of a session's name."""
+MAX_SESSION_CHARS: Final = 256
 
 _MEDIA: Final = frozenset({"CPU", "STORAGE"})
 _LOCALITIES: Final = frozenset({"LOCAL", "REMOTE"})
-_SHOWN: Final = 80
+_SHOWN_CHARS: Final = 80
 
 
 class TierNature(NamedTuple):
-    """What a request may call a tier.
+    """How hints name a tier.
 
     Attributes:
         name: Its name in the configuration.
@@ -60,12 +61,12 @@ class TierNature(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """One request's wishes.
+    """The hints of one request.
 
     Attributes:
-        retain_s: Seconds its chunks stay in RAM after a use, as far as the quota goes; None if
-            it does not say.
-        terms: What the manager is told of it.
+        retain_s: Seconds its chunks stay in RAM after a use, within the quota; None for the
+            configured time.
+        terms: Its terms for the manager.
     """
 
     retain_s: float | None = None
@@ -73,7 +74,7 @@ class RequestHints:
 
     @property
     def stores_nothing(self) -> bool:
-        """Whether its new chunks are not worth keeping at all."""
+        """Whether no tier may keep its new chunks."""
         return self.terms.store_tiers is not None and not self.terms.store_tiers
 
 
@@ -94,17 +95,17 @@ class _Fields(BaseModel):
     skip_load: bool = False
     load_tiers: _Tiers = None
     store_tiers: _Tiers = None
-    session: str = Field(default="", max_length=LONGEST_SESSION)
+    session: str = Field(default="", max_length=MAX_SESSION_CHARS)
 
 
-_MOST_FIELDS: Final = 16
-_MOST_ENTRIES: Final = 64
+_MAX_FIELDS: Final = 16
+_MAX_ENTRIES: Final = 64
 NO_HINTS: Final = RequestHints()
 _NOWHERE: Final[frozenset[int]] = frozenset()
 
 
 class HintReader:
-    """Reads wishes, and says once for each field what was wrong with it.
+    """Reads hints, and logs once for each field what is wrong with it.
 
     Args:
         tiers: The tiers, fastest first.
@@ -122,11 +123,11 @@ class HintReader:
             "skip_load": "write true or false",
             "load_tiers": tier_list,
             "store_tiers": tier_list,
-            "session": f"write a text of at most {LONGEST_SESSION} characters",
+            "session": f"write a text of at most {MAX_SESSION_CHARS} characters",
         }
 
     def read(self, params: Mapping[str, Any] | None) -> RequestHints:
-        """Return the wishes in a request's ``kv_transfer_params``, if there are any."""
+        """Return the hints in a request's ``kv_transfer_params``."""
         if not params:
             return NO_HINTS
         raw, natures = params.get(HINTS_KEY), params.get(LOAD_TIERS_KEY)
@@ -148,12 +149,12 @@ class HintReader:
         return RequestHints(fields.retain_s, terms)
 
     def _fields(self, raw: object) -> _Fields:
-        """Return what can be read of ``raw``."""
+        """Return the readable fields of ``raw``."""
         if not isinstance(raw, Mapping):
             remedy = 'write {"retain_s": 600}, or another field'
             self._warn(HINTS_KEY, raw, "not an object", remedy)
             return _Fields()
-        if len(raw) > _MOST_FIELDS:
+        if len(raw) > _MAX_FIELDS:
             self._warn(HINTS_KEY, "...", f"{len(raw)} fields", "write those you mean")
             return _Fields()
         fields = self._readable(raw)
@@ -167,22 +168,22 @@ class HintReader:
         return _Fields.model_validate(fields)
 
     def _readable(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return those of ``raw`` that have a field's name and are not too long to look at."""
+        """Return the entries of ``raw`` that name a field and are short enough to check."""
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = str(key)
-            # Pydantic does not say which field has a name that is no valid text.
+            # Pydantic cannot report a field whose name is invalid text.
             if name not in self._remedies:
                 self._warn_of(name, value, "no such field")
-            # Before anything looks at every entry: a sender must not keep others waiting.
-            elif isinstance(value, list | tuple | Mapping) and len(value) > _MOST_ENTRIES:
+            # Before every entry is checked: one client must not delay the others.
+            elif isinstance(value, list | tuple | Mapping) and len(value) > _MAX_ENTRIES:
                 self._warn_of(name, "...", f"{len(value)} entries")
             else:
                 fields[name] = value
         return fields
 
     def _named(self, field: str, names: Sequence[str] | None) -> frozenset[int] | None:
-        """Return the tiers called ``names``; None, for any, if one of them is none."""
+        """Return the tiers called ``names``; None, for any, if a name is unknown."""
         if names is None:
             return None
         numbers = frozenset(self._numbers[name] for name in names if name in self._numbers)
@@ -192,10 +193,10 @@ class HintReader:
         return numbers
 
     def _natured(self, raw: object) -> frozenset[int] | None:
-        """Return the tiers that fit one of vLLM's matchers; None for any."""
+        """Return the tiers that fit one of vLLM's entries; None for any."""
         if raw is None:
             return None
-        if not isinstance(raw, list) or len(raw) > _MOST_ENTRIES:
+        if not isinstance(raw, list) or len(raw) > _MAX_ENTRIES:
             self._warn_of_natures(raw)
             return None
         matchers = [entry for entry in raw if _is_matcher(entry)]
@@ -218,7 +219,7 @@ class HintReader:
     def _warn_of(self, field: str, value: object, problem: str) -> None:
         remedy = self._remedies.get(field)
         if remedy is None:
-            # Clients choose such names, so all of them count as one field, the object itself.
+            # Clients choose unknown names, so all of them count as one field.
             known = ", ".join(self._remedies)
             self._warn(
                 f"{HINTS_KEY}.*", {field: value}, "no such field", f"write one of {known}"
@@ -230,9 +231,9 @@ class HintReader:
         if place in self._warned:
             return
         self._warned.add(place)
-        shown = reprlib.repr(value)  # of a value that is nested too deep for repr, too
-        if len(shown) > _SHOWN:
-            shown = f"{shown[:_SHOWN]}..."
+        shown = reprlib.repr(value)  # repr may fail for a deeply nested value
+        if len(shown) > _SHOWN_CHARS:
+            shown = f"{shown[:_SHOWN_CHARS]}..."
         logger.warning(
             "a request's kv_transfer_params.%s = %s is ignored: %s; %s (said once)",
             place,
@@ -242,9 +243,83 @@ class HintReader:
         )
 
 
-def _common(*wishes: frozenset[int] | None) -> frozenset[int] | None:
-    """Return the tiers that all wishes allow; None if there are none."""
-    given = [wish for wish in wishes if wish is not None]
+@dataclass(slots=True)
+class _Entry:
+    """The hints of one request and its jobs in flight."""
+
+    hints: RequestHints
+    jobs: int = 0
+    has_ended: bool = False
+
+
+class HintTable:
+    """Keeps the hints of each request until its last load or store ends.
+
+    The last jobs of a request may end after it.
+
+    Args:
+        tiers: The tiers, fastest first.
+        retain_s: Seconds that chunks stay in RAM after a use, unless a hint says.
+    """
+
+    def __init__(self, tiers: Sequence[TierNature], *, retain_s: float) -> None:
+        self._reader = HintReader(tiers)
+        self._retain_s = retain_s
+        self._entries: dict[str, _Entry] = {}
+        """Only requests with hints have an entry."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def begin(self, request: RequestContext) -> RequestHints:
+        """Read the hints of a new request; an earlier one with its id is forgotten."""
+        self._entries.pop(request.req_id, None)
+        hints = self._reader.read(request.kv_transfer_params)
+        if hints != NO_HINTS:
+            self._entries[request.req_id] = _Entry(hints)
+        return hints
+
+    def end(self, req_id: str) -> None:
+        """Forget a request once its last job ends."""
+        if entry := self._entries.get(req_id):
+            entry.has_ended = True
+            self._drop(req_id, entry)
+
+    def begin_job(self, req_id: str) -> None:
+        """Record that a load or a store of a request begins."""
+        if entry := self._entries.get(req_id):
+            entry.jobs += 1
+
+    def end_job(self, req_id: str) -> None:
+        """Record that a load or a store of a request ended."""
+        if entry := self._entries.get(req_id):
+            entry.jobs = max(entry.jobs - 1, 0)
+            self._drop(req_id, entry)
+
+    def forget_jobs(self) -> None:
+        """Forget all jobs, as a reset does."""
+        for req_id, entry in list(self._entries.items()):
+            entry.jobs = 0
+            self._drop(req_id, entry)
+
+    def get(self, req_id: str) -> RequestHints:
+        """Return the hints of a request."""
+        entry = self._entries.get(req_id)
+        return NO_HINTS if entry is None else entry.hints
+
+    def retain_seconds(self, req_id: str) -> float:
+        """Return how long the chunks of a request stay in RAM after a use."""
+        asked = self.get(req_id).retain_s
+        return self._retain_s if asked is None else asked
+
+    def _drop(self, req_id: str, entry: _Entry) -> None:
+        if entry.has_ended and not entry.jobs:
+            del self._entries[req_id]
+
+
+def _common(*limits: frozenset[int] | None) -> frozenset[int] | None:
+    """Return the tiers that all limits allow; None without a limit."""
+    given = [limit for limit in limits if limit is not None]
     return frozenset.intersection(*given) if given else None
 
 

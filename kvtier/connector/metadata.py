@@ -1,20 +1,20 @@
-"""What the connector's two sides send each other, once per engine step.
+"""The messages between the connector's two sides, once per engine step.
 
-To the workers, :class:`ConnectorMetadata`: the jobs to start and the stores to flush before the
-next forward pass. To the scheduler, :class:`WorkerOutput`: the jobs that ended, in one rank or,
-aggregated, in all. Both cross process boundaries, so they hold plain numbers and strings only.
+The scheduler side sends :class:`ConnectorMetadata`: the jobs to start, and the stores to flush
+before the next forward pass. The worker side sends :class:`WorkerOutput`: the jobs that ended,
+in one rank or, aggregated, in all. Both cross process boundaries, so they hold plain values.
 
-A job is acknowledged by every rank whether it worked or not, because its blocks and slots are
-free for other use only then. For a store that is all: which ranks' bytes are whole is written
-in the control block. A load that did not work is named in ``failed_loads`` as well.
+Every rank acknowledges every job, failed ones too, because the job's blocks and slots are
+reusable only then. The control block records which ranks stored whole bytes. ``failed_loads``
+names the loads that failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtier.connector.stats import ConnectorStats, OperationMetrics
+from kvtier.connector.transfers import Transfers
 from kvtier.types import JobId
 
 __all__ = [
@@ -37,9 +37,9 @@ class BlockSpec:
     Attributes:
         block_ids: Block numbers in the engine's memory.
         group_sizes: How many of them belong to each KV cache group, 0 for none.
-        first_blocks: Index within the request of each group's first block. Where it is no
-            multiple of the blocks per chunk, the group's first chunk is partial; its last
-            may be too.
+        first_blocks: Index within the request of each group's first block. If it is not a
+            multiple of the blocks per chunk, the group's first chunk is partial; its last chunk
+            may be partial too.
     """
 
     block_ids: tuple[int, ...]
@@ -53,8 +53,8 @@ class SlotSpec:
 
     Attributes:
         slots: One per chunk.
-        generations: Stamp per slot: what a store leaves, what a load insists on.
-        wait_s: How long the slots of a load may take to bear their stamps.
+        generations: Stamp per slot: a store leaves it, a load requires it.
+        wait_s: How long a load waits for the stamps.
     """
 
     slots: tuple[int, ...]
@@ -67,9 +67,9 @@ class TransferJob:
     """One request's chunks in one direction.
 
     Attributes:
-        request_id: Whose they are.
-        blocks: Where they are in the engine.
-        slots: Where they are in the tier.
+        request_id: The request.
+        blocks: Their place in the engine.
+        slots: Their place in RAM.
     """
 
     request_id: RequestId
@@ -79,13 +79,13 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorMetadata:
-    """What the workers are to do in one step; the same for every rank.
+    """The workers' jobs of one step; the same for every rank.
 
     Attributes:
         load_jobs: Slots to blocks, started in this step.
         store_jobs: Blocks to slots, started at the next step.
-        jobs_to_flush: Stores whose blocks are about to be overwritten, of this step or earlier.
-        lost_stores: Those of them whose blocks were overwritten already: they must fail.
+        jobs_to_flush: Stores to finish before the forward pass overwrites their blocks.
+        lost_stores: Those of them that must fail, because their blocks are overwritten already.
     """
 
     load_jobs: Mapping[JobId, TransferJob] = field(default_factory=dict)
@@ -99,11 +99,10 @@ class FailedLoad:
     """A load that did not bring all of its bytes.
 
     Attributes:
-        request_id: Who waits for it.
-        block_ids: The blocks whose content must not be used. Only where all attention is full
-            can the request go on from the first of them; of windows and states, what that
-            needs from before it was not loaded.
-        error: What went wrong, for a log line.
+        request_id: The request that waits for it.
+        block_ids: Blocks with invalid content. With full attention only, the request can
+            continue from the first of them; a window or a state needs more from before it.
+        error: The error, for a log line.
     """
 
     request_id: RequestId
@@ -112,7 +111,7 @@ class FailedLoad:
 
     def united(self, other: FailedLoad) -> FailedLoad:
         """Return the failure of two ranks in the same job."""
-        # The smaller message: which rank's comes first must not matter.
+        # The smaller message, so that the order of the ranks does not matter.
         errors = [error for error in (self.error, other.error) if error]
         return FailedLoad(
             self.request_id, self.block_ids | other.block_ids, min(errors, default="")
@@ -121,36 +120,37 @@ class FailedLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """What happened since the last step, in one rank or in several.
+    """The jobs that ended since the last step, in one rank or in several.
 
     Attributes:
-        completed_jobs: Jobs that ended, and how many ranks say so.
-        failed_loads: Which of them failed, in any rank.
-        stats: What was copied: a :class:`~kvtier.connector.stats.ConnectorStats` as plain
-            values.
+        completed_jobs: Jobs that ended, with the number of ranks that report it.
+        failed_loads: Those of them that failed, in any rank.
+        transfers: The copies.
     """
 
     completed_jobs: Mapping[JobId, int] = field(default_factory=dict)
     failed_loads: Mapping[JobId, FailedLoad] = field(default_factory=dict)
-    stats: Mapping[str, Sequence[OperationMetrics]] = field(default_factory=dict)
+    transfers: Transfers = field(default_factory=Transfers)
 
     @property
     def failed_requests(self) -> frozenset[RequestId]:
-        """Requests that wait for a load which failed."""
+        """Requests that wait for a failed load."""
         return frozenset(load.request_id for load in self.failed_loads.values())
 
     @property
     def invalid_block_ids(self) -> frozenset[int]:
-        """Blocks whose content must not be used."""
+        """Blocks with invalid content."""
         return frozenset().union(*(load.block_ids for load in self.failed_loads.values()))
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Return what both say together; the order of the two matters only in ``stats``."""
+        """Return both outputs as one; their order matters only in ``transfers``."""
         completed = dict(self.completed_jobs)
         for job_id, ranks in other.completed_jobs.items():
             completed[job_id] = completed.get(job_id, 0) + ranks
         failed = dict(self.failed_loads)
         for job_id, load in other.failed_loads.items():
             failed[job_id] = failed[job_id].united(load) if job_id in failed else load
-        stats = ConnectorStats(self.stats).aggregate(ConnectorStats(other.stats)).to_dict()
-        return WorkerOutput(completed, failed, stats)
+        transfers = Transfers()
+        transfers.add(self.transfers)
+        transfers.add(other.transfers)
+        return WorkerOutput(completed, failed, transfers)

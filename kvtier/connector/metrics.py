@@ -1,51 +1,45 @@
-"""Every number kvtier reports: name, kind, meaning, labels, and where its value comes from.
+"""kvtier's figures as Prometheus metrics: names and labels, what changed, and when to read.
 
-One table feeds vLLM's ``/metrics``, kvtier's own exporter and the manual, so that none of them
-knows a name the others do not. A new number of a tier is a field of
-:class:`~kvtier.connector.report.statistics.TierFigures` and a row of ``_TIER`` here.
+Names follow from the table in :mod:`kvtier.connector.figures`. vLLM's ``/metrics``, kvtier's
+own exporter and the manual all use them.
 
-Values are read in a fixed order of series, because the tiers of an engine do not change while
-it lives. What a tier reported last is one tuple, so that a tier where nothing happened costs
-one comparison, and names and labels are made once.
+Reading every figure takes some hundred microseconds after a forward pass, and vLLM's front end
+then handles them, while a step of a small model takes a few milliseconds. So figures are read
+at most once a second, and at every step once the engine is idle: no later step may come, and
+the last figures must be right. The tiers of an engine are constant, so values are read in a
+fixed order, and a tier without changes costs one comparison.
 """
 
 from __future__ import annotations
 
-import enum
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvtier import __version__
-from kvtier.connector.report.statistics import EngineStatistics
+from kvtier.connector.figures import (
+    EngineStatistics,
+    Figure,
+    Kind,
+    ShadowFigures,
+    TierFigures,
+    figures_of,
+)
+from kvtier.connector.transfers import Transfers
 
 __all__ = [
-    "LOAD_WAIT",
     "METRICS",
-    "REUSE_GAP",
-    "TRANSFER_BYTES",
-    "TRANSFER_SIZE",
-    "TRANSFER_TIME",
-    "Changes",
+    "Change",
     "Kind",
     "Metric",
-    "Series",
-    "SeriesReader",
+    "Publisher",
+    "Reporter",
+    "StatisticsSource",
 ]
 
-Values = tuple[float, ...]
-
-
-class Kind(enum.Enum):
-    """What a number does."""
-
-    COUNTER = "counter"
-    """Only grows while the engine lives."""
-    GAUGE = "gauge"
-    """Is what it is now."""
-    HISTOGRAM = "histogram"
-    """Counts observations by size."""
+_EVERY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,7 @@ class Metric:
 
     Attributes:
         name: Its name; Prometheus adds ``_total`` to that of a counter.
-        kind: What it does.
+        kind: How it changes.
         help: What it means, in one sentence.
         labels: Names of its labels.
         buckets: Upper bounds of a histogram's buckets, without the infinite one.
@@ -67,175 +61,83 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-class Series(NamedTuple):
-    """A metric with the values of its labels."""
+class Change(NamedTuple):
+    """What changed in one series since the last report; a plain value.
 
-    metric: Metric
+    Attributes:
+        name: The metric's name.
+        labels: Values of its labels.
+        value: Growth of a counter, value of a gauge, observations of a histogram.
+    """
+
+    name: str
     labels: tuple[str, ...]
+    value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One series of whatever has ``field``: a tier, a shadow policy or the engine."""
+class _Row(NamedTuple):
+    """A metric whose value is an attribute of a tier, a shadow policy or the engine."""
 
     metric: Metric
     field: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
     """Values of the labels that follow those of the owner."""
 
 
-_TIER_LABELS: Final = ("tier",)
-_SHADOW_LABELS: Final = ("tier", "policy")
-
-
-def _rows(
-    kind: Kind, labels: tuple[str, ...], prefix: str, helps: Mapping[str, str]
-) -> list[_Row]:
-    return [
-        _Row(Metric(f"kvtier_{prefix}{field}", kind, text, labels), field)
-        for field, text in helps.items()
-    ]
-
-
-_TIER_COUNTERS: Final = {
-    "hit_chunks": (
-        "Chunks loaded into the GPU, by the tier their bytes came from; of a load that failed "
-        "those before its failure."
-    ),
-    "hit_tokens": (
-        "Prompt tokens not computed, by the tier their KV came from; rounded up to whole "
-        "chunks."
-    ),
-    "miss_chunks": (
-        "Chunks asked for and not in the tier: those found in a slower one, and one per "
-        "request for the first that was nowhere."
-    ),
-    "stranded_chunks": (
-        "Chunks in the tier that were computed all the same, behind one that no tier had."
-    ),
-    "skipped_load_chunks": (
-        "Chunks not loaded because computing them was to be faster, or they were to be late."
-    ),
-    "skipped_load_tokens": "Prompt tokens they stand for.",
-    "stored_chunks": "Chunks that became resident in the tier.",
-    "evicted_chunks": "Chunks that left the tier to make room.",
-    "followed_chunks": (
-        "Evicted chunks of which kvtier_evict_reuse_gap_seconds tells whether they are asked "
-        "for again; of a large tier a sample."
-    ),
-    "promoted_chunks": "Chunks that came up from the tier to RAM to stay.",
-    "demoted_chunks": "Chunks that went down from the tier and arrived in a slower one.",
-    "refused_chunks": "Chunks not taken for lack of room or by policy.",
-    "lost_chunks": "Chunks that did not reach the slower tier they were meant for.",
-    "unretained_chunks": "Chunks asked to be kept that were not, or not as long.",
-    "dropped_chunks": (
-        "New chunks not taken because a disk did not keep up: not sent to the tier; of RAM, "
-        "refused because chunks that wait for a slower tier filled it."
-    ),
-    "corrupt_chunks": "Chunks dropped because their bytes were not the bytes stored.",
-    "read_bytes": "Bytes read from the tier by transfers that completed.",
-    "written_bytes": "Bytes written to the tier by transfers that completed.",
-    "transfer_seconds": "Time spent in transfers to and from the tier, queueing excluded.",
-    "queue_seconds": "Time transfers to and from the tier waited for their turn.",
-    "refused_jobs": "Transfers refused: queue full or tier out of service.",
-    "expired_jobs": "Transfers whose deadline passed.",
-}
-_TIER_GAUGES: Final = {
-    "capacity_chunks": "Chunks the tier can hold.",
-    "used_chunks": "Slots of the tier that are not free.",
-    "held_chunks": "Chunks that could not be evicted now.",
-    "dirty_chunks": "Chunks that must still reach a slower tier.",
-    "queued_bytes": "Bytes queued or running to and from the tier.",
-    "recovered_chunks": "Chunks of earlier engines that the tier had when this one started.",
-    "load_seconds_per_gb": "What loading a gigabyte is estimated to take; 0 if not measured.",
-    "out_of_service": (
-        "1 while the tier is not read from, or not written to, after repeated failures."
-    ),
-}
 _FAILED: Final = Metric(
     "kvtier_failed_chunks",
     Kind.COUNTER,
     "Chunks whose transfer failed, by tier and by cause.",
     ("tier", "cause"),
 )
-_CAUSES: Final = {
-    "read": "failed_reads",
-    "write": "failed_writes",
-    "load": "failed_loads",
-    "corrupt": "corrupt_chunks",
-    "expired": "expired_chunks",
-    "refused": "shut_out_chunks",
-}
-_ENGINE_GAUGES: Final = {
-    "waiting_requests": "Requests that wait for chunks on their way to RAM.",
-    "granted_chunks": "RAM slots kept for waiting requests.",
-    "retained_chunks": "RAM slots of chunks kept until a deadline.",
-    "recompute_seconds_per_token": (
-        "What computing a prompt token is estimated to take; 0 if not measured."
-    ),
-}
-_ENGINE_COUNTERS: Final = {
-    "internal_errors": (
-        "Unexpected errors in kvtier, answered as misses; anything but 0 is a bug."
-    ),
-    "trace_records": "Records written to the trace.",
-    "trace_dropped": "Records of the trace that were not written.",
-}
-_SHADOW_COUNTERS: Final = {
-    "asked_chunks": "Chunks that a shadow policy was asked for.",
-    "hit_chunks": "Chunks that a shadow policy would have had.",
-}
-_SHADOW_GAUGES: Final = {
-    "hit_ratio": "Share of chunks that a shadow policy would have had, since the start.",
-}
 
-_TIER: Final = (
-    *_rows(Kind.COUNTER, _TIER_LABELS, "", _TIER_COUNTERS),
-    *_rows(Kind.GAUGE, _TIER_LABELS, "", _TIER_GAUGES),
-    *(_Row(_FAILED, field, (cause,)) for cause, field in _CAUSES.items()),
-)
-_ENGINE: Final = (
-    *_rows(Kind.GAUGE, (), "", _ENGINE_GAUGES),
-    *_rows(Kind.COUNTER, (), "", _ENGINE_COUNTERS),
-)
-_SHADOW: Final = (
-    *_rows(Kind.COUNTER, _SHADOW_LABELS, "shadow_", _SHADOW_COUNTERS),
-    *_rows(Kind.GAUGE, _SHADOW_LABELS, "shadow_", _SHADOW_GAUGES),
-)
 
-INFO: Final = Metric(
+def _row(prefix: str, labels: tuple[str, ...], field: str, figure: Figure) -> _Row:
+    if figure.cause:
+        return _Row(_FAILED, field, (figure.cause,))
+    return _Row(Metric(f"kvtier_{prefix}{field}", figure.kind, figure.help, labels), field, ())
+
+
+def _rows(owner: type[Any], prefix: str, labels: tuple[str, ...]) -> tuple[_Row, ...]:
+    return tuple(_row(prefix, labels, *each) for each in figures_of(owner))
+
+
+_TIER: Final = _rows(TierFigures, "", ("tier",))
+_SHADOW: Final = _rows(ShadowFigures, "shadow_", ("tier", "policy"))
+_ENGINE: Final = _rows(EngineStatistics, "", ())
+_INFO: Final = Metric(
     "kvtier_info",
     Kind.GAUGE,
     "Always 1: kvtier's version, and each tier's namespace and directory.",
     ("version", "tier", "namespace", "path"),
 )
-LOAD_WAIT: Final = Metric(
+_LOAD_WAIT: Final = Metric(
     "kvtier_load_wait_seconds",
     Kind.HISTOGRAM,
     "Time that a request waited for chunks before it could be computed.",
     (),
     (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
-REUSE_GAP: Final = Metric(
+_REUSE_GAP: Final = Metric(
     "kvtier_evict_reuse_gap_seconds",
     Kind.HISTOGRAM,
     "Time between evicting a chunk from the tier and looking for it, or computing it, again.",
-    _TIER_LABELS,
+    ("tier",),
     (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400),
 )
-TRANSFER_BYTES: Final = Metric(
+_TRANSFER_BYTES: Final = Metric(
     "kvtier_kv_offload_total_bytes",
     Kind.COUNTER,
-    "Bytes moved, by where from and where to.",
+    "Bytes moved, by source and destination.",
     ("transfer_type",),
 )
-TRANSFER_TIME: Final = Metric(
+_TRANSFER_TIME: Final = Metric(
     "kvtier_kv_offload_total_time",
     Kind.COUNTER,
-    "Seconds spent moving them, queueing excluded.",
+    "Seconds of transfers, queueing excluded.",
     ("transfer_type",),
 )
-TRANSFER_SIZE: Final = Metric(
+_TRANSFER_SIZE: Final = Metric(
     "kvtier_kv_offload_size",
     Kind.HISTOGRAM,
     "Bytes of one transfer.",
@@ -247,92 +149,172 @@ METRICS: Final[Mapping[str, Metric]] = {
     metric.name: metric
     for metric in (
         *(row.metric for row in (*_TIER, *_ENGINE, *_SHADOW)),
-        INFO,
-        LOAD_WAIT,
-        REUSE_GAP,
-        TRANSFER_BYTES,
-        TRANSFER_TIME,
-        TRANSFER_SIZE,
+        _INFO,
+        _LOAD_WAIT,
+        _REUSE_GAP,
+        _TRANSFER_BYTES,
+        _TRANSFER_TIME,
+        _TRANSFER_SIZE,
     )
 }
-"""Every metric by its name: all that may ever be reported."""
+"""Every metric by its name."""
 
 
-def _reader(rows: Sequence[_Row]) -> Callable[[object], Values]:
-    """Return what reads the fields of ``rows`` at once; there are at least two."""
-    read: Callable[[Any], Values] = operator.attrgetter(*(row.field for row in rows))
+class StatisticsSource(Protocol):
+    """An object that has figures, with one reader, because what is taken from it is gone.
+
+    A :class:`~kvtier.connector.service.CacheService` has the figures of its tiers. The
+    :class:`~kvtier.connector.scheduler.ConnectorScheduler` that drives it adds the copies of
+    its workers, and then is the one to read.
+    """
+
+    @property
+    def is_active(self) -> bool:
+        """Whether another step is certain."""
+
+    def statistics(self) -> EngineStatistics:
+        """Return all figures now."""
+
+    def take_load_waits(self) -> Sequence[float]:
+        """Return the seconds that requests waited for a load, since the last call."""
+
+    def take_reuse_gaps(self) -> Sequence[Sequence[float]]:
+        """Return, per tier, seconds from an eviction to the next request for the chunk."""
+
+    def take_transfers(self) -> Transfers:
+        """Return the transfers that ended since the last call."""
+
+
+class Reporter:
+    """Reads a source once a second at most. One thread calls it: the source's.
+
+    Args:
+        source: The source.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, source: StatisticsSource, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source = source
+        self._clock = clock
+        self._due_s = float("-inf")
+        self._last: dict[tuple[str, ...], tuple[float, ...]] = {}
+
+    def is_due(self) -> bool:
+        """Return whether :meth:`take` reads the source now. Cheap enough for every step."""
+        return self._clock() >= self._due_s or not self._source.is_active
+
+    def take(self) -> list[Change]:
+        """Return what changed since the last reading; nothing if that was too recent.
+
+        The first reading has every counter and gauge, those at 0 too: a series that appears
+        later hides its first growth from alerts.
+        """
+        if not self.is_due():
+            return []
+        self._due_s = self._clock() + _EVERY_S
+        now = self._source.statistics()
+        return [*self._changes(now), *self._observations(now)]
+
+    def _changes(self, now: EngineStatistics) -> Iterator[Change]:
+        for tier in now.tiers:
+            yield from self._grown(_TIER, _read_tier(tier), tier.name)
+        yield from self._grown(_ENGINE, _read_engine(now))
+        for shadow in now.shadows:
+            yield from self._grown(_SHADOW, _read_shadow(shadow), shadow.tier, shadow.policy)
+        for store in now.stores:
+            if store not in self._last:
+                self._last[store] = (1.0,)
+                yield Change(_INFO.name, (__version__, *store), 1.0)
+
+    def _grown(
+        self, rows: Sequence[_Row], after: tuple[float, ...], *owner: str
+    ) -> Iterator[Change]:
+        before = self._last.get(owner)
+        if before == after:
+            return
+        self._last[owner] = after
+        for number, (row, value) in enumerate(zip(rows, after, strict=True)):
+            change = value
+            if before is not None:
+                if value == before[number]:
+                    continue
+                if row.metric.kind is Kind.COUNTER:
+                    change = value - before[number]
+            yield Change(row.metric.name, (*owner, *row.labels), change)
+
+    def _observations(self, now: EngineStatistics) -> Iterator[Change]:
+        source = self._source
+        gaps = zip(now.tiers, source.take_reuse_gaps(), strict=True)
+        observed: list[tuple[Metric, tuple[str, ...], Sequence[float]]] = [
+            (_LOAD_WAIT, (), source.take_load_waits()),
+            *((_REUSE_GAP, (tier.name,), seconds) for tier, seconds in gaps),
+        ]
+        transfers = source.take_transfers()
+        for transfer_type, (nbytes, seconds) in transfers.totals().items():
+            yield Change(_TRANSFER_BYTES.name, (transfer_type,), nbytes)
+            yield Change(_TRANSFER_TIME.name, (transfer_type,), seconds)
+        for transfer_type, records in transfers.by_type.items():
+            observed.append((_TRANSFER_SIZE, (transfer_type,), [size for size, _ in records]))
+        for metric, labels, values in observed:
+            if values:
+                yield Change(metric.name, labels, list(values))
+
+
+def _reader(rows: Sequence[_Row]) -> Callable[[object], tuple[float, ...]]:
+    """Return a function that reads the fields of ``rows`` at once; there are at least two."""
+    read: Callable[[Any], tuple[float, ...]] = operator.attrgetter(*(row.field for row in rows))
     return read
 
 
-_read_tier = _reader(_TIER)
-_read_engine = _reader(_ENGINE)
-_read_shadow = _reader(_SHADOW)
+_read_tier: Final = _reader(_TIER)
+_read_engine: Final = _reader(_ENGINE)
+_read_shadow: Final = _reader(_SHADOW)
 
 
-class SeriesReader:
-    """The counters and gauges of one engine, in a fixed order.
-
-    Args:
-        now: Any statistics of the engine: its tiers and shadow policies never change.
-
-    Attributes:
-        series: What :meth:`read` returns the values of, group by group.
-    """
-
-    def __init__(self, now: EngineStatistics) -> None:
-        self.series: Sequence[Sequence[Series]] = (
-            *(_named(_TIER, tier.name) for tier in now.tiers),
-            _named(_ENGINE),
-            *(_named(_SHADOW, shadow.tier, shadow.policy) for shadow in now.shadows),
-            [Series(INFO, (__version__, *store)) for store in now.stores],
-        )
-
-    def read(self, now: EngineStatistics) -> list[Values]:
-        """Return the values of all series."""
-        return [
-            *map(_read_tier, now.tiers),
-            _read_engine(now),
-            *map(_read_shadow, now.shadows),
-            (1.0,) * len(now.stores),
-        ]
-
-
-class Changes:
-    """What changed from one reading of an engine to the next.
+class Publisher:
+    """Prometheus metrics that follow from changes.
 
     Args:
-        now: Any statistics of the engine.
+        make: Builds a metric of each kind; takes the arguments of ``prometheus_client``.
+        labels: Names of labels that come before those of each metric.
     """
 
-    def __init__(self, now: EngineStatistics) -> None:
-        self._reader = SeriesReader(now)
-        self._last: list[Values | None] = [None] * len(self._reader.series)
+    def __init__(self, make: Mapping[Kind, Callable[..., Any]], labels: Sequence[str]) -> None:
+        self._metrics = {
+            name: make[metric.kind](
+                name=name,
+                documentation=metric.help,
+                labelnames=[*labels, *metric.labels],
+                **({"buckets": metric.buckets} if metric.buckets else {}),
+            )
+            for name, metric in METRICS.items()
+        }
+        self._series: dict[tuple[str, tuple[object, ...]], Any] = {}
 
-    def take(self, now: EngineStatistics) -> Iterator[tuple[Series, float]]:
-        """Yield what a counter grew by and what a gauge is, where that changed.
+    def publish(
+        self,
+        changes: Iterable[tuple[str, Sequence[str], Any]],
+        label_values: Sequence[object] = (),
+    ) -> None:
+        """Apply changes.
 
-        The first call yields everything: a series that is not there cannot be told from one
-        that stands at 0, and nobody can be alerted by its first step.
+        Args:
+            changes: Each a :class:`Change`, or a sequence of the same values.
+            label_values: Values of the labels that come before those of each metric.
         """
-        values = self._reader.read(now)
-        for number, (series, after) in enumerate(zip(self._reader.series, values, strict=True)):
-            before = self._last[number]
-            if before == after:
-                continue
-            self._last[number] = after
-            yield from _differences(series, before, after)
-
-
-def _differences(
-    series: Sequence[Series], before: Values | None, after: Values
-) -> Iterator[tuple[Series, float]]:
-    if before is None:
-        yield from zip(series, after, strict=True)
-        return
-    for one, old, new in zip(series, before, after, strict=True):
-        if new != old:
-            yield one, new - old if one.metric.kind is Kind.COUNTER else new
-
-
-def _named(rows: Sequence[_Row], *owner: str) -> list[Series]:
-    return [Series(row.metric, (*owner, *row.labels)) for row in rows]
+        for name, labels, value in changes:
+            key = name, (*label_values, *labels)
+            if key not in self._series:
+                metric = self._metrics[name]
+                self._series[key] = metric.labels(*key[1]) if key[1] else metric
+            series = self._series[key]
+            match METRICS[name].kind:
+                case Kind.COUNTER:
+                    series.inc(value)
+                case Kind.GAUGE:
+                    series.set(value)
+                case Kind.HISTOGRAM:
+                    for observation in value:
+                        series.observe(observation)

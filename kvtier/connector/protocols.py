@@ -1,19 +1,18 @@
-"""What an engine shows the scheduler half, and what the scheduler half asks of a cache.
+"""The interfaces of the scheduler side: to an engine above it and to a cache below it.
 
-The names are vLLM's, so that its own ``Request``, ``KVCacheBlocks`` and ``KVCacheManager`` are
-such objects as they are; another engine brings objects with the same few attributes. Nothing
-here is written to: the scheduler half reads, and keeps what it needs.
+The names are vLLM's, so that vLLM's ``Request``, ``KVCacheBlocks`` and ``KVCacheManager`` fit
+as they are. Another engine brings objects with the same attributes. The scheduler side only
+reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol
 
-from kvtier.connector.context import RequestContext
-from kvtier.connector.report.reporter import StatisticsSource
+from kvtier.connector.metrics import StatisticsSource
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, ResidencyEvent, StorePlan
 from kvtier.manager.hits import Prompt
@@ -25,16 +24,29 @@ __all__ = [
     "BoundaryState",
     "Cache",
     "EngineRequest",
+    "RequestContext",
     "Step",
 ]
 
 
+class RequestContext(Protocol):
+    """A request as the cache sees it; vLLM's ``ReqContext`` is one."""
+
+    @property
+    def req_id(self) -> str:
+        """The engine's id of the request."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the client asks of the KV cache."""
+
+
 class EngineRequest(Protocol):
-    """A request, for as long as its engine knows it."""
+    """A request as its engine sees it."""
 
     @property
     def request_id(self) -> str:
-        """The engine's name for it."""
+        """The engine's id of the request."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,11 +54,11 @@ class EngineRequest(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many of them are the prompt."""
+        """Tokens of the prompt."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is in the engine's blocks before the current step."""
+        """Tokens that have KV in the engine's blocks before the current step."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
@@ -54,18 +66,18 @@ class EngineRequest(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What whoever sent the request asks of the KV cache."""
+        """What the client asks of the KV cache."""
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether everything must be computed, cached or not."""
+        """Whether everything must be computed, even if it is cached."""
 
     @property
     def shared_prefix_boundary(self) -> int:
-        """Tokens after which it is known to leave another request's prefix; 0 for unknown."""
+        """Tokens of the prefix that it is known to share with another request; 0 if unknown."""
 
     def is_finished(self) -> bool:
-        """Return whether it ended, for whatever reason."""
+        """Return whether it ended, for any reason."""
 
 
 class Block(Protocol):
@@ -73,19 +85,19 @@ class Block(Protocol):
 
     @property
     def block_id(self) -> int:
-        """Its number."""
+        """Number of the block."""
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for no block."""
+        """Whether it is the placeholder for a missing block."""
 
     @property
     def block_hash(self) -> object | None:
-        """What it holds; None while that is not computed or loaded."""
+        """Hash of its content; None until that is computed or loaded."""
 
 
 class AllocatedBlocks(Protocol):
-    """A request's blocks."""
+    """The blocks of a request."""
 
     @property
     def blocks(self) -> Sequence[Sequence[Block]]:
@@ -96,16 +108,16 @@ class BlockTables(Protocol):
     """The engine's block tables; vLLM's ``KVCacheManager`` is one."""
 
     def get_blocks(self, request_id: str) -> AllocatedBlocks:
-        """Return the blocks that a request has now; no blocks for one that has none."""
+        """Return the blocks that a request has now, possibly none."""
 
 
 class BoundaryState(NamedTuple):
-    """A recurrent state that the engine hands over for storing, in the step that computes it.
+    """A recurrent state that the engine offers for storing, in the step that computes it.
 
     Attributes:
         group: Index of its KV cache group.
         block_id: The block that holds it.
-        tokens: Tokens that it follows.
+        tokens: Tokens that the state covers.
     """
 
     group: int
@@ -113,17 +125,18 @@ class BoundaryState(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+_NO_STATES: Final[Mapping[str, Sequence[BoundaryState]]] = MappingProxyType({})
+
+
+class Step(NamedTuple):
     """What the engine decided in one step.
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, per scheduled request.
-        started: Requests that were scheduled for the first time, or anew with all their blocks.
+        started: Requests that are scheduled for the first time, or again with all their blocks.
         preempted: Requests that lost their blocks.
-        allocated: Blocks that were given to requests since the step before, or are copied into.
-        overwritten: Those of ``allocated`` that workers write to before they are asked to end
-            the stores that read them.
+        allocated: Blocks that requests got since the step before, and targets of block copies.
+        overwritten: Those of ``allocated`` that workers write to before they flush stores.
         states: Recurrent states to store, per request.
     """
 
@@ -132,33 +145,36 @@ class Step:
     preempted: Collection[str] = ()
     allocated: AbstractSet[int] = frozenset()
     overwritten: AbstractSet[int] = frozenset()
-    states: Mapping[str, Sequence[BoundaryState]] = field(default_factory=dict)
+    states: Mapping[str, Sequence[BoundaryState]] = _NO_STATES
 
 
 class Cache(StatisticsSource, Protocol):
-    """What the scheduler side drives: a :class:`~kvtier.connector.service.CacheService`."""
+    """A cache that the scheduler side drives.
+
+    :class:`~kvtier.connector.service.CacheService` implements it.
+    """
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether :meth:`end_step` would find nothing to do."""
 
     def begin_request(self, request: RequestContext) -> None:
-        """Start remembering a request."""
+        """Start following a request."""
 
     def end_request(self, request: RequestContext) -> None:
-        """Forget a request; its loads and stores in flight go on."""
+        """Forget a request; its loads and stores in flight continue."""
 
     def lookup(self, req_id: str, prompt: Prompt) -> int | None:
-        """Return how many tokens can be loaded now; None to be asked at the next step."""
+        """Return how many tokens can be loaded now; None to ask again at the next step."""
 
     def prepare_load(self, keys: Sequence[ChunkKey], req_id: str) -> LoadPlan:
-        """Pin chunks that were hits in this step and say where they are."""
+        """Pin chunks that were hits in this step and return where they are."""
 
     def complete_load(self, req_id: str) -> None:
-        """End a request's oldest load: chunks a worker could not load are dropped."""
+        """End a request's oldest load: chunks that a worker could not load are dropped."""
 
     def prepare_store(self, keys: Sequence[ChunkKey], req_id: str) -> StorePlan | None:
-        """Give new chunks slots; None when there is no room now."""
+        """Give new chunks slots; None if there is no room now."""
 
     def complete_store(self, keys: Collection[ChunkKey], req_id: str) -> None:
         """Make stored chunks hits if every worker recorded that they are whole."""
@@ -167,13 +183,13 @@ class Cache(StatisticsSource, Protocol):
         """Close a scheduling step."""
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping while no request runs."""
+        """Return whether the engine must keep stepping while no request runs."""
 
     def take_events(self) -> list[ResidencyEvent]:
         """Return residency changes, removals before the stores that use their room."""
 
     def reset_cache(self) -> bool:
-        """Make everything in every tier a miss; returns whether it is so after a restart."""
+        """Make everything in every tier a miss; return whether a restart keeps it so."""
 
     def shutdown(self) -> None:
         """Close the tiers. Idempotent."""

@@ -1,4 +1,4 @@
-"""The connector's scheduler side: decides what is loaded and stored, and for whom.
+"""The connector's scheduler side: decides which chunks are loaded and stored.
 
 An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
 the request got, and sends the step's jobs to the workers. The workers' results come back
@@ -19,8 +19,10 @@ Calls of one step:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Final
 
+from kvtier.connector.figures import EngineStatistics
 from kvtier.connector.groups import SchedulerOptions, build_layouts
 from kvtier.connector.jobs import JobState, JobTable
 from kvtier.connector.loads import plan_load
@@ -33,10 +35,9 @@ from kvtier.connector.protocols import (
     EngineRequest,
     Step,
 )
-from kvtier.connector.report.statistics import EngineStatistics
-from kvtier.connector.requests import TrackedRequest
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.requests import OfferQueue, TrackedRequest
 from kvtier.connector.stores import StoreRules, computed_tokens
+from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError
 from kvtier.keys import ChunkKey
 from kvtier.logs import get_logger
@@ -49,19 +50,19 @@ __all__ = ["NOTHING_TO_DO", "ConnectorScheduler"]
 logger = get_logger(__name__)
 
 NOTHING_TO_DO: Final = ConnectorMetadata()
-"""What workers get in a step that starts no job."""
+"""The metadata of a step that starts no job."""
 
 
 class ConnectorScheduler:
     """Drives a cache for one engine. Not thread-safe; the scheduler's thread calls it.
 
-    No method waits, but for :meth:`reset_cache` and :meth:`shutdown`.
+    No method waits, except :meth:`reset_cache` and :meth:`shutdown`.
 
-    A :class:`~kvtier.connector.report.reporter.StatisticsSource`: an exporter reads this object
-    and not the cache, which does not know what workers copied.
+    It is a :class:`~kvtier.connector.metrics.StatisticsSource`, whose figures include the
+    copies of the workers.
 
     Args:
-        cache: The cache; shut down with this object, and its figures are read by nobody else.
+        cache: The cache; shut down with this object, which is the only reader of its figures.
         options: How the engine is set up.
 
     Attributes:
@@ -83,13 +84,12 @@ class ConnectorScheduler:
         reads_all = all(each.group.reach is Reach.PREFIX for each in self._layouts)
         self._recompute_tokens = 0 if reads_all else 1
         self._requests: dict[str, TrackedRequest] = {}
+        self._offers = OfferQueue()
         self._jobs = JobTable(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._store_jobs: dict[JobId, TransferJob] = {}
         self._loading: set[ChunkKey] = set()
-        # Each of the two has a reader of its own.
-        self._unreported = ConnectorStats()
-        self._unexported = ConnectorStats()
+        self._transfers = Transfers()
 
     # -- requests that wait --------------------------------------------------------------------
 
@@ -100,17 +100,18 @@ class ConnectorScheduler:
         name_chunk: Callable[[ChunkKey], ChunkKey] | None = None,
         may_store: Callable[[], bool] | None = None,
     ) -> None:
-        """Start following a request, and no other one that had its id.
+        """Start following a request; an earlier one with its id is forgotten.
 
         Args:
             request: The request.
             name_chunk: Returns kvtier's key of a chunk; None where it is the engine's.
-            may_store: Asked before each store: whether KV computed for the request is what its
-                keys say. None for always.
+            may_store: Returns, before each store, whether the request's keys still describe its
+                KV. None for always.
         """
         former = self._requests.get(request.request_id)
         if former is not None:
             self._cache.end_request(former)
+            self._offers.remove(former)
         tracked = TrackedRequest(
             request, self._layouts, name_chunk=name_chunk, may_store=may_store
         )
@@ -134,7 +135,7 @@ class ConnectorScheduler:
         if tracked.jobs:
             return None, False  # its stores read blocks that it lost
         tracked.extend_keys()
-        tracked.offer_again()  # it has no blocks yet, or lost them
+        tracked.offer_again()  # it has no blocks
         tracked.local_tokens = num_computed_tokens
         if request.skip_reading_prefix_cache:
             return 0, False
@@ -170,10 +171,9 @@ class ConnectorScheduler:
             self._loading.update(load.keys)
         loaded_tokens = tracked.local_tokens + num_external_tokens
         tracked.offered_tokens = [loaded_tokens] * len(self._layouts)
-        tracked.next_offer_tokens = self._rules.next_offer_tokens(tracked)
 
     def load_sources(self, req_id: str) -> Mapping[int, int]:
-        """Return, by index of a tier, the tokens of a request's last load that came from it."""
+        """Return the tokens of a request's last load by index of the tier they came from."""
         tracked = self._requests.get(req_id)
         return {} if tracked is None else tracked.load_sources
 
@@ -186,9 +186,10 @@ class ConnectorScheduler:
             step: What the engine decided.
         """
         if step.started or step.preempted:
-            self._note_starts(step)
-        if step.started or step.preempted or not self._cache.rests:
+            self._update_requests(step)
             self._cache.end_step(started=step.started, preempted=step.preempted)
+        elif not self._cache.is_idle:
+            self._cache.end_step(started=(), preempted=())
         if step.allocated:
             # Before this step's stores are planned: they read what the step computes.
             self._jobs.flush_readers_of(step.allocated)
@@ -202,12 +203,12 @@ class ConnectorScheduler:
         return ConnectorMetadata(load_jobs, store_jobs, flush, frozenset(lost))
 
     def update_connector_output(self, output: WorkerOutput) -> None:
-        """Take the workers' answers into account; a job ends when all ranks acknowledged it.
+        """Process the workers' results; a job ends when all ranks acknowledged it.
 
         Args:
             output: Of all ranks together, or of some.
         """
-        self._note_transfers(ConnectorStats(output.stats))
+        self._transfers.add(output.transfers)
         for job_id in output.failed_loads:
             self._jobs.fail(job_id)
         for job_id, ranks in output.completed_jobs.items():
@@ -216,22 +217,22 @@ class ConnectorScheduler:
                 self._complete(job)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping while no request runs."""
+        """Return whether the engine must keep stepping while no request runs."""
         return bool(self._jobs) or self._cache.has_pending_work()
 
     # -- requests that end ---------------------------------------------------------------------
 
     def request_finished(self, request: EngineRequest) -> None:
-        """Note that a request ended and its blocks are about to be freed.
+        """Offer the last chunks of a request that ended, and forget it.
 
-        Its last chunks are offered now. Nothing has to be kept for that: a store whose blocks
-        are given away ends before they are written.
+        Its blocks are about to be freed. Stores that read them end before they are written.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             return
         self._store(tracked, 0)
         del self._requests[tracked.req_id]
+        self._offers.remove(tracked)
         self._cache.end_request(tracked)
 
     # -- figures, reset and shutdown -----------------------------------------------------------
@@ -240,18 +241,10 @@ class ConnectorScheduler:
         """Return residency changes, removals before the stores that use their room."""
         return self._cache.take_events()
 
-    def get_stats(self) -> ConnectorStats | None:
-        """Return what was copied since the last call, by workers and between tiers.
-
-        Whoever calls :meth:`take_transfers` gets the same once more.
-        """
-        self._note_transfers(self._cache.take_transfers())
-        return None if self._unreported.is_empty() else self._unreported.clone_and_reset()
-
     @property
     def is_active(self) -> bool:
         """Whether another step is certain: a request runs, or work is pending."""
-        return bool(self._jobs) or self._cache.is_active
+        return bool(self._requests or self._jobs) or self._cache.is_active
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of the cache now."""
@@ -265,13 +258,10 @@ class ConnectorScheduler:
         """Return, per tier, seconds from an eviction to the next request for the chunk."""
         return self._cache.take_reuse_gaps()
 
-    def take_transfers(self) -> ConnectorStats:
-        """Return what was copied since the last call, by workers and between tiers.
-
-        For an exporter; what :meth:`get_stats` returns does not depend on it.
-        """
-        self._note_transfers(self._cache.take_transfers())
-        return self._unexported.clone_and_reset()
+    def take_transfers(self) -> Transfers:
+        """Return the copies of workers and between tiers since the last call."""
+        self._transfers.add(self._cache.take_transfers())
+        return self._transfers.take()
 
     def reset_cache(self) -> bool:
         """Make everything in every tier a miss; running requests offer their chunks again.
@@ -284,8 +274,8 @@ class ConnectorScheduler:
             back what a tier held: reset it again.
 
         Raises:
-            KvtierError: A step was begun and not built: loads would be lost that requests wait
-                for.
+            KvtierError: Loads of this step are planned and not built yet: requests would wait
+                for them for ever.
         """
         if self._load_jobs:
             raise KvtierError("reset between update_state_after_alloc and build_connector_meta")
@@ -293,6 +283,7 @@ class ConnectorScheduler:
         self._loading.clear()
         for tracked in self._requests.values():
             tracked.offer_again()
+            self._offers.add(tracked)
         return self._cache.reset_cache()
 
     def shutdown(self) -> None:
@@ -303,23 +294,20 @@ class ConnectorScheduler:
 
     def _offer_chunks(self, step: Step) -> None:
         """Offer the chunks that the step completes."""
-        requests, scheduled_tokens = self._requests, step.num_scheduled_tokens
+        scheduled_tokens = step.num_scheduled_tokens
         for req_id, states in step.states.items():
-            if req_id in requests:
-                self._store(requests[req_id], scheduled_tokens.get(req_id, 0), states)
-        for req_id, scheduled in scheduled_tokens.items():
-            tracked = requests.get(req_id)
-            if tracked is None:
-                continue
-            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
+            if req_id in self._requests:
+                self._store(self._requests[req_id], scheduled_tokens.get(req_id, 0), states)
+        for tracked in self._offers.take_due(scheduled_tokens):
+            scheduled = scheduled_tokens.get(tracked.req_id, 0)
+            tokens = tracked.request.num_computed_tokens + scheduled
+            if scheduled and tokens >= tracked.next_offer_tokens:
                 self._store(tracked, scheduled)
-
-    def _note_transfers(self, transfers: ConnectorStats) -> None:
-        self._unreported.aggregate(transfers)
-        self._unexported.aggregate(transfers)
+            if tracked.has_blocks and tracked.next_offer_tokens < inf:
+                self._offers.add(tracked, max(tracked.next_offer_tokens - tokens, 1))
 
     def _track(self, request: EngineRequest) -> TrackedRequest:
-        """Return what is remembered of a request, from now on if nothing was."""
+        """Return the state of a request; start following it if nobody announced it."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             self.on_new_request(request)
@@ -358,7 +346,8 @@ class ConnectorScheduler:
             sources[origins[0]] += left
         return sources
 
-    def _note_starts(self, step: Step) -> None:
+    def _update_requests(self, step: Step) -> None:
+        """Record which requests lost their blocks and which ones run from now on."""
         for req_id in step.preempted:
             tracked = self._requests.get(req_id)
             if tracked is not None:
@@ -370,7 +359,8 @@ class ConnectorScheduler:
             if tracked.has_blocks and not self._options.trusts_later_parts:
                 tracked.store_limit = 0  # its streamed prompt was continued
             tracked.has_blocks = True
-            tracked.next_offer_tokens = 0  # its prompt may have become longer
+            tracked.next_offer_tokens = 0  # a continued prompt is longer now
+            self._offers.add(tracked)
 
     def _store(
         self, tracked: TrackedRequest, scheduled: int, states: Sequence[BoundaryState] = ()
@@ -394,7 +384,7 @@ class ConnectorScheduler:
         tracked.next_offer_tokens = self._rules.next_offer_tokens(tracked)
 
     def _complete(self, job: JobState) -> None:
-        """Tell the cache that a job ended in all ranks."""
+        """Report to the cache that a job ended in all ranks."""
         tracked = job.tracked
         if job.is_store:
             self._cache.complete_store(job.keys, tracked.req_id)
@@ -402,4 +392,6 @@ class ConnectorScheduler:
         self._loading.difference_update(job.keys)
         self._cache.complete_load(tracked.req_id)
         if job.has_failed:
-            tracked.offer_again()  # what is computed instead is not in the cache
+            tracked.offer_again()  # the cache has dropped what is computed instead
+            if self._requests.get(tracked.req_id) is tracked:
+                self._offers.add(tracked)

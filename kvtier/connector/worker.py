@@ -1,4 +1,4 @@
-"""The connector's worker side: carries out what the scheduler side decided, in one rank.
+"""The connector's worker side: carries out the jobs of the scheduler side in one rank.
 
 Calls of one step, all on the engine's thread:
 
@@ -7,15 +7,15 @@ Calls of one step, all on the engine's thread:
    to be overwritten, and for nothing else: a store ends when its bytes are in RAM.
 2. The forward pass.
 3. :meth:`~ConnectorWorker.start_load`, for requests that wait outside the batch.
-4. :meth:`~ConnectorWorker.defer_stores`. What this forward pass computed is stored from the
-   next step on: tokens are sampled and sent first.
+4. :meth:`~ConnectorWorker.defer_stores`. The KV of this forward pass is stored from the next
+   step on: tokens are sampled and sent first.
 5. :meth:`~ConnectorWorker.get_finished` and :meth:`~ConnectorWorker.take_output`.
 
 A step without a forward pass makes the same calls.
 
-Every job is acknowledged, one that failed as well, for its blocks and slots are free only then.
-Whether a store is whole is written in the control block; a failed load is named in
-:attr:`WorkerOutput.failed_loads`, with the blocks that must not be used.
+Every job is acknowledged, failed ones too, because its blocks and slots are reusable only then.
+The control block records whether a store is whole. :attr:`WorkerOutput.failed_loads` names
+failed loads, with the blocks that have invalid content.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvtier.connector.metadata import (
     TransferJob,
     WorkerOutput,
 )
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.logs import get_logger
 from kvtier.memory.slot_layout import RankShare
@@ -53,7 +53,7 @@ class WorkerOptions:
 
     Attributes:
         rank: This rank.
-        share: Which part of every slot is the rank's.
+        share: The rank's part of every slot.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest that each part of :meth:`ConnectorWorker.shutdown` may take.
     """
@@ -65,7 +65,7 @@ class WorkerOptions:
 
 
 class ConnectorWorker:
-    """Copies one rank's blocks to and from RAM slots as the scheduler side says.
+    """Copies one rank's blocks to and from RAM slots.
 
     Not thread-safe. Only :meth:`handle_preemptions`, :meth:`wait_for_stores` and
     :meth:`shutdown` wait.
@@ -93,16 +93,17 @@ class ConnectorWorker:
         self._submitted = 0
         self._completed: set[JobId] = set()
         self._failed: dict[JobId, FailedLoad] = {}
-        self._stats = ConnectorStats()
+        self._transfers = Transfers()
 
     # -- steps ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
         """Submit deferred stores and wait for those whose blocks are about to be overwritten.
 
-        One that does not end in time never counts as whole, and neither does one of
-        ``lost_stores``.
+        A store that does not end in time, or is in ``lost_stores``, never counts as whole.
         """
+        if not (self._deferred or metadata.jobs_to_flush):
+            return
         flush = metadata.jobs_to_flush
         for job_id in sorted(flush & metadata.store_jobs.keys()):
             self._deferred[job_id] = metadata.store_jobs[job_id]
@@ -123,36 +124,35 @@ class ConnectorWorker:
             self._submit(job_id, job, Purpose.LOAD, self._start_load)
 
     def defer_stores(self, metadata: ConnectorMetadata) -> None:
-        """Note what is to be stored from the next step on."""
+        """Keep the stores of this step until the next one."""
         for job_id, job in metadata.store_jobs.items():
             if job_id not in metadata.jobs_to_flush:
                 self._deferred[job_id] = job
 
     def get_finished(self) -> set[RequestId]:
-        """Return requests whose load ended since the last call, whether it worked or not."""
+        """Return requests whose load ended since the last call, failed loads included."""
         if not self._submitted:
             return set()
         return {
-            request_id for result in self._device.poll() for request_id in self._note(result)
+            request_id for result in self._device.poll() for request_id in self._record(result)
         }
 
     def take_output(self) -> WorkerOutput | None:
-        """Return what happened since the last call; None for nothing."""
+        """Return the jobs that ended since the last call; None for none."""
         if not self._completed:
             return None
         output = WorkerOutput(
-            # Those planned first come first: heads of prefixes are to be published before
-            # their tails, whichever thread was quicker.
+            # In the order of planning: the head of a prefix is published before its tail.
             completed_jobs=dict.fromkeys(sorted(self._completed), 1),
             failed_loads=self._failed,
-            stats=self._stats.clone_and_reset().to_dict(),
+            transfers=self._transfers.take(),
         )
         self._completed = set()
         self._failed = {}
         return output
 
     def wait_for_stores(self) -> None:
-        """Block until no store reads blocks any more: their memory may be taken away."""
+        """Block until no store reads blocks: their memory may be freed afterwards."""
         self._submit_deferred()
         self._device.wait_for_stores()
 
@@ -164,6 +164,8 @@ class ConnectorWorker:
     # -- internals -----------------------------------------------------------------------------
 
     def _submit_deferred(self, lost: frozenset[JobId] = frozenset()) -> None:
+        if not self._deferred:
+            return
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
             start = self._start_lost if job_id in lost else self._start_store
@@ -207,14 +209,15 @@ class ConnectorWorker:
             blocks.block_ids, blocks.group_sizes, blocks.first_blocks, slots
         )
 
-    def _note(self, result: DeviceResult) -> tuple[RequestId, ...]:
-        """Note how a job ended; return the request if it was a load."""
+    def _record(self, result: DeviceResult) -> tuple[RequestId, ...]:
+        """Record how a job ended; return the request if it was a load."""
         self._submitted -= 1
         self._completed.add(result.job_id)
-        if result.purpose is Purpose.STORE:
-            self._stats.record_transfer(result.nbytes, result.seconds, ("gpu", "ram"))
+        is_store = result.purpose is Purpose.STORE
+        ends = ("gpu", "ram") if is_store else ("ram", "gpu")
+        self._transfers.record(*ends, nbytes=result.nbytes, seconds=result.seconds)
+        if is_store:
             return ()
-        self._stats.record_transfer(result.nbytes, result.seconds, ("ram", "gpu"))
         job, plan = self._loads.pop(result.job_id)
         if not result.is_whole:
             missing = (

@@ -10,31 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.doctor._finding import Finding, Verdict
-from kvtier.doctor._machine import Machine
+from kvtier.doctor._findings import Finding, Status
+from kvtier.doctor._memory import Machine
 from kvtier.doctor._mounts import Mount
 from kvtier.os.limits import read_kernel_text
 from kvtier.units import approximate_size
 
 __all__ = ["BlockQueue", "check_queues", "find_queues"]
 
-_SECTOR_ALIGNMENT_NBYTES: Final = 4096
+_SLOT_ALIGNMENT_NBYTES: Final = 4096
 _SMALL_REQUEST_KB: Final = 512
 _VIRTUAL_DISK: Final = re.compile("(vd|xvd)[a-z]+")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockQueue:
-    """Limits of one disk's queue, from ``/sys/block/NAME/queue``; see Linux's sysfs-block.
+    """Limits of one disk's queue, from ``/sys/block/NAME/queue``.
 
     Attributes:
         name: The disk, such as ``nvme0n1``.
         logical_block_nbytes: Unit of addressing; O_DIRECT must be aligned to it.
         max_request_kb: Largest request the kernel sends, in KiB (``max_sectors_kb``).
-        max_hardware_request_kb: What the device would take (``max_hw_sectors_kb``).
-        requests: Requests the queue holds (``nr_requests``); per hardware queue.
-        scheduler: The one in use; ``none`` or empty for none.
-        rotational: Whether the device says that it spins.
+        max_hardware_request_kb: Largest request the device takes (``max_hw_sectors_kb``).
+        requests: Requests that each hardware queue holds (``nr_requests``).
+        scheduler: The I/O scheduler in use; ``none`` or empty for none.
+        rotational: Whether the device reports that it spins.
         write_cache: ``write back``, ``write through``, or empty if unknown.
     """
 
@@ -49,10 +49,9 @@ class BlockQueue:
 
 
 def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
-    """Return the disks that ``mount`` ends up on; empty where the kernel names none.
+    """Return the disks under ``mount``; empty if the kernel names none.
 
-    Partitions lead to their disk, and device-mapper and RAID devices to their members, for
-    these are what does the work.
+    A partition resolves to its disk, a device-mapper or RAID device to its members.
     """
     if mount.major:
         number = f"{mount.major}:{mount.minor}"
@@ -68,7 +67,7 @@ def find_queues(machine: Machine, mount: Mount) -> list[BlockQueue]:
 def check_queues(
     tier: str, queues: Sequence[BlockQueue], *, piece_nbytes: int, threads: int
 ) -> Iterator[Finding]:
-    """Say what of the disks' limits holds the tier back.
+    """Check whether a limit of the disks slows the tier down.
 
     Args:
         tier: Name of the tier.
@@ -77,73 +76,60 @@ def check_queues(
         threads: I/O calls at once.
     """
     if not queues:
-        found = "the kernel names no block device under it, so its queue cannot be judged"
-        yield Finding(f"{tier}: device", Verdict.NOTE, found, "trust the measured rates only")
+        reason = "the kernel names no block device under the file system"
+        remedy = "run kvtier doctor: it measures the rates"
+        yield Finding(f"{tier}: device", Status.NOTE, reason, remedy)
     for queue in queues:
-        odd = [*_unsuited(tier, queue), *_narrow(tier, queue, piece_nbytes, threads)]
-        yield _summary(tier, queue)
-        yield from odd
+        check = f"{tier}: device {queue.name}"
+        limits = list(_slow_limits(queue, piece_nbytes, threads))
+        scheduler, cache = queue.scheduler or "none", queue.write_cache or "unknown"
+        reason = (
+            f"requests of {queue.max_request_kb} KiB, {queue.requests} in the queue, "
+            f"scheduler {scheduler}, cache {cache}"
+        )
+        yield Finding(check, Status.OK, reason)
+        for status, problem, remedy in limits:
+            yield Finding(check, status, problem, remedy)
 
 
-def _summary(tier: str, queue: BlockQueue) -> Finding:
-    parts = [
-        f"requests of {queue.max_request_kb} KiB",
-        f"{queue.requests} in the queue",
-        f"scheduler {queue.scheduler or 'none'}",
-    ]
-    if queue.write_cache:
-        parts.append(f"{queue.write_cache} cache")
-    return Finding(_label(tier, queue), Verdict.OK, ", ".join(parts))
-
-
-def _unsuited(tier: str, queue: BlockQueue) -> Iterator[Finding]:
-    label = _label(tier, queue)
-    if queue.logical_block_nbytes > _SECTOR_ALIGNMENT_NBYTES:
+def _slow_limits(
+    queue: BlockQueue, piece_nbytes: int, threads: int
+) -> Iterator[tuple[Status, str, str]]:
+    settings = f"/sys/block/{queue.name}/queue"
+    if queue.logical_block_nbytes > _SLOT_ALIGNMENT_NBYTES:
         size = approximate_size(queue.logical_block_nbytes)
-        found = f"sectors of {size}: slots are multiples of 4 KiB, so no O_DIRECT"
+        problem = f"sectors of {size}: slots are multiples of 4 KiB, so O_DIRECT fails"
         remedy = "format the drive with sectors of 4 KiB or less, or set direct_io: off"
-        yield Finding(label, Verdict.WARNING, found, remedy)
+        yield Status.WARNING, problem, remedy
     if queue.rotational and _VIRTUAL_DISK.fullmatch(queue.name):
-        found = "says that it spins, as virtual disks do, whatever is behind them"
-        yield Finding(label, Verdict.NOTE, found, "trust the measured rates")
+        problem = "a virtual disk, which reports itself as spinning"
+        yield Status.NOTE, problem, "run kvtier doctor: it measures the rates"
     elif queue.rotational:
-        found = "a spinning disk: recomputing a prefix is usually faster than reading it"
-        yield Finding(label, Verdict.WARNING, found, "name a directory on an NVMe drive")
+        problem = "a spinning disk: recomputing a prefix is usually faster than reading it"
+        yield Status.WARNING, problem, "name a directory on an NVMe drive"
     if queue.scheduler == "bfq" or (
         queue.name.startswith("nvme") and queue.scheduler not in {"", "none"}
     ):
-        found = f"scheduler {queue.scheduler}: processor time for an order the drive ignores"
-        remedy = f"as root: echo none > /sys/block/{queue.name}/queue/scheduler"
-        yield Finding(label, Verdict.WARNING, found, remedy)
-
-
-def _narrow(tier: str, queue: BlockQueue, piece_nbytes: int, threads: int) -> Iterator[Finding]:
-    label = _label(tier, queue)
+        problem = f"scheduler {queue.scheduler}: costs processor time and orders nothing"
+        yield Status.WARNING, problem, f"run as root: echo none > {settings}/scheduler"
     reachable_kb = min(queue.max_hardware_request_kb, piece_nbytes >> 10)
     if queue.max_request_kb < min(_SMALL_REQUEST_KB, reachable_kb):
-        found = (
-            f"a piece of {approximate_size(piece_nbytes)} is cut into requests of "
-            f"{queue.max_request_kb} KiB although the device takes more"
+        problem = (
+            f"splits a piece of {approximate_size(piece_nbytes)} into requests of "
+            f"{queue.max_request_kb} KiB; the device takes larger ones"
         )
-        file = f"/sys/block/{queue.name}/queue/max_sectors_kb"
-        remedy = f"as root: echo {min(reachable_kb, 4096)} > {file}"
-        yield Finding(label, Verdict.WARNING, found, remedy)
+        remedy = f"run as root: echo {min(reachable_kb, 4096)} > {settings}/max_sectors_kb"
+        yield Status.WARNING, problem, remedy
     wanted = threads * max(1, (piece_nbytes >> 10) // max(1, queue.max_request_kb))
     if wanted > queue.requests:
-        found = (
-            f"{threads} pieces at once are {wanted} requests, the queue holds "
-            f"{queue.requests}: the rest waits"
+        problem = (
+            f"{threads} pieces at once are {wanted} requests; the queue holds {queue.requests}"
         )
-        remedy = f"as root: echo {wanted} > /sys/block/{queue.name}/queue/nr_requests"
-        yield Finding(label, Verdict.NOTE, found, remedy)
-
-
-def _label(tier: str, queue: BlockQueue) -> str:
-    return f"{tier}: device {queue.name}"
+        yield Status.NOTE, problem, f"run as root: echo {wanted} > {settings}/nr_requests"
 
 
 def _device_number(machine: Machine, source: str) -> str:
-    """Return ``MAJOR:MINOR`` of the device node ``source``; empty if it is none."""
+    """Return ``MAJOR:MINOR`` of ``source``; empty if it is not a block device."""
     if not source.startswith("/dev/"):
         return ""
     try:
@@ -156,7 +142,7 @@ def _device_number(machine: Machine, source: str) -> str:
 
 
 def _disks(entry: Path) -> Iterator[Path]:
-    """Yield the sysfs directories of the disks that the device at ``entry`` ends up on."""
+    """Yield the sysfs directories of the disks under the device at ``entry``."""
     disk = entry.parent if (entry / "partition").exists() else entry
     members = sorted(disk.glob("slaves/*"))
     if not members:

@@ -11,18 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.doctor._finding import Finding, Verdict
-from kvtier.doctor._machine import Machine
+from kvtier.doctor._findings import Finding, Status
+from kvtier.doctor._memory import Machine
 
 __all__ = ["Mount", "check_mount", "find_mount", "is_exempt_from_cow", "parse_mounts"]
 
 _TESTED: Final = frozenset({"ext4", "xfs"})
-_MEMORY: Final = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-_LAYERED: Final = frozenset({"overlay", "aufs"})
-_NETWORK: Final = re.compile(
-    r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|glusterfs|afs|9p|virtiofs|fuse(blk)?(\..*)?"
-)
 _COPY_ON_WRITE: Final = frozenset({"btrfs", "zfs", "bcachefs"})
+_UNSUITED: Final = (
+    (
+        re.compile("tmpfs|ramfs|hugetlbfs"),
+        "memory, not a disk",
+        "name a directory on a local disk, or remove the tier and raise tiers[0].capacity",
+    ),
+    (
+        re.compile("overlay|aufs"),
+        "a container's own layer, slow and deleted with the container",
+        "mount a volume of a local disk into the container and name it as path",
+    ),
+    (
+        re.compile("|".join(sorted(_COPY_ON_WRITE))),
+        "copies on write: slots scatter, and writes fail on a full disk",
+        "use ext4 or xfs; on btrfs, run chattr +C on the directory while it is empty",
+    ),
+    (
+        re.compile(
+            r"nfs4?|cifs|smb3|ceph|lustre|gpfs|beegfs|glusterfs|afs|9p|virtiofs"
+            r"|fuse(blk)?(\..*)?"
+        ),
+        "a network file system: its pauses delay loads, its locks may fail",
+        "name a directory on a local ext4 or xfs",
+    ),
+)
 
 _FS_IOC_GETFLAGS: Final = 0x80086601
 _FS_NOCOW_FL: Final = 0x00800000
@@ -104,76 +124,30 @@ def is_exempt_from_cow(place: Path) -> bool:
     return bool(flags[0] & _FS_NOCOW_FL)
 
 
-def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Iterator[Finding]:
-    """Say whether the file system suits a store: once for its kind, once per odd option.
+def check_mount(tier: str, mount: Mount, *, exempt_from_cow: bool) -> Finding:
+    """Check that the file system suits a store.
 
     Args:
         tier: Name of the tier.
-        mount: Where its directory is.
+        mount: The mount of its directory.
         exempt_from_cow: Whether files there are overwritten in place although the file system
             copies on write.
     """
-    check = f"{tier}: file system"
     exempt = exempt_from_cow or "nodatacow" in mount.options
-    verdict, what, remedy = _judge_kind(mount.kind, exempt_from_cow=exempt)
-    found = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
-    yield Finding(check, verdict, f"{found}: {what}" if what else found, remedy)
-    for option, (what, remedy) in _ODD_OPTIONS.items():
-        if option in mount.options:
-            yield Finding(check, Verdict.WARNING, f"mounted with {option}: {what}", remedy)
-    quota = sorted(mount.options & _QUOTAS)
-    if quota:
-        what = f"mounted with {quota[0]}: free space does not show what your quota leaves"
-        remedy = "compare quota -s with the capacity, as the user that runs the engine"
-        yield Finding(check, Verdict.NOTE, what, remedy)
+    status, problem, remedy = _judge(mount.kind, exempt_from_cow=exempt)
+    reason = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
+    if problem:
+        reason = f"{reason}: {problem}"
+    return Finding(f"{tier}: file system", status, reason, remedy)
 
 
-_ODD_OPTIONS: Final = {
-    "data=journal": (
-        "every byte is written twice, and not directly",
-        "mount it with data=ordered, the default",
-    ),
-    "sync": ("every write waits for the disk", "mount it without sync"),
-}
-_QUOTAS: Final = frozenset(
-    {"quota", "usrquota", "grpquota", "prjquota", "uquota", "gquota", "pquota"}
-)
-
-
-def _judge_kind(kind: str, *, exempt_from_cow: bool) -> tuple[Verdict, str, str]:
-    if kind in _TESTED:
-        return Verdict.OK, "", ""
-    if kind in _COPY_ON_WRITE and exempt_from_cow:
-        return Verdict.OK, "overwrites in place", ""
-    for kinds, what, remedy in _UNSUITED:
-        if kind in kinds:
-            return Verdict.WARNING, what, remedy
-    if _NETWORK.fullmatch(kind):
-        return Verdict.WARNING, *_OVER_A_NETWORK
-    return Verdict.NOTE, "not one that kvtier is tested on", "prefer a local ext4 or xfs"
-
-
-_UNSUITED: Final = (
-    (
-        _MEMORY,
-        "memory, not a disk: it takes from the engine what it should relieve",
-        "name a directory on a local disk, or drop the tier and raise tiers[0].capacity",
-    ),
-    (
-        _LAYERED,
-        "a container's own layer: slow, and gone with the container",
-        "mount a volume of a local disk into the container and name it as path",
-    ),
-    (
-        _COPY_ON_WRITE,
-        "copies on write: slots scatter, and a full disk fails writes, reserved or not",
-        "use ext4 or xfs; on btrfs, chattr +C the empty directory before the first start",
-    ),
-)
-_OVER_A_NETWORK: Final = (
-    "not a local disk: locks may not keep a second engine out, its pauses become the tier's",
-    "name a directory on a local ext4 or xfs",
-)
+def _judge(kind: str, *, exempt_from_cow: bool) -> tuple[Status, str, str]:
+    if kind in _TESTED or (kind in _COPY_ON_WRITE and exempt_from_cow):
+        return Status.OK, "", ""
+    for kinds, problem, remedy in _UNSUITED:
+        if kinds.fullmatch(kind):
+            return Status.WARNING, problem, remedy
+    return Status.NOTE, "kvtier is not tested on it", "prefer a local ext4 or xfs"
 
 
 def _unescape(text: str) -> str:

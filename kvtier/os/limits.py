@@ -11,6 +11,7 @@ from typing import Final
 __all__ = [
     "HugePagePool",
     "MemoryLimit",
+    "allocated_nbytes",
     "free_disk_nbytes",
     "huge_page_pool",
     "memory_limits",
@@ -87,6 +88,22 @@ def read_kernel_text(path: Path) -> str:
         return path.read_text("ascii", "replace").strip()
     except OSError:
         return ""
+
+
+def allocated_nbytes(directory: Path) -> int:
+    """Return the bytes that the files below ``directory`` take on their disk."""
+
+    def allocated(path: Path) -> int:
+        try:
+            return path.lstat().st_blocks * 512
+        except OSError:  # removed meanwhile, or not readable for this user
+            return 0
+
+    return sum(
+        allocated(Path(parent, name))
+        for parent, directories, files in os.walk(directory)
+        for name in (*directories, *files)
+    )
 
 
 def free_disk_nbytes(directory: Path) -> int | None:

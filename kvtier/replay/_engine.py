@@ -151,14 +151,14 @@ class ReplayEngine:
         self.counts.steps += 1
         batch = self._batcher.schedule()
         metadata = self._scheduler.build_connector_meta(batch.step())
-        self._cache.computing(prompt_tokens(batch.num_scheduled_tokens.values()))
+        self._cache.step_scheduled(prompt_tokens(batch.num_scheduled_tokens.values()))
         self._worker.handle_preemptions(metadata)
         # What was loaded is compared within a step's time, before anything is written to it.
         self._check()
         tokens = self._compute(batch)
         self._due_s += self._model.seconds(tokens)
         time.sleep(max(self._due_s - time.monotonic(), 0.0))
-        self._cache.computed()
+        self._cache.step_ended()
         self._worker.start_load(metadata)
         self._worker.defer_stores(metadata)
         loaded = self._worker.get_finished()

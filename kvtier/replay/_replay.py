@@ -22,12 +22,12 @@ from kvtier.config import (
     slot_nbytes,
 )
 from kvtier.connector.device import DeviceEngine
+from kvtier.connector.figures import TierFigures
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
-from kvtier.connector.report.statistics import TierFigures
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
-from kvtier.connector.stats import transfer_type_of
 from kvtier.connector.storage import open_storage
+from kvtier.connector.transfers import transfer_type_of
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.memory import HostRegion, RegionGeometry
@@ -334,10 +334,9 @@ class _Bench:
         )
         return fitting, seconds
 
-    def moved(self) -> Mapping[str, float]:
-        """Return what was copied, and how long that took, by transfer type."""
-        stats = self._scheduler.get_stats()
-        return {} if stats is None else stats.reduce()
+    def moved(self) -> Mapping[str, tuple[int, float]]:
+        """Return the bytes copied and the seconds that took, by transfer type."""
+        return self._scheduler.take_transfers().totals()
 
     def figures(self) -> list[TierFigures]:
         """Return the tiers' figures."""
@@ -488,19 +487,23 @@ def _best_times(
 
 
 def _traffic(
-    tier: TierFigures, above: Sequence[str], predicted_hits: int, moved: Mapping[str, float]
+    tier: TierFigures,
+    above: Sequence[str],
+    predicted_hits: int,
+    moved: Mapping[str, tuple[int, float]],
 ) -> ReplayedTraffic:
     """Return what ``tier`` moved to the fastest of the tiers ``above``, and from all."""
-    up = [transfer_type_of(tier.name, above[0])]
-    down = [transfer_type_of(name, tier.name) for name in above]
+    read_bytes, read_s = moved.get(transfer_type_of(tier.name, above[0]), (0, 0.0))
+    down = [moved.get(transfer_type_of(name, tier.name), (0, 0.0)) for name in above]
+    written_bytes, written_s = sum(size for size, _ in down), sum(time for _, time in down)
     return ReplayedTraffic(
         name=tier.name,
         hits=tier.hit_chunks,
         predicted_hits=predicted_hits,
-        read_bytes=int(_sum(moved, up, "bytes")),
-        read_bytes_per_s=_rate(moved, up),
-        written_bytes=int(_sum(moved, down, "bytes")),
-        write_bytes_per_s=_rate(moved, down),
+        read_bytes=read_bytes,
+        read_bytes_per_s=read_bytes / read_s if read_s else 0.0,
+        written_bytes=written_bytes,
+        write_bytes_per_s=written_bytes / written_s if written_s else 0.0,
         failed_chunks=tier.failed_reads
         + tier.failed_writes
         + tier.failed_loads
@@ -508,12 +511,3 @@ def _traffic(
         + tier.expired_chunks,
         skipped_chunks=tier.skipped_load_chunks,
     )
-
-
-def _rate(moved: Mapping[str, float], transfer_types: Sequence[str]) -> float:
-    seconds = _sum(moved, transfer_types, "time")
-    return _sum(moved, transfer_types, "bytes") / seconds if seconds else 0.0
-
-
-def _sum(moved: Mapping[str, float], transfer_types: Sequence[str], what: str) -> float:
-    return sum(moved.get(f"{each}_total_{what}", 0.0) for each in transfer_types)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.connector.hints import HINTS_KEY, LONGEST_SESSION
+from kvtier.connector.hints import HINTS_KEY, MAX_SESSION_CHARS
 from kvtier.sim.traces import Trace
 
 __all__ = [
@@ -153,7 +153,7 @@ def shorten_sessions(trace: Trace) -> Trace:
 
 
 def _short(session: str) -> str:
-    if len(session) <= LONGEST_SESSION:
+    if len(session) <= MAX_SESSION_CHARS:
         return session
     return hashlib.blake2b(session.encode(), digest_size=32).hexdigest()
 

@@ -14,10 +14,10 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvtier.config import Remark, TierConfig, allocated_bytes
+from kvtier.config import Remark, TierConfig
 from kvtier.errors import CapacityError
 from kvtier.keys import ChunkKey
-from kvtier.os.limits import free_disk_nbytes
+from kvtier.os.limits import allocated_nbytes, free_disk_nbytes
 from kvtier.types import LayoutFingerprint, Outcome, Purpose, SharedMemory
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class StorageTier(ABC):
         store = options.local_store()
         if store is None:
             return None
-        held_nbytes = allocated_bytes(store.path)
+        held_nbytes = allocated_nbytes(store.path)
         place = store.path if store.path.exists() else store.path.parent
         return StoreExamination(
             free_nbytes=free_disk_nbytes(place),

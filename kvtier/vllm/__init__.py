@@ -1,7 +1,7 @@
-"""The doors into vLLM; the only package that imports it.
+"""Entry points into vLLM; the only package that imports it.
 
-``KVTierConnector``, the recommended one, is loaded by vLLM from ``--kv-transfer-config``, and
-``KVTierOffloadingSpec`` by vLLM's OffloadingConnector; ``kvtier vllm-args FILE`` prints the
+vLLM loads ``KVTierConnector``, the recommended one, from ``--kv-transfer-config``, and vLLM's
+``OffloadingConnector`` loads ``KVTierOffloadingSpec``. ``kvtier vllm-args FILE`` prints the
 option.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["KVTierConnector", "KVTierOffloadingSpec"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the signature PEP 562 asks for
-    # vLLM takes ten seconds to import, and tools such as the demo's parent do without it.
+    # vLLM takes ten seconds to import, and most tools of kvtier do not need it.
     if name == "KVTierOffloadingSpec":
         from kvtier.vllm.spec import KVTierOffloadingSpec  # noqa: PLC0415
 

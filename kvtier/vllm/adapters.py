@@ -1,19 +1,16 @@
-"""What a LoRA adapter holds, as part of the keys of the chunks that were computed with it.
+"""Digests of LoRA adapters, as part of the keys of chunks that were computed with them.
 
-vLLM hashes an adapter's name and path into a chunk's key, not its content, and that is enough
-for a cache that ends with the engine. Chunks on NVMe outlive it: an adapter that was trained
-again, under the path it had, would be served what the old one computed. So within kvtier a
-chunk of a request with an adapter has a longer key, with a digest of the adapter in it. vLLM's
-half never sees that one.
+vLLM hashes an adapter's name and path into a block hash, not its content. That suffices for a
+cache that ends with the engine. Chunks on NVMe outlive it: an adapter that is trained again
+under the same path would be served the KV of the old one. So kvtier's key of a chunk with an
+adapter is longer and contains a digest of the adapter.
 
-A digest is believed only if the engine cannot have loaded anything else from the same files. It
-loads an adapter when it likes: before the first request that asks for it, again after it had to
-make room for others, and where a request says ``load_inplace``; and not at all while another
-one is loaded that has the same ``lora_int_id``. Nobody tells which content it has, and vLLM's
-own prefix cache keeps what the old one computed. So files must be older than the engine and
-stay as they are, and the number must be nobody else's. Of any other adapter, and of one whose
-files cannot be read here, chunks have a digest that no other engine will come to: they are hits
-until this one ends.
+A digest is trusted only if the engine can have loaded nothing else from the same files. vLLM
+loads an adapter before the first request for it, again after it made room for others, and with
+``load_inplace``. It loads nothing while another adapter has the same ``lora_int_id``. It does
+not report which content it loaded, and its prefix cache keeps the KV of the old one. So the
+files must be older than the engine and stay unchanged, and the number must be unique. Chunks of
+any other adapter get a digest that no other engine computes: they are hits until this one ends.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,28 +26,20 @@ from typing import Any, Final
 
 import xxhash
 
-from kvtier.keys import ADAPTER_NBYTES, ADAPTER_OFFSET, ChunkKey, strip_adapter
+from kvtier.keys import ADAPTER_NBYTES, ADAPTER_OFFSET, ChunkKey
 from kvtier.logs import get_logger
 
 __all__ = [
     "AdapterContent",
     "AdapterContents",
-    "content_of",
-    "positions_with_adapters",
-    "strip_adapter",
-    "tie_content",
 ]
 
 logger = get_logger(__name__)
 
 DIGEST_NBYTES: Final = ADAPTER_NBYTES
 
-_FIELD: Final = "kvtier_adapter"
-"""Of a request's context: vLLM hands over one object from the request's arrival to its last
-store, whatever became of its id."""
-
 _PREFIXES: Final = ("adapter_", "new_embeddings")
-"""What vLLM reads of an adapter's directory."""
+"""Beginnings of the file names that vLLM reads in an adapter's directory."""
 _WHOLE_NBYTES: Final = 64 << 20
 _SAMPLES: Final = 1024
 _SAMPLE_NBYTES: Final = 32 << 10
@@ -62,7 +51,7 @@ _SETTINGS: Final = (
     "enable_mixed_moe_lora_format",
     "enable_moe_shared_loras",
 )
-"""What else of vLLM's configuration says how an adapter is applied."""
+"""Settings of vLLM that change how an adapter is applied."""
 
 _UNREADABLE: Final = "its files cannot be read where vLLM's scheduler runs"
 _YOUNG: Final = "its files are newer than the engine, which may have loaded older ones"
@@ -72,7 +61,7 @@ _SHARED: Final = "another one has its lora_int_id, by which alone vLLM knows wha
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file as it was: what tells that it is another one, or was written to."""
+    """The state of a file; it differs after the file was replaced or written to."""
 
     name: str
     nbytes: int
@@ -83,24 +72,24 @@ class _File:
 
 _Files = Sequence[_File]
 _Name = tuple[str, str, bool]
-"""Name, path and format of an adapter, as requests say them."""
+"""Name, path and format of an adapter in requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """What the adapter of a request held when the request arrived.
+    """The content of a request's adapter when the request arrived.
 
     Attributes:
-        digest: Stands for it in keys.
-        is_current: Returns whether its files are as they were; to be asked once something was
-            computed with it, before that is stored.
+        digest: Its part of a key.
+        is_current: Returns whether its files are unchanged. Call it after KV was computed and
+            before it is stored.
     """
 
     digest: bytes
     is_current: Callable[[], bool]
 
     def key(self, key: bytes) -> ChunkKey:
-        """Return kvtier's key of the chunk that vLLM calls ``key``.
+        """Return kvtier's key of a chunk with vLLM's key ``key``.
 
         >>> content = AdapterContent(b"." * DIGEST_NBYTES, bool)
         >>> content.key(b"0123456789abcdef" + bytes(4))[:24]
@@ -109,44 +98,14 @@ class AdapterContent:
         return key[:ADAPTER_OFFSET] + self.digest + key[ADAPTER_OFFSET:]
 
 
-def tie_content(context: object, content: AdapterContent) -> None:
-    """Keep ``content`` with a request's context, for as long as vLLM keeps that."""
-    setattr(context, _FIELD, content)
-
-
-def content_of(context: object) -> AdapterContent | None:
-    """Return what was kept with a request's context; None for one without an adapter."""
-    return getattr(context, _FIELD, None)
-
-
-def positions_with_adapters(
-    positions: Callable[[Any], Mapping[bytes, int]] | None,
-) -> Callable[[Any], Mapping[ChunkKey, int]] | None:
-    """Return what tells a request's chunks, by kvtier's keys, where ``positions`` says vLLM's.
-
-    Args:
-        positions: None where the engine does not say.
-    """
-    if positions is None:
-        return None
-    told = positions
-
-    def adapted(context: Any) -> Mapping[ChunkKey, int]:  # noqa: ANN401 - vLLM's
-        content = content_of(context)
-        found = told(context)
-        return found if content is None else {content.key(key): found[key] for key in found}
-
-    return adapted
-
-
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter as vLLM's keys name it.
+    """An adapter that vLLM's keys can name.
 
     Attributes:
-        directory: Where its files are.
-        digest: Of its content; None if that is not to be believed.
-        files: What the digest is of.
+        directory: Directory of its files.
+        digest: Digest of its content; None if it is not trusted.
+        files: The files that the digest covers.
     """
 
     directory: Path
@@ -155,9 +114,9 @@ class _Adapter:
 
 
 class AdapterContents:
-    """Tells what the adapters of one engine hold. Never raises; one thread calls it.
+    """Digests of the adapters of one engine. It never raises; one thread calls it.
 
-    The files are read when an adapter is first asked for, and looked at whenever it is.
+    An adapter's files are read at its first request, and their state is checked at each one.
 
     Args:
         settings: vLLM's configuration of adapters.
@@ -171,10 +130,10 @@ class AdapterContents:
         self._life = os.urandom(DIGEST_NBYTES)
         self._adapters: dict[_Name, _Adapter] = {}
         self._owners: dict[int, _Name] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def of(self, request: Any) -> AdapterContent:  # noqa: ANN401 - vLLM's LoRARequest
-        """Return what an adapter holds, which a request that arrives asks for."""
+        """Return the content of the adapter of a new request."""
         try:
             return self._of(request)
         except Exception:
@@ -188,17 +147,17 @@ class AdapterContents:
         if adapter is None:
             adapter = self._adapters[known_by] = self._look(*known_by)
         elif adapter.files != (now := _files(adapter.directory)):
-            # For good, even if the files come back: vLLM's prefix cache has KV of both.
+            # For good, even if the files are restored: vLLM's prefix cache has KV of both.
             adapter.digest, adapter.files = None, now
-            self._tell(name, _CHANGED)
+            self._warn(name, _CHANGED)
         owner = self._owners.setdefault(request.lora_int_id, known_by)
         if owner != known_by:
-            # Whichever is loaded is applied for both, until it makes room.
+            # vLLM applies the one that is loaded to both.
             adapter.digest = self._adapters[owner].digest = None
-            self._tell(name, _SHARED)
+            self._warn(name, _SHARED)
         directory, files, digest = adapter.directory, adapter.files, adapter.digest
         if digest is None:
-            # Loaded anew under another number, or in place: nothing says it is the same.
+            # Loaded again under another number, or in place: it may have other content.
             loaded = (request.lora_int_id, getattr(request, "load_inplace", False))
             digest = _join(self._life, known_by, files, loaded)
         return AdapterContent(digest, lambda: _files(directory) == files)
@@ -210,26 +169,26 @@ class AdapterContents:
         directory = directory.absolute()
         files = _files(directory)
         if files is None:
-            self._tell(name, _UNREADABLE)
+            self._warn(name, _UNREADABLE)
             return _Adapter(directory, None, None)
         if max(file.changed_ns for file in files) >= self._started_ns:
-            self._tell(name, _YOUNG)
+            self._warn(name, _YOUNG)
             return _Adapter(directory, None, files)
         try:
             read = [_read(directory, file) for file in files]
         except OSError:
-            self._tell(name, _UNREADABLE)
+            self._warn(name, _UNREADABLE)
             return _Adapter(directory, None, files)
         return _Adapter(directory, _join(self._settings, is_3d, read), files)
 
-    def _tell(self, name: str, purpose: str) -> None:
-        if purpose not in self._told:
-            self._told.add(purpose)
+    def _warn(self, name: str, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
             logger.warning(
                 "LoRA adapter %s: %s, so what is computed with it is a hit until this engine "
                 "ends, and not after (said once for all adapters)",
                 name,
-                purpose,
+                why,
             )
 
 
@@ -245,7 +204,7 @@ def _text_of(settings: object) -> str:
 
 
 def _files(directory: Path) -> _Files | None:
-    """Return an adapter's files as they are; None where they cannot be looked at."""
+    """Return the state of an adapter's files; None if the directory cannot be read."""
     try:
         with os.scandir(directory) as entries:
             found = [
@@ -266,7 +225,7 @@ def _files(directory: Path) -> _Files | None:
 
 
 def _read(directory: Path, file: _File) -> tuple[object, ...]:
-    """Return what a file holds: of a large one samples, and when it was written.
+    """Return a digest of a file; of samples and its date if it is large.
 
     Raises:
         OSError: It cannot be read.

@@ -1,14 +1,14 @@
 """kvtier behind vLLM's connector interface: ``KVTierConnector``.
 
 vLLM builds one object in the scheduler's process and one in every worker. Each is a thin layer
-over kvtier's own scheduler side and worker side, which know nothing of vLLM
+over kvtier's own scheduler side or worker side, which do not know vLLM
 (:mod:`kvtier.connector.scheduler`, :mod:`kvtier.connector.worker`).
 
-**Failed loads.** A worker acknowledges every load, and vLLM's scheduler is told what did not
-arrive: it computes that (``kv_load_failure_policy: recompute``) or fails the request alone
-(``fail``). With one KV cache group of full attention it is told the blocks, so what came before
-the first bad one is kept. With several groups, windows or states it is told the request: a
-block's number does not say whose it is, and of a window only the end was loaded.
+**Failed loads.** A worker acknowledges every load and reports what did not arrive. vLLM's
+scheduler then computes it (``kv_load_failure_policy: recompute``) or fails the request alone
+(``fail``). With one KV cache group of full attention the report names blocks, so the prefix
+before the first bad block is kept. Otherwise it names the request: a block's number does not
+tell its group, and of a window only the end was loaded.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.config import KvtierConfig, load_config, resolve_load_path, resolve_rank_paths
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import ConnectorMetadata, WorkerOutput
+from kvtier.connector.metrics import Reporter
 from kvtier.connector.requests import chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO, ConnectorScheduler
 from kvtier.connector.worker import ConnectorWorker, WorkerOptions
@@ -40,13 +41,13 @@ from kvtier.logs import get_logger
 from kvtier.manager import prompt_tokens
 from kvtier.manager.hits import Reach
 from kvtier.vllm.adapters import AdapterContents
-from kvtier.vllm.cache import open_cache
-from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_vllm_config
+from kvtier.vllm.content import kv_content
+from kvtier.vllm.engine import EngineFacts, read_vllm_config
 from kvtier.vllm.kinds import cache_groups
-from kvtier.vllm.layout import require_supported_layout, warn_of_weak_hashes
-from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsReporter
+from kvtier.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.vllm.opening import offer_region, open_cache
 from kvtier.vllm.pages import find_pages, share_slots
-from kvtier.vllm.regions import offer_region
+from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
 from kvtier.vllm.steps import StepReader
 from kvtier.vllm.versions import hit_sources, require_supported_vllm
 
@@ -75,7 +76,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Metadata(KVConnectorMetadata):
-    """What the workers are to do in one step."""
+    """The workers' jobs of one step."""
 
     jobs: ConnectorMetadata
 
@@ -85,20 +86,20 @@ _NOTHING = _Metadata(NOTHING_TO_DO)
 
 @dataclass(frozen=True, slots=True)
 class _WorkerMetadata(KVConnectorWorkerMetadata):
-    """What happened in one rank or, aggregated, in all."""
+    """The results of one rank or, aggregated, of all."""
 
     output: WorkerOutput
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return what both ranks say together."""
+        """Return the results of both ranks."""
         assert isinstance(other, _WorkerMetadata)
         return _WorkerMetadata(self.output.aggregate(other.output))
 
 
 _workers: weakref.WeakSet[ConnectorWorker] = weakref.WeakSet()
 """Workers of this process. An engine in the process of its ``LLM`` sleeps without waiting for
-its connector, so a reset, which comes before, waits for their stores."""
+its connector. So the reset before it waits for their stores."""
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -107,7 +108,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     Args:
         vllm_config: vLLM's configuration; ``kv_connector_extra_config["kvtier_config"]`` is
             the path of kvtier's own file.
-        role: Which side this is.
+        role: Scheduler side or worker side.
         kv_cache_config: The engine's KV cache groups.
 
     Raises:
@@ -125,13 +126,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = cache_groups(kv_cache_config)
         self._engine = read_vllm_config(vllm_config, kv_cache_config, self._groups)
         self._settings = _settings(self._engine)
-        require_supported_layout(self._engine, self._settings)
+        refuse_layout(self._engine, self._settings)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        reach = [group.reach for group in self._groups]
-        self._names_blocks = (
-            reach == [Reach.PREFIX] == reach[: len(kv_cache_config.kv_cache_groups)]
-        )
+        reaches = [group.reach for group in self._groups]
+        is_single_group = len(kv_cache_config.kv_cache_groups) == 1
+        self._reports_blocks = is_single_group and reaches == [Reach.PREFIX]
         self._worker: ConnectorWorker | None = None
         self._bound: _Metadata = _NOTHING
         self._output: WorkerOutput | None = None
@@ -146,7 +146,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     @override
     def requires_kv_delivery(self) -> bool:
-        """Whether a store must reach its destination: no, this is a cache."""
+        """Whether a store must reach its destination: no, because this is a cache."""
         return False
 
     # -- scheduler side: requests --------------------------------------------------------------
@@ -161,7 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps = StepReader(self._vllm, self._kv)
         self._adapters = AdapterContents(self._vllm.lora_config)
         enabled = settings.metrics.enabled
-        self._reporter = StatsReporter(self._scheduler) if enabled else None
+        self._reporter = Reporter(self._scheduler) if enabled else None
         warn_of_weak_hashes(self._vllm, settings)
 
     @override
@@ -186,7 +186,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and whether that happens between steps."""
+        """Return how many tokens can be loaded, and whether they load between steps."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @override
@@ -200,7 +200,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Return the loaded tokens by where they came from."""
+        """Return the loaded tokens by source."""
         host, disk = hit_sources()
         found: dict[Any, int] = {}
         for tier, tokens in self._scheduler.load_sources(request.request_id).items():
@@ -210,17 +210,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what the workers are to do in this step."""
+        """Return the workers' jobs of this step."""
         tokens = scheduler_output.num_scheduled_tokens
         generates = scheduler_output.total_num_scheduled_tokens == len(tokens)
-        self._cache.computing(0 if generates else prompt_tokens(tokens.values()))
+        self._cache.step_scheduled(0 if generates else prompt_tokens(tokens.values()))
         step = self._steps.read(scheduler_output, self._tables)
         jobs = self._scheduler.build_connector_meta(step)
         return _NOTHING if jobs is NOTHING_TO_DO else _Metadata(jobs)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the workers did into account."""
+        """Process the workers' results."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, _WorkerMetadata):
             self._scheduler.update_connector_output(metadata.output)
@@ -229,7 +229,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note that a request ended; its blocks may be freed."""
+        """Offer the last chunks of a request that ended; its blocks may be freed."""
         self._scheduler.request_finished(request)
         return False, None
 
@@ -237,26 +237,26 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note that a request ended; its blocks may be freed."""
+        """Offer the last chunks of a request that ended; its blocks may be freed."""
         self._scheduler.request_finished(request)
         return False, None
 
     @override
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping while no request runs."""
+        """Return whether the engine must keep stepping while no request runs."""
         return self._scheduler.has_pending_work()
 
     # -- scheduler side: events, figures, reset ------------------------------------------------
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Yield what became resident or left, removals before what took the room."""
+        """Return residency changes, removals before the stores that use their room."""
         if not self._engine.records_events:
             return ()
         return self._events()
 
     def _events(self) -> Iterable[KVCacheEvent]:
-        from vllm.distributed.kv_events import (  # noqa: PLC0415 - where somebody listens
+        from vllm.distributed.kv_events import (  # noqa: PLC0415 - only with a listener
             MEDIUM_CPU,
             MEDIUM_STORAGE,
             BlockRemoved,
@@ -294,26 +294,28 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what changed since the last call; vLLM asks once after each step."""
-        if self._role is not KVConnectorRole.SCHEDULER:
+        if self.role is not KVConnectorRole.SCHEDULER:
             return None
-        self._cache.computed()
-        reporter = self._reporter
-        return reporter.report() if reporter is not None and reporter.is_due() else None
+        self._cache.step_ended()
+        if self._reporter is None or not self._reporter.is_due():
+            return None
+        changes = self._reporter.take()
+        return KVTierStats.of(changes) if changes else None
 
     @override
     def reset_cache(self) -> bool | None:
-        """Make everything in every tier a miss; True only if a restart finds it so too."""
+        """Make everything in every tier a miss; return whether a restart keeps it so."""
         for worker in list(_workers):
             worker.wait_for_stores()
         return self._scheduler.reset_cache()
 
     @override
     def shutdown(self) -> None:
-        """Write what is owed to slower tiers, close them and free the memory. Idempotent."""
+        """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
         if self._worker is not None:
             _workers.discard(self._worker)
             self._worker.shutdown()
-        if self._role is KVConnectorRole.SCHEDULER:
+        if self.role is KVConnectorRole.SCHEDULER:
             self._scheduler.shutdown()
 
     # -- worker side ---------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the rank's KV memory; the first rank creates the RAM tier, the others attach.
 
         Raises:
-            UnsupportedError: The memory is of a kind that kvtier does not store.
+            UnsupportedError: kvtier does not store memory of this kind.
         """
         engine, settings = self._engine, self._settings
         kv = find_pages(kv_caches, self._kv, engine.group_ids)
@@ -352,23 +354,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the scheduler side's orders for this step."""
+        """Keep the scheduler side's jobs of this step."""
         assert isinstance(connector_metadata, _Metadata)
         self._bound = connector_metadata
 
     @override
     def clear_connector_metadata(self) -> None:
-        """Forget the orders of the step that is over."""
+        """Forget the jobs of the step that ended."""
         self._bound = _NOTHING
 
     @override
     def has_connector_metadata(self) -> bool:
-        """Whether the model stops at each layer for this connector: it never does."""
+        """Return False: the model never stops at a layer for this connector."""
         return False
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the stores of the step before, and wait for those that must end now."""
+        """Start the stores of the step before, and flush those whose blocks are reused."""
         assert isinstance(kv_connector_metadata, _Metadata)
         if self._worker is not None:
             self._worker.handle_preemptions(kv_connector_metadata.jobs)
@@ -395,38 +397,38 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_save(self) -> None:
-        """Note this step's stores; they begin with the next one."""
+        """Keep this step's stores; they start with the next step."""
         if self._worker is not None:
             self._worker.defer_stores(self._bound.jobs)
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return requests whose load is over, whether it worked or not."""
+        """Return requests whose load ended, failed loads included."""
         results = self.get_transfer_results(finished_req_ids)
         return set(), results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return requests whose load is over, and those of them whose load failed."""
+        """Return requests whose load ended, and those of them whose load failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         loaded = self._worker.get_finished()
         self._output = output = self._worker.take_output()
         if output is None:
             return KVConnectorTransferResults()
-        failed = set() if self._names_blocks else set(output.failed_requests)
+        failed = set() if self._reports_blocks else set(output.failed_requests)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return blocks whose content must not be used."""
-        if self._output is None or not self._names_blocks:
+        """Return blocks with invalid content."""
+        if self._output is None or not self._reports_blocks:
             return set()
         return set(self._output.invalid_block_ids)
 
     @override
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what happened in this rank since the last step; None for nothing."""
+        """Return the results of this rank since the last step; None for none."""
         output, self._output = self._output, None
         return None if output is None else _WorkerMetadata(output)
 
@@ -458,10 +460,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _settings(engine: EngineFacts) -> KvtierConfig:
-    """Return kvtier's own file, with the paths of this data-parallel rank.
+    """Return kvtier's configuration, with the paths of this data-parallel rank.
 
     Raises:
-        ConfigError: vLLM was not told of a file, or the file is wrong.
+        ConfigError: vLLM's configuration names no file, or the file is invalid.
     """
     path = engine.extra_config.get("kvtier_config")
     if not path:

@@ -1,21 +1,47 @@
-"""The part of a model's identity that is known without an engine.
+"""What a store's chunks depend on besides their keys: the model and the engine's layout.
 
-The start and ``kvtier check`` take it from here. What only an engine knows, such as its KV
-cache's layout, :mod:`kvtier.vllm.layout` adds.
+:func:`declared_identity` is known without an engine; the start and ``kvtier check`` use it.
+:func:`fingerprint` adds what only an engine knows, such as its KV cache's layout.
+
+A local model is identified by its files. All settings are read. Weights are too large, and
+their sizes and dates do not suffice: fine-tunes of one architecture have equal sizes, and
+images that are built reproducibly have equal dates. So blocks all over every weight file are
+read; training changes some of them. The number of blocks is bounded, not the time, because the
+next start must read the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.config import KvtierConfig, environment
-from kvtier.vllm.model_files import model_files
+from kvtier.types import LayoutFingerprint
 
-__all__ = ["declared_identity"]
+if TYPE_CHECKING:
+    from kvtier.memory import RegionGeometry
+    from kvtier.vllm.engine import EngineFacts
+
+__all__ = ["ModelFiles", "declared_identity", "fingerprint", "model_files"]
 
 _FORMAT: Final = "kvtier-vllm-2"
 """Raised when the bytes of a slot are laid out differently."""
+_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_READ_NBYTES: Final = 64 << 20
+"""Settings up to this size are read as a whole."""
+_BLOCK_NBYTES: Final = 64 << 10
+_BLOCKS: Final = 256
+"""Blocks of all weights together; each file has at least ``_LEAST_BLOCKS``."""
+_LEAST_BLOCKS: Final = 3
+_THREADS: Final = 32
+"""Concurrent reads; each waits for a disk or a network."""
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+"""Its multiples modulo 2**64 are spread evenly and out of step with a model's layers."""
 
 
 def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str | int]:
@@ -23,7 +49,7 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
 
     Args:
         config: The configuration.
-        model: What the engine is started with; None leaves out what depends on it.
+        model: The model's path or name; None leaves out the fields that depend on it.
     """
     identity = config.identity
     fields: dict[str, str | int] = {
@@ -43,5 +69,116 @@ def declared_identity(config: KvtierConfig, model: str | None) -> dict[str, str 
 
 
 def _canonical(model: str) -> str:
-    """Return one spelling of a local path, and the name of anything else."""
+    """Return one spelling of a local path, and any other name unchanged."""
     return str(Path(model).resolve()) if Path(model).exists() else model
+
+
+def fingerprint(
+    engine: EngineFacts, config: KvtierConfig, geometry: RegionGeometry
+) -> LayoutFingerprint:
+    """Return everything that stored bytes depend on besides their keys."""
+    groups = ";".join(f"{tokens}:{','.join(layers)}" for tokens, layers in engine.groups)
+    if engine.group_ids != tuple(range(len(engine.groups))):
+        # Keys end with these numbers, so another group before them changes the meaning of all.
+        groups += f";{','.join(map(str, engine.group_ids))}"
+    return LayoutFingerprint(
+        {
+            **declared_identity(config, engine.model_name),
+            "kv_dtype": engine.kv_dtype,
+            "kv_layout": engine.kv_layout,
+            "kv_content": geometry.content,
+            "groups": hashlib.sha256(groups.encode()).hexdigest()[:16],
+            "tokens_per_hash": engine.tokens_per_hash,
+            "ranks": "any" if geometry.is_portable else geometry.ranks,
+            "stripes": geometry.stripes,
+            "stripe_nbytes": geometry.stripe_nbytes,
+        },
+        label=config.identity.name or engine.model_name,
+    )
+
+
+class ModelFiles(NamedTuple):
+    """The identity of a local model's files.
+
+    Attributes:
+        digest: Digest of its settings, and its weights' sizes, dates and samples; empty if the
+            model is not local.
+        has_weights: Whether the digest covers weights, so that it replaces the path.
+    """
+
+    digest: str
+    has_weights: bool
+
+
+def model_files(model: Path) -> ModelFiles:
+    """Return the identity of a local model's files, independent of its path.
+
+    Args:
+        model: A directory, a file such as a GGUF, or the name of a model that is not local.
+    """
+    if model.is_file():
+        named = {f"model{model.suffix}": model}
+    elif model.is_dir():
+        weights = (path for path in model.rglob("*") if path.suffix in _WEIGHTS)
+        found = filter(Path.is_file, chain(model.glob("*.json"), weights))
+        named = {str(path.relative_to(model)): path for path in found}
+    else:
+        return ModelFiles("", has_weights=False)
+    blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(named)))
+    names = sorted(named)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-model") as threads:
+        plans = threads.map(
+            lambda number: _plan(named[names[number]], number * blocks, blocks),
+            range(len(names)),
+        )
+        reads = [
+            (status, [threads.submit(_read, path, *part) for part in parts])
+            for path, status, parts in plans
+        ]
+    digest = hashlib.sha256()
+    for name, (status, read) in zip(names, reads, strict=True):
+        digest.update(f"{name}:{status}\n".encode())
+        for part in read:
+            digest.update(part.result())
+    has_weights = any(path.suffix in _WEIGHTS for path in named.values())
+    return ModelFiles(digest.hexdigest()[:16], has_weights)
+
+
+def _plan(path: Path, first: int, blocks: int) -> tuple[Path, str, list[tuple[int, int]]]:
+    """Return a file, its size, its date unless it has settings, and the parts of it to read.
+
+    Args:
+        path: The file.
+        first: Number of its first block, counted over all files.
+        blocks: How many blocks to read of a large one.
+    """
+    found = path.stat()
+    if path.suffix == ".json" and found.st_size <= _READ_NBYTES:
+        return path, str(found.st_size), [(0, found.st_size)]
+    status = f"{found.st_size}:{found.st_mtime_ns}"
+    return path, status, list(_samples(found.st_size, first, blocks))
+
+
+def _samples(nbytes: int, first: int, blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of blocks of a file: both ends, and some in between."""
+    last = nbytes - _BLOCK_NBYTES
+    if nbytes <= blocks * _BLOCK_NBYTES:
+        for start in range(0, nbytes, _BLOCK_NBYTES):
+            yield start, _BLOCK_NBYTES
+        return
+    yield 0, _BLOCK_NBYTES
+    yield last, _BLOCK_NBYTES
+    for number in range(first + 1, first + blocks - 1):
+        yield (number * _GOLDEN % (1 << 64)) * last >> 64, _BLOCK_NBYTES
+
+
+def _read(path: Path, start: int, nbytes: int) -> bytes:
+    """Return a digest of part of a file; a constant if it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return hashlib.sha256(os.pread(descriptor, nbytes, start)).digest()
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return str(error.errno).encode()

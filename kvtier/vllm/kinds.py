@@ -1,17 +1,17 @@
-"""KV cache groups of vLLM as kvtier's: which kinds are stored, and what a hit needs of them.
+"""vLLM's KV cache groups in kvtier's terms: which kinds are stored, and what a hit needs.
 
-What a layer keeps, and when its blocks are given away, follows from the class of its
-``KVCacheSpec``. A platform or a model may derive one of its own with other rules: one that
-evicts tokens from the middle of a prompt is full attention by ``isinstance``. So classes are
-compared, not their parents, and an unknown one is refused at start.
+The class of a layer's ``KVCacheSpec`` decides what the layer keeps and when its blocks are
+freed. A platform or a model may derive a class with other rules: one that evicts tokens from
+the middle of a prompt is full attention for ``isinstance``. So classes are compared exactly,
+and an unknown one is refused at start.
 
-Not stored although vLLM has them: ``RSWASpec`` and ``CrossAttentionSpec``, whose KV no other
-request can use, and ``SinkFullAttentionSpec``, whose manager cannot be built in vLLM 0.32.
+Refused kinds of vLLM: ``RSWASpec`` and ``CrossAttentionSpec``, because no other request can use
+their KV, and ``SinkFullAttentionSpec``, because vLLM 0.32 cannot build its manager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1 import kv_cache_interface
@@ -35,26 +35,26 @@ _REACH: Final[Mapping[str, Reach]] = {
     "MambaSpec": Reach.STATE,
 }
 _NOT_STORED: Final = ("CircularBufferSpec", "KpoolTailSpec")
-"""Buffers of one request. vLLM makes no prefix-cacheable group of them."""
+"""Buffers of one request, in groups that are not prefix-cacheable. They came with vLLM 0.31."""
 
 
 def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """Return what each layer of a group keeps, by the layer's name."""
+    """Return the spec of each layer of a group by the layer's name."""
     spec: Any = group.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", None)
     return dict(each) if each else dict.fromkeys(group.layer_names, spec)
 
 
 def require_known_specs(specs: Mapping[str, KVCacheSpec]) -> None:
-    """Refuse layers that keep anything of an unknown kind.
+    """Refuse layers of an unknown kind.
 
     Args:
-        specs: What each layer keeps, by the layer's name.
+        specs: Specs by the layers' names.
 
     Raises:
-        UnsupportedError: One does; the message names it.
+        UnsupportedError: A layer is of an unknown kind; the message names both.
     """
-    known = _classes((*_REACH, *_NOT_STORED))
+    known = {getattr(kv_cache_interface, name, None) for name in (*_REACH, *_NOT_STORED)}
     for layer, spec in specs.items():
         own = type(spec)
         if own not in known:
@@ -65,10 +65,10 @@ def require_known_specs(specs: Mapping[str, KVCacheSpec]) -> None:
 
 
 def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """Return the KV cache groups that kvtier stores: those that vLLM can find by hash.
+    """Return the KV cache groups that kvtier stores: those with a prefix cache in vLLM.
 
     Raises:
-        UnsupportedError: A kind is not stored, or a hit could end where a group has nothing.
+        UnsupportedError: A kind is unknown, or a hit could end inside a row of several tokens.
     """
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise UnsupportedError("kvtier does not store HiSparse caches; start vLLM without them")
@@ -101,7 +101,7 @@ def _cache_group(index: int, group: KVCacheGroupSpec) -> CacheGroup:
 
 
 def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup, ...]) -> None:
-    """Refuse layers that keep one row for several tokens where a hit could end within a row.
+    """Refuse layers with one row for several tokens if a hit could end within a row.
 
     The tokens of an unfinished row are in a buffer that is not stored.
     """
@@ -119,14 +119,3 @@ def _require_whole_rows(kv_cache_config: KVCacheConfig, groups: tuple[CacheGroup
                     f"blocks of {group.tokens_per_block}: a hit could end within a row; start "
                     "vLLM without kvtier"
                 )
-
-
-def _classes(names: tuple[str, ...]) -> set[type[Any]]:
-    return set(_found(names))
-
-
-def _found(names: tuple[str, ...]) -> Iterator[type[Any]]:
-    for name in names:
-        found = getattr(kv_cache_interface, name, None)
-        if found is not None:
-            yield found

@@ -1,9 +1,9 @@
-"""Tells vLLM the connector's name, in every process of its own.
+"""Registers the connector's name with vLLM, in every process of vLLM.
 
-``--kv-transfer-config`` says in which module the connector is, and that is enough as long as it
-is alone. Below ``MultiConnector`` vLLM rebuilds the statistics of each connector in its front
-end, and looks their classes up by name only: a name it was not told ends the server at its
-first request. vLLM calls every entry point of ``vllm.general_plugins`` when a process starts.
+``--kv-transfer-config`` names the connector's module, which suffices for a single connector.
+Below ``MultiConnector`` vLLM's front end rebuilds the statistics of each connector and looks
+their classes up by name only. An unregistered name ends the server at its first request. vLLM
+calls every entry point of ``vllm.general_plugins`` when a process starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``KVTierConnector`` a name that vLLM knows; idempotent."""
+    """Register ``KVTierConnector`` with vLLM. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )

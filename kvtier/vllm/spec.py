@@ -1,4 +1,4 @@
-"""kvtier behind vLLM's own OffloadingConnector: ``KVTierOffloadingSpec``.
+"""kvtier behind vLLM's ``OffloadingConnector``: ``KVTierOffloadingSpec``.
 
 For setups that name an offloading spec. vLLM's scheduler and worker sides drive; kvtier
 supplies the manager and the worker. They cannot report a failed load, and they store wrong KV
@@ -6,9 +6,9 @@ in some configurations. So this entry point serves models with one KV cache grou
 attention and without LoRA adapters, and refuses all others with a pointer to
 ``KVTierConnector``.
 
-vLLM's worker side asserts that every job worked. Every store is acknowledged as a success, and
-the truth is in the control block. A load that did not work is the one job that is not: serving
-those bytes would be a wrong token, and no later message could undo it. The engine then ends.
+vLLM's worker side asserts that every job succeeded. Every store is reported as a success; the
+control block records whether it is whole. A failed load is reported as a failure and ends the
+engine: serving those bytes would give a wrong token, and no later message could undo it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvtier.config import (
     resolve_rank_paths,
 )
 from kvtier.connector.device import DeviceEngine
-from kvtier.connector.metrics import METRICS, Kind, Metric
+from kvtier.connector.metrics import METRICS, Kind, Metric, Reporter
 from kvtier.connector.service import CacheService
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.logs import get_logger
@@ -62,12 +62,11 @@ from kvtier.memory import HostRegion
 from kvtier.memory.copy import BlockCopyPlan, KVBlocks
 from kvtier.memory.slot_layout import shard_of
 from kvtier.types import Purpose
-from kvtier.vllm.cache import open_cache
-from kvtier.vllm.compat.engine import EngineFacts, kv_content, read_offloading_config
-from kvtier.vllm.layout import require_supported_layout, warn_of_weak_hashes
-from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.content import kv_content
+from kvtier.vllm.engine import EngineFacts, data_parallel_rank
+from kvtier.vllm.opening import offer_region, open_cache
 from kvtier.vllm.pages import SlotShape
-from kvtier.vllm.regions import offer_region
+from kvtier.vllm.refusals import refuse_layout, warn_of_weak_hashes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,7 +94,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._engine = engine = read_offloading_config(config)
+        self._engine = engine = _read_config(config)
         path = engine.extra_config.get("kvtier_config")
         if not path:
             raise ConfigError(
@@ -104,7 +103,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             )
         settings = resolve_load_path(load_config(path), VllmEntryPoint.SPEC)
         self._settings = resolve_rank_paths(settings, rank=engine.data_parallel_rank)
-        require_supported_layout(engine, self._settings)
+        refuse_layout(engine, self._settings)
         if len(engine.groups) != 1:
             raise UnsupportedError(
                 f"this model has {len(engine.groups)} KV cache groups, and an offloading spec "
@@ -166,6 +165,37 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
+def _read_config(config: OffloadingConfig) -> EngineFacts:
+    """Return the facts of an engine that builds an offloading spec."""
+    parallel, cache = config.parallel, config.cache
+    groups = tuple(
+        (group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
+    )
+    group_ids = tuple(group.group_id for group in config.groups)
+    return EngineFacts(
+        engine_id=config.engine_id,
+        extra_config=config.extra_config,
+        records_events=config.enable_kv_cache_events,
+        model_name=config.model.name,
+        kv_dtype=config.model.dtype,
+        kv_layout=config.kv_cache_layout or "",
+        canonical_layout=config.canonical_layout,
+        groups=groups,
+        group_ids=group_ids,
+        counting_group=min(group_ids, default=0),
+        tokens_per_hash=cache.tokens_per_hash,
+        blocks_per_chunk=cache.blocks_per_chunk,
+        worker_kv_bytes_per_block=config.worker_kv_bytes_per_block,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pcp_size=parallel.pcp_size,
+        dcp_size=parallel.dcp_size,
+        data_parallel_rank=data_parallel_rank(parallel, config.engine_id),
+    )
+
+
 def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
     """Refuse engines for which vLLM's own sides store or load wrong KV."""
     if vllm_config.lora_config is not None:
@@ -189,7 +219,7 @@ def _require_served(vllm_config: VllmConfig, engine: EngineFacts) -> None:
 
 
 class _SlotSpec(LoadStoreSpec):
-    """RAM slots of a job's chunks, with the stamp that a store leaves or a load insists on."""
+    """RAM slots of a job's chunks, with the stamps that a store leaves or a load requires."""
 
     def __init__(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         self.slots = list(slots)
@@ -199,29 +229,29 @@ class _SlotSpec(LoadStoreSpec):
 class _Manager(OffloadingManager):
     """Answers vLLM's scheduler; no call raises.
 
-    vLLM asks chunk by chunk, so what a request found is collected until the step ends.
+    vLLM looks chunks up one by one, so the hits of a request are collected until the step ends.
     """
 
     def __init__(self, cache: CacheService, settings: KvtierConfig) -> None:
         self._cache = cache
         self._tiers = [tier.name for tier in settings.tiers]
-        self._reporter = StatsReporter(cache) if settings.metrics.enabled else None
+        self._reporter = Reporter(cache) if settings.metrics.enabled else None
         self._found: dict[str, list[OffloadKey]] = {}
         self._wanting: set[str] = set()
         self._deferred: set[str] = set()
         self._started: set[str] = set()
         self._continued: set[str] = set()
-        """Requests whose streamed prompt was continued: vLLM mixes up their blocks."""
+        """Requests with a continued streaming prompt: vLLM confuses their blocks."""
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Start remembering a request."""
+        """Start following a request."""
         self._cache.begin_request(req_context)
         return RequestOffloadingContext(policy=OffloadPolicy.CHUNK_LEVEL)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget a request; its loads and stores in flight go on."""
+        """Forget a request; its loads and stores in flight continue."""
         self._started.discard(req_context.req_id)
         self._continued.discard(req_context.req_id)
         self._cache.end_request(req_context)
@@ -231,7 +261,7 @@ class _Manager(OffloadingManager):
         """Return whether a chunk can be loaded now, later or not at all."""
         req_id = req_context.req_id
         if self._cache.is_deferred(req_id):
-            # RETRY asks to be called at the next step; MISS ends the scan of the prefix.
+            # RETRY repeats the lookup at the next step; MISS ends the scan of the prefix.
             if req_id in self._deferred:
                 return LookupResult.MISS
             self._deferred.add(req_id)
@@ -262,7 +292,7 @@ class _Manager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Give new chunks RAM slots; None when there is no room now."""
+        """Give new chunks RAM slots; None if there is no room now."""
         req_id = req_context.req_id
         plan = (
             NOTHING_TO_STORE
@@ -300,7 +330,7 @@ class _Manager(OffloadingManager):
 
     @override
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping while no request runs."""
+        """Return whether the engine must keep stepping while no request runs."""
         return self._cache.has_pending_work()
 
     @override
@@ -317,11 +347,11 @@ class _Manager(OffloadingManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what changed since the last call; vLLM asks once after each step."""
-        report = None if self._reporter is None else self._reporter.report()
-        if report is None:
+        changes = self._reporter.take() if self._reporter is not None else ()
+        if not changes:
             return None
         stats = OffloadingConnectorStats()
-        for name, labels, value in report.rows:
+        for name, labels, value in changes:
             kind = METRICS[name].kind
             if kind is Kind.COUNTER:
                 stats.increase_counter(name, value, labels)
@@ -341,7 +371,7 @@ class _Manager(OffloadingManager):
 
     @override
     def shutdown(self) -> None:
-        """Write what is owed to slower tiers, close them and free the memory. Idempotent."""
+        """Demote dirty chunks, close the tiers and free the memory. Idempotent."""
         self._cache.shutdown()
 
 
@@ -402,7 +432,7 @@ class _Worker(OffloadingWorker):
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Block until ``job_ids`` ended; their blocks are about to be overwritten."""
+        """Block until ``job_ids`` end, because their blocks are about to be overwritten."""
         self._device.wait(job_ids)
 
     @override

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler decided in a step, as the connector's scheduler side takes it.
+"""Turns vLLM's ``SchedulerOutput`` into a ``Step`` of the connector's scheduler side.
 
 **Blocks that are given away.** A store must end before others write to its blocks. So a step
 lists all blocks that requests got since the step before: those of scheduled requests, those of
@@ -9,9 +9,9 @@ that are copied into. vLLM has no single list of them.
 recurrent states from block to block before it calls ``handle_preemptions``. A store that reads
 such a block copies wrong KV, so these blocks are listed apart and their stores fail.
 
-**Boundary states.** Where a model keeps recurrent states, vLLM hands over the block that holds
-the state at the end of a block, in the step that computes it. With several guessed tokens and
-async scheduling it may have freed that block in the same step. Such a state is dropped.
+**Boundary states.** If a model keeps recurrent states, vLLM offers the block that holds the
+state at the end of a block, in the step that computes it. With several guessed tokens and async
+scheduling it may have freed that block in the same step. Such a state is dropped.
 """
 
 from __future__ import annotations
@@ -47,44 +47,45 @@ class StepReader:
         self._waiting: set[int] = set()
 
     def note_allocation(self, blocks: KVCacheBlocks) -> None:
-        """Note all blocks of a request that starts, or waits for a load, in the next step."""
+        """Record the blocks of a request that starts, or waits for a load, in the next step."""
         self._waiting.update(
             block.block_id for block in chain.from_iterable(blocks.blocks) if not block.is_null
         )
 
     def read(self, output: SchedulerOutput, tables: KVCacheManager) -> Step:
-        """Return what ``output`` means for the scheduler side.
+        """Return the step that ``output`` describes.
 
         Args:
             output: vLLM's decisions.
             tables: vLLM's block tables after them.
         """
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
-        preempted = output.preempted_req_ids or ()
-        allocated, self._waiting = self._waiting, set()
-        written = set(output.new_block_ids_to_zero or ())
         copies = output.kv_cache_block_copies or ()
-        written.update(copy.dst_block_id for copy in copies)
-        for tables_of_request in chain(
-            (request.block_ids for request in new), filter(None, cached.new_block_ids)
-        ):
-            allocated.update(chain.from_iterable(tables_of_request))
-        allocated |= written
+        written = {copy.dst_block_id for copy in copies}
+        written.update(output.new_block_ids_to_zero or ())
+        allocated, self._waiting = self._waiting, set()
+        for request in new:
+            allocated.update(chain.from_iterable(request.block_ids))
+        for blocks in filter(None, cached.new_block_ids):
+            allocated.update(chain.from_iterable(blocks))
+        if written:
+            allocated |= written
         allocated.discard(0)
         overwritten: set[int] = set()
         if self._writes_first:
             overwritten = written | set(self._moved_into(output))
+        started = [request.req_id for request in new]
         return Step(
-            num_scheduled_tokens=output.num_scheduled_tokens,
-            started=[*(request.req_id for request in new), *cached.resumed_req_ids],
-            preempted=preempted,
+            output.num_scheduled_tokens,
+            started=[*started, *cached.resumed_req_ids],
+            preempted=output.preempted_req_ids or (),
             allocated=allocated,
             overwritten=overwritten,
             states=self._states(output, tables, copies) if self._moving else {},
         )
 
     def _moved_into(self, output: SchedulerOutput) -> Iterator[int]:
-        """Yield the blocks that a step gives to requests for their states."""
+        """Yield the blocks that a step gives requests for their states."""
         for group, tokens_per_block in self._moving.items():
             for new in output.scheduled_new_reqs:
                 yield from new.block_ids[group][new.num_computed_tokens // tokens_per_block :]
@@ -97,7 +98,7 @@ class StepReader:
         tables: KVCacheManager,
         copies: Any,  # noqa: ANN401 - vLLM's block copies
     ) -> Mapping[str, list[BoundaryState]]:
-        """Return the states that are handed over and still in a block of their request."""
+        """Return the offered states that are still in a block of their request."""
         state = output.kv_connector_block_state
         if state is None or not state.boundary_state_offloads:
             return {}
@@ -116,7 +117,7 @@ class StepReader:
 
 
 def _moving_states(kv_cache_config: KVCacheConfig) -> dict[int, int]:
-    """Return the groups whose states move from block to block, with the tokens of a block."""
+    """Return the tokens of a block for each group that moves its states between blocks."""
     specs: Iterator[tuple[int, Any]] = (
         (number, group.kv_cache_spec)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)

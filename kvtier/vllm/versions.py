@@ -1,15 +1,28 @@
-"""Which vLLM this is: recognised by its features, never by its version string.
+"""What differs between vLLM 0.30 to 0.33, and what kvtier needs of every release.
 
-Forks and nightlies carry any version. What kvtier needs of the public connector contract came
-with vLLM 0.30; a vLLM without it is refused at start with the missing names.
+A release is recognised by its features, never by its version string: forks and nightlies carry
+any version. A vLLM without what kvtier needs is refused at start with the missing names.
 
 =======  ================================================================================
-release  what it added, and what kvtier does about its absence
+release  what it added, and what kvtier does without it
 =======  ================================================================================
 0.30     ``bind_kv_cache_manager``, ``KVConnectorTransferResults``: required
-0.31     circular buffers are not prefix-cacheable: before, a model that has them is refused
-0.32     ``CacheHitSource``: before, nobody asks where hits came from
+0.31     circular buffers leave the prefix cache: models that have them are refused before
+0.32     ``CacheHitSource``: vLLM's own metrics do not tell where hits came from before
 =======  ================================================================================
+
+Where the changes of a new release go:
+
+==========================  ============================================================
+change                      file
+==========================  ============================================================
+connector methods           ``connector.py``
+``SchedulerOutput``         ``steps.py``
+kinds of KV cache           ``kinds.py``
+layout of the KV memory     ``pages.py``
+settings that change KV     ``content.py``
+release to test             ``VLLM_TORCH`` in ``noxfile.py``, and the page on versions
+==========================  ============================================================
 """
 
 from __future__ import annotations
@@ -75,7 +88,7 @@ def _missing() -> Sequence[str]:
 
 
 def hit_sources() -> tuple[Any, Any]:
-    """Return what vLLM calls hits in host memory and on disk; None where it does not ask."""
+    """Return vLLM's names for hits in host memory and on disk; None before vLLM 0.32."""
     try:
         sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
     except ImportError:

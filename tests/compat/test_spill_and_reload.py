@@ -21,7 +21,6 @@ ENGINE_S = 900.0
 PROMPTS = 16
 RAM_SHARE = 0.25
 BLOCKS_PER_CHUNK = 2
-"""Not vLLM's default of 1: the key that says so is another one in vLLM 0.25."""
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.transfers import Transfers
 from kvtier.keys import ChunkKey, group_of
 from kvtier.manager import LoadPlan, StorePlan
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
@@ -54,6 +54,7 @@ class Reason(enum.StrEnum):
     """What kvtier's scheduler side does otherwise; the page on the connector explains each."""
 
     ENDS_IN_BLOCK = "a hit ends inside a block"
+    SHORT = "a hit is shorter than a chunk of the largest group"
     GONE = "a part of the chunk is gone"
     LAST_TOKEN = "the last token does not count"
     DROPPED = "vLLM drops a block of a window that was given out again, to whomever"
@@ -64,7 +65,7 @@ class Reason(enum.StrEnum):
 class Books:
     """A cache with room for everything, which loses a chunk now and then."""
 
-    rests = False
+    is_idle = False
     is_active = True
     internal_errors = 0
 
@@ -153,16 +154,16 @@ class Books:
     def take_events(self) -> list[Any]:
         return []
 
-    def take_transfers(self) -> ConnectorStats:
-        return ConnectorStats()
+    def take_transfers(self) -> Transfers:
+        return Transfers()
 
     def statistics(self) -> Books:
         return self
 
-    def computing(self, tokens: int) -> None:
+    def step_scheduled(self, tokens: int) -> None:
         pass
 
-    def computed(self) -> None:
+    def step_ended(self) -> None:
         pass
 
     def shutdown(self) -> None:
@@ -281,12 +282,14 @@ class PairedConnector(NotesConnector):
             return ours
         theirs = self.reference.get_num_new_matched_tokens(request, num_computed_tokens)
         if theirs != ours:
-            self.world.reasons[Reason.ENDS_IN_BLOCK] += 1
+            short = theirs[0] is not None and theirs[0] < self.world.setup.alignment_tokens
+            self.world.reasons[Reason.SHORT if short else Reason.ENDS_IN_BLOCK] += 1
             if theirs[0] is None:  # a longer one meets a load
                 assert self.world.has_windows, f"vLLM lets {request.request_id} wait"
                 return ours
             end = num_computed_tokens + theirs[0]
-            assert end % self.world.setup.alignment_tokens, f"{ours} instead of {theirs}"
+            aligned = end % self.world.setup.alignment_tokens == 0
+            assert short or not aligned, f"{ours} instead of {theirs}"
             assert ours[0] < theirs[0]
         return ours
 

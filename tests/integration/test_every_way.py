@@ -1,4 +1,4 @@
-"""The scenarios of the other modules by every way: entry point, load path, ranks, groups, processes.
+"""The scenarios of the other modules through every entry point, load path and number of ranks.
 
 By day they run with the connector, its default load path, one rank, full attention and a
 process for the NVMe tier; the other combinations run by night.
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way through kvtier: entry point and load path, ranks, which model, whose process does I/O."""
+    """A way through kvtier: entry point, load path, ranks, model and process of the I/O."""
 
     entry_point: str
     ranks: int

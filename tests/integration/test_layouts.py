@@ -25,9 +25,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvtier.config import load_config
 from kvtier.errors import UnsupportedError
-from kvtier.vllm.compat.engine import EngineFacts
-from kvtier.vllm.layout import require_supported_layout
+from kvtier.vllm.engine import EngineFacts
 from kvtier.vllm.pages import find_pages
+from kvtier.vllm.refusals import refuse_layout
 from tests.demo.scenario import store_yaml
 from tests.integration.test_portable_slots import facts
 
@@ -129,9 +129,9 @@ def test_a_block_that_was_stored_is_loaded_whole_into_another_and_nowhere_else(
     )
     if layout == APART:  # even where heads are one or none
         with pytest.raises(UnsupportedError, match="KV_CACHE_LAYOUT=LBHNC"):
-            require_supported_layout(engine, load_config(file))
+            refuse_layout(engine, load_config(file))
         return
-    require_supported_layout(engine, load_config(file))
+    refuse_layout(engine, load_config(file))
     memory = find_pages(caches, config, engine.group_ids)
     for group, pages in zip(groups, memory.groups, strict=True):
         views = [caches[name] for name in group.layer_names]

@@ -23,10 +23,10 @@ from kvtier.errors import UnsupportedError
 from kvtier.memory import RegionGeometry
 from kvtier.memory.slot_layout import STRIPES, RankShare, shard_of
 from kvtier.types import LayoutFingerprint
-from kvtier.vllm.compat.engine import EngineFacts
-from kvtier.vllm.layout import fingerprint
+from kvtier.vllm.engine import EngineFacts
+from kvtier.vllm.identity import fingerprint
+from kvtier.vllm.opening import offer_region, require_same_file
 from kvtier.vllm.pages import SlotShape, find_pages, share_slots
-from kvtier.vllm.regions import offer_region, require_same_file
 from tests.demo.scenario import store_yaml
 from tests.unit.kv_pages import BLOCK_TOKENS, BLOCKS, HEAD_SIZE
 

@@ -18,9 +18,9 @@ from vllm.v1.kv_offload.base import (
     OffloadingHistogramMetadata,
 )
 
-from kvtier.connector.metrics import METRICS, Kind
+from kvtier.connector.metrics import METRICS, Kind, Reporter
 from kvtier.vllm import KVTierConnector, KVTierOffloadingSpec
-from kvtier.vllm.metrics import StatsReporter
+from kvtier.vllm.metrics import KVTierStats
 from tests.demo.engine import growth
 from tests.unit.test_connector_metrics import Source, engine, tier
 
@@ -65,13 +65,12 @@ def test_what_is_reported_reaches_prometheus() -> None:
     kinds: dict[Any, Any] = {kind: maker(kind) for kind in (Counter, Gauge, Histogram)}
     exported = KVTierConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
     source = Source(is_active=False, now=engine(tier("ram"), tier("nvme")))
-    reporter = StatsReporter(source)
+    reporter = Reporter(source)
     for hits, size, gap in ((3, 10, 0.5), (5, 20, 7.0)):
         source.now = engine(tier("ram", hit_chunks=hits, used_chunks=hits), tier("nvme"))
-        source.transfers.record_transfer(size, 0.5, ("gpu", "ram"))
+        source.transfers.record("gpu", "ram", nbytes=size, seconds=0.5)
         source.gaps = [[gap], []]
-        stats = reporter.report()
-        assert stats is not None
+        stats = KVTierStats.of(reporter.take())
         # As vLLM does between processes: data is all that is sent.
         sent = KVTierConnector.build_kv_connector_stats(dict(stats.data))
         exported.observe(sent.data)
@@ -91,15 +90,13 @@ def test_what_is_reported_reaches_prometheus() -> None:
 
 def test_reports_add_up_until_they_are_sent() -> None:
     source = Source(is_active=False, now=engine(tier("ram", hit_chunks=3)))
-    reporter = StatsReporter(source)
+    reporter = Reporter(source)
     total = KVTierConnector.build_kv_connector_stats()
     assert total.is_empty()
     for hits in (3, 5, 5):
         source.now = engine(tier("ram", hit_chunks=hits, used_chunks=hits))
-        stats = reporter.report()
-        if stats is not None:
-            total.aggregate(stats)
-    assert reporter.report() is None, "what was reported is reported once"
+        total.aggregate(KVTierStats.of(reporter.take()))
+    assert reporter.take() == [], "a change is reported once"
     assert total.reduce()["kvtier_hit_chunks{ram}"] == 5
     total.reset()
     assert total.is_empty()
@@ -117,14 +114,13 @@ def test_an_offloading_spec_declares_every_metric_as_what_it_is() -> None:
 
 def test_vllms_log_has_what_changed_and_no_zeros() -> None:
     source = Source(is_active=False, now=engine(tier("ram", capacity_chunks=8), tier("nvme")))
-    reporter = StatsReporter(source)
+    reporter = Reporter(source)
     log = KVConnectorLogging(None)
     log.connector_cls = KVTierConnector
     lines: list[str] = []
 
     def say() -> None:
-        stats = reporter.report()
-        log.observe({} if stats is None else stats.to_dict())
+        log.observe(KVTierStats.of(reporter.take()).to_dict())
         log.log(lambda text, *arguments: lines.append(text % arguments))
 
     say()

@@ -20,9 +20,9 @@ from functools import reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvtier.connector.context import RequestContext
 from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import WorkerOutput
+from kvtier.connector.protocols import RequestContext
 from kvtier.connector.scheduler import ConnectorScheduler
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage

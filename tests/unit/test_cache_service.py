@@ -60,7 +60,7 @@ def step(cache: SteppedCache) -> None:
 
 def later_step(cache: SteppedCache) -> None:
     """End a step in which the operator is told what there is to tell."""
-    cache.service._logs_due_s = float("-inf")  # a quarter of a second has passed
+    cache.service._notices_due_s = float("-inf")  # a quarter of a second has passed
     step(cache)
 
 
@@ -74,8 +74,6 @@ def test_the_last_chunks_of_a_request_are_kept_as_it_asked(ends_first: bool) -> 
     store(cache, Context("a", KEPT), 3, ends_first=ends_first)
     assert retained(cache) == 3
     assert not cache.service._hints
-    assert not cache.service._jobs
-    assert not cache.service._ended
 
 
 @pytest.mark.parametrize(("new", "kept_s"), [(None, 0.0), ({"kvtier": {"retain_s": 7}}, 7.0)])
@@ -89,14 +87,12 @@ def test_a_request_of_an_id_that_is_used_again_has_its_own_hints(
     assert plan is not None
     service.end_request(Context("a", KEPT))
     service.begin_request(Context("a", new))
-    assert service._retain_seconds("a") == kept_s
+    assert service._hints.retain_seconds("a") == kept_s
     cache.finish(plan.slots, stored=plan.generation)
     service.complete_store(plan.keys, "a")
-    assert service._retain_seconds("a") == kept_s
+    assert service._hints.retain_seconds("a") == kept_s
     service.end_request(Context("a", new))
     assert not service._hints
-    assert not service._jobs
-    assert not service._ended
 
 
 def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
@@ -116,7 +112,7 @@ def test_chunks_that_came_up_for_a_load_are_kept_as_well() -> None:
     cache.slot_status.acknowledge(plan.slots)
     service.complete_load("b")
     assert retained(cache) == 2
-    assert not service._loading
+    assert not service._loads
     assert not service._hints
 
 
@@ -197,7 +193,7 @@ def test_a_reset_that_a_tier_has_not_finished_is_not_called_durable(
     assert ("reset it again" in caplog.text) is not is_over
 
 
-@pytest.mark.parametrize("broken", ["_take_results", "_forget_corrupt"])
+@pytest.mark.parametrize("broken", ["take_results", "forget_corrupt"])
 def test_whatever_fails_before_in_a_reset_the_tiers_are_reset(
     monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -212,7 +208,7 @@ def test_whatever_fails_before_in_a_reset_the_tiers_are_reset(
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(cache.engine, "exclusively_each", note)
-    monkeypatch.setattr(cache.service, broken, fail)
+    monkeypatch.setattr(cache.service._jobs, broken, fail)
     assert cache.service.reset_cache()
     assert reached == [cache.bench.tiers[1].name]
     assert cache.service.statistics().internal_errors == 1
@@ -268,8 +264,8 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
         abandoned.append(job)
 
     abandoned: list[Job] = []
-    monkeypatch.setattr(service._engine, "submit", fail)
-    monkeypatch.setattr(service._engine, "abandon", abandon)
+    monkeypatch.setattr(service._storage.engine, "submit", fail)
+    monkeypatch.setattr(service._storage.engine, "abandon", abandon)
     service.begin_request(Context("a"))
     answers = []
     for _ in range(16):
@@ -280,7 +276,7 @@ def test_jobs_that_cannot_be_submitted_are_jobs_that_failed(
     service.end_request(Context("a"))
     step(cache)
     assert not manager.has_work()
-    assert not service._ways
+    assert not service._jobs._routes
 
 
 def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
@@ -301,8 +297,10 @@ def test_a_tier_forgets_a_corrupt_chunk_before_its_slot_is_written_again(
     def forget(slots: Sequence[int]) -> None:
         done.append(("forget", list(slots)))
 
-    monkeypatch.setattr(service._engine, "submit", submit)
-    monkeypatch.setattr(service._engine, "poll", lambda: [results.pop()] if results else [])
+    monkeypatch.setattr(service._storage.engine, "submit", submit)
+    monkeypatch.setattr(
+        service._storage.engine, "poll", lambda: [results.pop()] if results else []
+    )
     monkeypatch.setattr(service._storage.tiers[0], "forget", forget)
     service.begin_request(Context("reader"))
     assert look(cache, 1, "reader") is None
@@ -321,7 +319,7 @@ def test_what_was_dropped_last_is_told_before_the_cache_closes(
 ) -> None:
     cache = make_cache()
     step(cache)
-    cache.service._logs_due_s = float("inf")  # no quarter of a second passes
+    cache.service._notices_due_s = float("inf")  # no quarter of a second passes
     cache.bench.manager._stack.tiers[1].counters.dropped = 3
     step(cache)
     assert "keep up" not in caplog.text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.cli._signals import ended_in_order
+from kvtier.cli._replay import exit_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _as_before() -> Iterator[None]:
 
 def run(number: int, cleared: list[str]) -> None:
     """Be ended by ``number``, and again while clearing away."""
-    with ended_in_order():
+    with exit_on_signals():
         try:
             os.kill(os.getpid(), number)
             pytest.fail("it went on")
@@ -43,7 +43,7 @@ def test_a_signal_leaves_the_body_and_its_like_do_not_disturb_that(number: int) 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with ended_in_order():
+    with exit_on_signals():
         os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connector.metadata import FailedLoad, WorkerOutput
+from kvtier.connector.transfers import Transfers
 
 outputs = st.builds(
     WorkerOutput,
@@ -44,7 +45,9 @@ def test_a_load_that_failed_in_two_ranks_names_the_blocks_of_both() -> None:
     assert both.failed_requests == {"a"}
 
 
-def test_operations_of_all_ranks_are_added_up() -> None:
-    operation = {"op_size": 4096, "op_time": 0.5}
-    one = WorkerOutput(stats={"gpu_to_ram": [operation]})
-    assert one.aggregate(one).stats == {"gpu_to_ram": [operation, operation]}
+def test_the_transfers_of_all_ranks_are_added_up() -> None:
+    transfers = Transfers()
+    transfers.record("gpu", "ram", nbytes=4096, seconds=0.5)
+    one = WorkerOutput(transfers=transfers)
+    assert one.aggregate(one).transfers.by_type == {"gpu_to_ram": [(4096, 0.5)] * 2}
+    assert one.transfers.by_type == {"gpu_to_ram": [(4096, 0.5)]}

@@ -10,7 +10,7 @@ from kvtier.connector.groups import CacheGroup, SchedulerOptions, build_layouts
 from kvtier.connector.metadata import BlockSpec, WorkerOutput
 from kvtier.connector.requests import TrackedRequest, chunk_positions
 from kvtier.connector.scheduler import NOTHING_TO_DO
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError, UnsupportedError
 from kvtier.keys import make_key
 from kvtier.manager.hits import Reach
@@ -346,14 +346,12 @@ def test_a_request_nobody_announced_is_followed_from_then_on() -> None:
 
 def test_copies_are_reported_once() -> None:
     engine = ToyEngine()
-    assert engine.connector.get_stats() is None
-    copied = ConnectorStats()
-    copied.record_transfer(4096, 0.5, ("gpu", "ram"))
-    engine.connector.update_connector_output(WorkerOutput(stats=copied.to_dict()))
-    reported = engine.connector.get_stats()
-    assert reported is not None
-    assert reported.data == copied.data
-    assert engine.connector.get_stats() is None
+    assert not engine.connector.take_transfers()
+    copied = Transfers()
+    copied.record("gpu", "ram", nbytes=4096, seconds=0.5)
+    engine.connector.update_connector_output(WorkerOutput(transfers=copied))
+    assert engine.connector.take_transfers().totals() == {"gpu_to_ram": (4096, 0.5)}
+    assert not engine.connector.take_transfers()
 
 
 def test_residency_events_pass_through() -> None:

@@ -139,8 +139,8 @@ def test_what_was_stored_is_loaded_into_other_blocks(bench: Bench) -> None:
     loaded = bench.until(2)
     assert bench.holds(9, 3, original)
     assert bench.holds(8, 4, original)
-    assert [op["op_size"] for op in stored.stats["gpu_to_ram"]] == [2 * LAYERS * PAGE_NBYTES]
-    assert [op["op_size"] for op in loaded.stats["ram_to_gpu"]] == [2 * LAYERS * PAGE_NBYTES]
+    assert stored.transfers.totals()["gpu_to_ram"][0] == 2 * LAYERS * PAGE_NBYTES
+    assert loaded.transfers.totals()["ram_to_gpu"][0] == 2 * LAYERS * PAGE_NBYTES
 
 
 def test_a_store_waits_for_the_next_step(bench: Bench) -> None:

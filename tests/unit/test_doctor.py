@@ -1,64 +1,74 @@
-"""The doctor as a whole: the report, its two forms, and the command."""
+"""The examination as a whole: findings, the table, and the two commands."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvtier.cli._doctor import examination_document, show_examination
+from kvtier.cli._examine import show_examination
 from kvtier.config import KvtierConfig, parse_config
-from kvtier.doctor import (
-    Examination,
-    Finding,
-    Verdict,
-    _examine,
-    _store,
-    examine,
-    examine_pages,
-)
-from kvtier.doctor._machine import Machine
-from kvtier.doctor._store import Room
-from kvtier.os.limits import HugePagePool
+from kvtier.doctor import Examination, Finding, Status, _examine, examine
+from kvtier.doctor._memory import Machine
+from kvtier.errors import ConfigError
+from kvtier.os.limits import HugePagePool, MemoryLimit
+from kvtier.tiers.slab.direct_io import BlockIo
 from kvtier.units import approximate_rate
 
+FILE = Path("kvtier.yaml")
+RANK = "{data_parallel_rank}"
 FINDINGS = [
-    Finding("configuration", Verdict.OK, "ram of 4.00 GiB, nvme of 8.00 GiB"),
-    Finding("nvme: device nvme0n1", Verdict.NOTE, "says that it spins", "trust the rates"),
+    Finding("configuration", Status.OK, "ram of 4.00 GiB, nvme of 8.00 GiB"),
+    Finding("nvme: device nvme0n1", Status.NOTE, "a virtual disk", "trust the rates"),
     Finding(
         "nvme: file system",
-        Verdict.WARNING,
+        Status.WARNING,
         "overlay on overlay, mounted at /: a container's own layer: slow, and gone with it",
         "mount a volume of a local disk into the container and name it as path",
     ),
     Finding(
-        "nvme: free space", Verdict.PROBLEM, "too little", "free space", "tiers[1].capacity"
+        "nvme: free space",
+        Status.PROBLEM,
+        "too little",
+        "free space",
+        "tiers[1].capacity",
+        "kvtier.yaml:6: tiers[1].capacity = 8GiB",
     ),
 ]
 REPORT = """\
 ok       configuration         ram of 4.00 GiB, nvme of 8.00 GiB
-note     nvme: device nvme0n1  says that it spins
+note     nvme: device nvme0n1  a virtual disk
                                remedy: trust the rates
 warning  nvme: file system     overlay on overlay, mounted at /: a container's
                                own layer: slow, and gone with it
                                remedy: mount a volume of a local disk into the
                                container and name it as path
 problem  nvme: free space      too little
+                               at: kvtier.yaml:6: tiers[1].capacity = 8GiB
                                remedy: free space
-1 problem, 1 warning, 1 note
+kvtier.yaml: 1 problem, 1 warning, 1 note
 """
 
 
-def config_of(path: Path, *, ram: str = "1MiB", nvme: str = "64MiB") -> KvtierConfig:
+def config_of(
+    path: Path | str, *, ram: str = "1MiB", nvme: str = "64MiB", more: str = ""
+) -> KvtierConfig:
+    """Return a configuration whose nvme tier starts on line 4."""
     text = f"""\
 tiers:
-  - {{kind: ram, capacity: {ram}}}
-  - {{kind: nvme, path: {path}, capacity: {nvme}}}
+  - kind: ram
+    capacity: {ram}
+  - kind: nvme
+    path: '{path}'
+    capacity: {nvme}
+    {more}
 transfer: {{piece: 64KiB, io_threads: 2}}
 """
     return parse_config(text, source="a.yaml")
@@ -68,10 +78,24 @@ def found(examination: Examination, check: str) -> list[Finding]:
     return [finding for finding in examination.findings if finding.check == check]
 
 
+def problems(config: KvtierConfig, *, ranks: int = 1) -> list[str]:
+    return examine(config, ranks=ranks).lines(Status.PROBLEM)
+
+
+def warnings(config: KvtierConfig) -> list[str]:
+    """Return the warnings that do not depend on the machine's disk."""
+    return [
+        finding.line()
+        for finding in examine(config).findings
+        if finding.status is Status.WARNING
+        and finding.check in {"configuration", "nvme: options", "nvme: free space"}
+    ]
+
+
 def printed(examination: Examination, *, colour: bool = False) -> str:
     out = io.StringIO()
     terminal = Console(file=out, width=80, force_terminal=colour, highlight=False)
-    show_examination(terminal, examination)
+    show_examination(terminal, FILE, examination)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 
@@ -84,127 +108,233 @@ def test_a_terminal_gets_colours() -> None:
 
 
 def test_markup_in_a_path_is_text() -> None:
-    finding = Finding("a", Verdict.OK, "[bold]/data[/bold]")
+    finding = Finding("a", Status.OK, "[bold]/data[/bold]")
     assert "[bold]/data[/bold]" in printed(Examination([finding]))
 
 
-def test_a_healthy_machine_needs_no_remedy() -> None:
-    assert printed(Examination(FINDINGS[:1])).endswith("nothing to remedy\n")
+def test_the_summary_says_ok_unless_there_is_a_warning() -> None:
+    assert printed(Examination(FINDINGS[:1])).endswith("kvtier.yaml: ok\n")
+    assert printed(Examination(FINDINGS[:2])).endswith("kvtier.yaml: ok, 1 note\n")
+    assert printed(Examination(FINDINGS[:3])).endswith("kvtier.yaml: 1 warning, 1 note\n")
 
 
 def test_the_document_has_what_the_table_has() -> None:
-    document = examination_document(Path("a.yaml"), Examination(FINDINGS))
-    assert document["verdict"] == "problem"
+    document = Examination(FINDINGS).as_dict()
+    assert document["status"] == "problem"
     assert document["findings"][3] == {
         "check": "nvme: free space",
-        "verdict": "problem",
-        "found": "too little",
+        "status": "problem",
+        "reason": "too little",
         "remedy": "free space",
         "key": "tiers[1].capacity",
+        "place": "kvtier.yaml:6: tiers[1].capacity = 8GiB",
     }
     assert document["measured"] == {}
 
 
+def test_a_warning_needs_a_remedy() -> None:
+    Finding("a", Status.NOTE, "b")
+    with pytest.raises(ValueError, match="needs a remedy"):
+        Finding("a", Status.WARNING, "b")
+
+
 @pytest.mark.parametrize(
-    ("findings", "verdict"),
+    ("findings", "status"),
     [
-        ([], Verdict.OK),
-        (FINDINGS[:2], Verdict.NOTE),
-        (FINDINGS[2::-1], Verdict.WARNING),
-        (FINDINGS, Verdict.PROBLEM),
+        ([], Status.OK),
+        (FINDINGS[:2], Status.NOTE),
+        (FINDINGS[2::-1], Status.WARNING),
+        (FINDINGS, Status.PROBLEM),
     ],
     ids=["none", "note", "warning", "problem"],
 )
-def test_the_worst_finding_is_the_verdict(findings: list[Finding], verdict: Verdict) -> None:
-    assert Examination(findings).verdict is verdict
+def test_the_worst_finding_is_the_status(findings: list[Finding], status: Status) -> None:
+    assert Examination(findings).status is status
 
 
-def test_every_check_says_something_about_this_machine(tmp_path: Path) -> None:
-    examination = examine(config_of(tmp_path / "store"), seconds=None)
-    checks = {finding.check.removeprefix("nvme: ") for finding in examination.findings}
-    checks = {check.partition(" nvme")[0].split(" vd")[0] for check in checks}
-    assert checks >= {
+def test_an_examination_finds_something_for_every_check_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir(0o700)
+    before = store.stat()
+    examination = examine(config_of(store))
+    checks = [finding.check for finding in examination.findings]
+    device = next(check for check in checks if check.startswith("nvme: device"))
+    assert list(dict.fromkeys(checks)) == [
         "configuration",
-        "file system",
-        "directory",
-        "free space",
-        "O_DIRECT",
+        "nvme: directory",
+        "nvme: free space",
+        "nvme: file system",
+        device,
+        "huge pages",
         "memory",
         "memlock",
-        "huge pages",
-        "open files",
-        "/dev/shm",
-        "GPUDirect",
-    }
-    assert examination.findings[0].check == "configuration"
-    assert any(check.startswith("device") for check in checks)
-    assert not [f for f in examination.findings if "could not be looked at" in f.found]
+    ]
+    assert not [f for f in examination.findings if "could not be examined" in f.reason]
+    assert examination.rates == {}
+    assert store.stat() == before
+    assert list(tmp_path.iterdir()) == [store]
+
+
+def test_a_directory_that_does_not_exist_yet_is_fine_and_not_created(tmp_path: Path) -> None:
+    (directory,) = found(examine(config_of(tmp_path / "store")), "nvme: directory")
+    assert directory.status is Status.OK
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_measurement_is_in_the_findings_and_in_the_figures(tmp_path: Path) -> None:
-    examination = examine(config_of(tmp_path), seconds=0.05)
+def test_a_measurement_is_in_the_findings_and_in_the_rates(tmp_path: Path) -> None:
+    examination = examine(config_of(tmp_path), measure_s=0.05)
     (read,) = found(examination, "nvme: read rate")
     rates = examination.rates["nvme"]
-    assert approximate_rate(rates.read_bytes_per_s) in read.found
+    assert approximate_rate(rates.read_bytes_per_s) in read.reason
     assert (rates.piece_bytes, rates.threads) == (64 << 10, 2)
+    assert found(examination, "nvme: O_DIRECT")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_measurement_is_made_when_none_is_wanted(tmp_path: Path) -> None:
-    assert examine(config_of(tmp_path), seconds=None).rates == {}
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/proc/version", "not a directory; name a directory"),
+        ("/proc/no/such/store", "its parent /proc/no/such does not exist; mount"),
+        ("/proc/version/store", "its parent /proc/version is not a directory; name a dir"),
+        ("/proc/version/deep/store", "its parent /proc/version is not a directory; name"),
+    ],
+)
+def test_a_path_without_room_for_a_store_is_a_problem(path: str, problem: str) -> None:
+    (line,) = problems(config_of(path))
+    assert line.startswith(f"a.yaml:5: tiers[1].path = {path}: {problem}")
 
 
-def test_what_check_refuses_is_a_problem_said_once(tmp_path: Path) -> None:
-    examination = examine(config_of(tmp_path, nvme="4PiB"), seconds=None)
-    problems = [f for f in examination.findings if f.verdict is Verdict.PROBLEM]
-    assert [(f.check, f.key) for f in problems] == [("nvme: free space", "tiers[1].capacity")]
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("", "; give it to the user that runs the engine"),
+        ("store", "; make the directory as root and give it to the user"),
+    ],
+)
+def test_a_directory_that_is_not_writable_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    (line,) = problems(config_of(tmp_path / name))
+    assert f"{tmp_path} is not writable for user {os.geteuid()}{remedy}" in line
 
 
-def test_a_store_that_can_be_nowhere_is_what_check_says(tmp_path: Path) -> None:
-    examination = examine(config_of(tmp_path / "no/store"), seconds=0.05)
-    (problem,) = (f for f in examination.findings if f.verdict is Verdict.PROBLEM)
-    assert (problem.check, problem.key) == ("configuration", "tiers[1].path")
-    assert problem.found.startswith("a.yaml:3: tiers[1].path = ")
-    assert problem.remedy.startswith("mount the disk or run: mkdir -p")
-    assert examination.rates == {}
+def test_a_link_to_a_disk_that_is_not_mounted_is_a_problem(tmp_path: Path) -> None:
+    link = tmp_path / "store"
+    link.symlink_to(tmp_path / "mounted" / "kvtier")
+    (line,) = problems(config_of(link))
+    assert f": links to {tmp_path}/mounted/kvtier, which does not exist; create it" in line
 
 
-def test_a_warning_of_check_is_a_warning(tmp_path: Path) -> None:
-    examination = examine(config_of(tmp_path, ram="64MiB"), seconds=None)
-    _, warning = found(examination, "configuration")
-    assert warning.verdict is Verdict.WARNING
-    assert warning.remedy == "capacities should grow downward"
+def test_a_path_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (line,) = problems(config_of(tmp_path / ("x" * 300)))
+    assert "cannot be read: File name too long; run this as the user" in line
 
 
-def test_of_data_parallel_ranks_the_first_is_examined(tmp_path: Path) -> None:
-    assert not found(examine(config_of(tmp_path / "kv"), seconds=None), "data parallelism")
-    examination = examine(config_of(Path(f"'{tmp_path}/{{data_parallel_rank}}'")), seconds=None)
-    assert [each.verdict for each in found(examination, "data parallelism")] == [Verdict.NOTE]
-    (directory,) = found(examination, "nvme: directory")
-    assert directory.found.startswith(f"{tmp_path}/0 is not there yet")
+def test_a_directory_that_others_can_read_is_a_warning(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    (directory,) = found(examine(config_of(tmp_path)), "nvme: directory")
+    assert (directory.status, directory.remedy) == (
+        Status.WARNING,
+        f"run: chmod 700 {tmp_path}",
+    )
 
 
-def test_two_warnings_about_one_key_are_both_said(
+def test_a_recording_without_a_place_is_a_problem(tmp_path: Path) -> None:
+    place = tmp_path / "missing" / "trace"
+    text = f"tiers: [{{kind: ram, capacity: 1MiB}}]\ntrace: {{record: {place}}}\n"
+    (line,) = problems(parse_config(text, source="f"))
+    assert line.startswith("f:2: trace.record = ")
+    assert f"its parent {place.parent} does not exist; mount the disk" in line
+
+
+def test_more_memory_than_there_is_is_a_problem(tmp_path: Path) -> None:
+    (line,) = problems(config_of(tmp_path / "no/store", ram="1PiB", nvme="2PiB"))[1:]
+    assert line.startswith("a.yaml:3: tiers[0].capacity = 1PiB: the RAM tier needs 1.00 PiB, ")
+
+
+def test_memory_for_one_rank_may_be_too_little_for_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        _store, "find_room", lambda found, place: Room(64 << 20, 0, 64 << 20, None)
+    limit = MemoryLimit("available memory", 3 << 29)
+    monkeypatch.setattr(_examine, "memory_limits", lambda proc, sys: [limit])
+    config = config_of(tmp_path / RANK, ram="1GiB", nvme="2GiB")
+    assert problems(config) == []
+    (line,) = problems(config, ranks=2)
+    assert "the RAM tier needs 2.00 GiB, available memory leaves 1.50 GiB" in line
+
+
+def test_a_directory_that_is_missing_for_all_ranks_is_one_problem(tmp_path: Path) -> None:
+    (line,) = problems(config_of(tmp_path / "no" / RANK), ranks=4)
+    missing = tmp_path / "no"
+    assert line.endswith(
+        f"its parent {missing} does not exist; mount the disk or run: mkdir -p {missing}"
     )
-    examination = examine(config_of(tmp_path, ram="64MiB"), seconds=None)
-    warnings = [f.check for f in examination.findings if f.key == "tiers[1].capacity"]
-    assert warnings == ["configuration", "nvme: free space"]
+
+
+def test_each_missing_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    lines = problems(config_of(tmp_path / RANK / "kv"), ranks=3)
+    for rank, line in zip("02", lines, strict=True):
+        assert f"its parent {tmp_path}/{rank} does" in line
+
+
+def test_ranks_that_would_share_a_path_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a directory of its own; write"):
+        examine(config_of(tmp_path / "store"), ranks=2)
+
+
+def test_ranks_are_named_in_a_note(tmp_path: Path) -> None:
+    assert not found(examine(config_of(tmp_path / "kv")), "data parallelism")
+    config = config_of(tmp_path / RANK)
+    (one,) = found(examine(config), "data parallelism")
+    assert one.remedy == "add --data-parallel-size N to examine N ranks"
+    (three,) = found(examine(config, ranks=3), "data parallelism")
+    assert three.reason == "3 ranks need 3.00 MiB of memory and 192 MiB of slower tiers"
+
+
+def test_a_slower_tier_that_is_no_larger_is_a_warning(tmp_path: Path) -> None:
+    (line,) = warnings(config_of(tmp_path, ram="64MiB"))
+    assert line.startswith("a.yaml:6: tiers[1].capacity = 64MiB: no larger than the faster")
+
+
+def test_little_room_and_no_larger_capacity_are_two_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockIo, "free_nbytes", lambda *_: 90 << 20)
+    first, second = warnings(config_of(tmp_path, ram="64MiB"))
+    assert "no larger" in first
+    assert "little is left; lower the capacity" in second
+
+
+def test_placement_without_a_slower_tier_is_a_warning_per_key(tmp_path: Path) -> None:
+    placement = "placement: {write_after: 2, admit: tinylfu, write_budget_per_day: 1GiB}\n"
+    alone = parse_config(
+        f"tiers: [{{kind: ram, capacity: 1MiB}}]\n{placement}", source="a.yaml"
+    )
+    assert [line.partition(": no effect")[0] for line in warnings(alone)] == [
+        "a.yaml:2: placement.write_after = 2",
+        "a.yaml:2: placement.admit = tinylfu",
+        "a.yaml:2: placement.write_budget_per_day = 1GiB",
+    ]
+    assert warnings(config_of(tmp_path, more=f"\n{placement}")) == []
+
+
+def test_a_store_without_checksums_is_a_warning(tmp_path: Path) -> None:
+    (line,) = warnings(config_of(tmp_path, more="checksum: off"))
+    assert line.startswith("a.yaml:7: tiers[1].checksum = off: a flipped bit")
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:
     nowhere = Machine(tmp_path / "proc", tmp_path / "sys", tmp_path / "dev")
-    examination = examine(config_of(tmp_path), seconds=None, machine=nowhere)
+    examination = examine(config_of(tmp_path), machine=nowhere)
     (mount,) = found(examination, "nvme: file system")
-    (shared,) = found(examination, "/dev/shm")
-    for finding in (mount, shared):
-        assert finding.verdict is Verdict.WARNING
-        assert finding.found.startswith("could not be looked at: ")
-    assert found(examination, "GPUDirect")
+    assert mount.status is Status.WARNING
+    assert mount.reason.startswith("could not be examined: ")
+    assert found(examination, "memlock")
 
 
 def test_an_error_without_words_is_named(
@@ -214,12 +344,12 @@ def test_an_error_without_words_is_named(
         raise RuntimeError
 
     monkeypatch.setattr(_examine, "huge_page_pool", stumble)
-    (finding,) = found(examine(config_of(tmp_path), seconds=None), "huge pages")
-    assert finding.found == "could not be looked at: RuntimeError"
+    (finding,) = found(examine(config_of(tmp_path)), "memory")
+    assert finding.reason == "could not be examined: RuntimeError"
 
 
 @pytest.mark.parametrize(("write", "pages"), [("through", 2), ("evict", 10)])
-def test_the_relay_between_two_disks_needs_pages_as_well(
+def test_the_bounce_buffer_between_two_disks_needs_pages_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, pages: int
 ) -> None:
     pool = HugePagePool(2 << 20, total=100, free=100)
@@ -233,15 +363,35 @@ def test_the_relay_between_two_disks_needs_pages_as_well(
         f"placement: {{write: {write}}}\ntransfer: {{piece: 8MiB}}\n",
         source="test",
     )
-    taken = f"the RAM tier takes {pages}"
-    assert examine_pages(config).found == f"100 huge pages reserved and free; {taken}"
+    (finding,) = found(examine(config), "huge pages")
+    assert finding.reason == f"the RAM tier needs {pages}; 100 are reserved and free"
 
 
-def run_doctor(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ("-m", "kvtier")
+def test_a_directory_that_vanishes_while_it_is_examined_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vanishing = tmp_path / "namespace"
+    vanishing.mkdir()
+    tmp_path.chmod(0o700)
+    scan = os.scandir
+
+    def scan_too_late(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path) == vanishing and vanishing.exists():
+            vanishing.rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_too_late)
+    kind = "kvtier.testing.file_tier:FileTier"
+    text = f"tiers: [{{kind: ram, capacity: 1MiB}}, {{kind: '{kind}', path: {tmp_path}"
+    config = parse_config(f"{text}, capacity: 2MiB}}]", source="a.yaml")
+    assert problems(config) == []
+    assert not vanishing.exists()
+
+
+def run(command: str, file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         # Where pytest runs, readline has set COLUMNS, which says how long lines are to be.
-        ["env", "-u", "COLUMNS", sys.executable, *command, "doctor", str(file), *arguments],
+        ["env", "-u", "COLUMNS", sys.executable, "-m", "kvtier", command, file, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -256,23 +406,35 @@ def write_config(directory: Path, capacity: str) -> Path:
         "tiers:\n"
         "  - {kind: ram, capacity: 1MiB}\n"
         f"  - {{kind: nvme, path: '{directory}/store', capacity: {capacity}}}\n"
-        "transfer: {piece: 64KiB}\n"
+        "transfer: {piece: 4MiB}\n"
     )
     return file
 
 
-def test_the_command_reports_to_a_program(tmp_path: Path) -> None:
-    ran = run_doctor(write_config(tmp_path, "64MiB"), "--json", "--seconds", "0.1")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    report = json.loads(ran.stdout)
-    assert report["measured"]["nvme"]["read_bytes_per_s"] > 0
-    assert {finding["verdict"] for finding in report["findings"]} <= {"ok", "note", "warning"}
+def test_the_doctor_finds_what_the_check_finds_and_measures(tmp_path: Path) -> None:
+    file = write_config(tmp_path, "64MiB")
+    check, doctor = run("check", file, "--json"), run("doctor", file, "--json", "--seconds=0.1")
+    assert (check.returncode, check.stderr, doctor.returncode, doctor.stderr) == (0, "", 0, "")
+    shallow, deep = json.loads(check.stdout), json.loads(doctor.stdout)
+    assert shallow["config"] == deep["config"]
+    assert shallow["measured"] == {}
+    assert deep["measured"]["nvme"]["read_bytes_per_s"] > 0
+    checks = [finding["check"] for finding in deep["findings"]]
+    assert [f["check"] for f in shallow["findings"]] == [
+        each for each in checks if "rate" not in each and "O_DIRECT" not in each
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["kvtier.yaml"]
 
 
-def test_the_command_fails_on_a_problem_and_prints_the_remedy(tmp_path: Path) -> None:
-    ran = run_doctor(write_config(tmp_path, "4PiB"), "--no-measure")
+@pytest.mark.parametrize("command", ["check", "doctor"])
+def test_a_command_fails_on_a_problem_and_prints_place_and_remedy(
+    tmp_path: Path, command: str
+) -> None:
+    file = write_config(tmp_path, "4PiB")
+    ran = run(command, file)
     assert (ran.returncode, ran.stderr) == (1, "")
-    remedy = "remedy: lower the capacity or free space: all of it is reserved at start"
-    assert remedy in [line.strip() for line in ran.stdout.splitlines()]
+    lines = [line.strip() for line in ran.stdout.splitlines()]
+    assert f"at: {file}:3: tiers[1].capacity = 4PiB" in lines
+    assert "remedy: lower the capacity or free space: all of it is reserved at start" in lines
+    assert lines[-1].startswith(f"{file}: 1 problem")
     assert "\x1b" not in ran.stdout

@@ -6,15 +6,28 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
-from kvtier.doctor import _rates, _scratch, measure_tier_rates
-from kvtier.doctor._scratch import NamelessIo, direct_io_refusal
-from kvtier.doctor._timing import Timed, time_pieces
+from kvtier.doctor import Status, rates
+from kvtier.doctor.rates import (
+    DirectIo,
+    MeasuredRates,
+    NamelessIo,
+    Timed,
+    check_direct_io,
+    check_rates,
+    direct_io_refusal,
+    measure_tier_rates,
+    stored_chunk_nbytes,
+    time_pieces,
+)
 from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
+from kvtier.tiers.slab.namespace import Layout
+from kvtier.types import LayoutFingerprint
 
 MIB = 1 << 20
 PIECE = 64 << 10
@@ -97,20 +110,19 @@ class FailingIo(NamelessIo):
 
 def test_a_measurement_reads_what_it_wrote_and_leaves_nothing(tmp_path: Path) -> None:
     io = WatchedIo(tmp_path)
-    rates = measure_tier_rates(tmp_path, piece_bytes=PIECE, threads=2, seconds=0.05, io=io)
+    measured = measure_tier_rates(tmp_path, piece_bytes=PIECE, threads=2, seconds=0.05, io=io)
     assert io.names == []
     assert io.unwritten_reads == []
     assert list(tmp_path.iterdir()) == []
-    assert rates.file_bytes == 2 * MIB  # half of what is free
+    assert measured.file_bytes == 2 * MIB  # half of what is free
     assert max(io.written) < 2 * MIB
     assert len(set(io.written.values())) > 1
     assert bytes(PIECE) not in io.written.values()
-    assert rates.read_pieces >= 2
-    assert rates.write_pieces >= 2
-    assert 0 < rates.read_p50_s <= rates.read_p99_s
-    assert 0 < rates.write_p50_s <= rates.write_p99_s
-    assert rates.read_bytes_per_s > 0
-    assert set(rates.as_dict()) >= {"path", "direct_io", "piece_bytes", "write_bytes_per_s"}
+    assert measured.read_pieces >= 2
+    assert measured.write_pieces >= 2
+    assert 0 < measured.read_p50_s <= measured.read_p99_s
+    assert 0 < measured.write_p50_s <= measured.write_p99_s
+    assert measured.read_bytes_per_s > 0
 
 
 def test_a_measurement_through_the_page_cache_says_so(tmp_path: Path) -> None:
@@ -122,21 +134,21 @@ def test_a_measurement_through_the_page_cache_says_so(tmp_path: Path) -> None:
             super().drop_cached()
             dropped.append(True)
 
-    rates = measure_tier_rates(
+    measured = measure_tier_rates(
         tmp_path, piece_bytes=PIECE, threads=1, seconds=0.01, direct_io="off", io=Io(tmp_path)
     )
-    assert not rates.direct_io
+    assert not measured.direct_io
     assert dropped == [True]
 
 
 def test_a_file_system_without_direct_io_is_measured_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_rates, "direct_io_refusal", lambda place: "Invalid argument")
-    rates = measure_tier_rates(
+    monkeypatch.setattr(rates, "direct_io_refusal", lambda place: "Invalid argument")
+    measured = measure_tier_rates(
         tmp_path, piece_bytes=PIECE, threads=1, seconds=0.01, io=WatchedIo(tmp_path)
     )
-    assert not rates.direct_io
+    assert not measured.direct_io
     assert not caplog.records  # the command prints findings, not log lines
 
 
@@ -176,11 +188,11 @@ def test_a_full_disk_says_nothing_about_direct_io(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
-    spec = _scratch.scratch_spec(tmp_path, slots=1, slot_nbytes=4096, direct_io="off")
-    spec.path.write_text("mine")
+    foreign = tmp_path / f".kvtier-doctor-{os.getpid()}"
+    foreign.write_text("mine")
     with pytest.raises(FileExistsError):
         direct_io_refusal(tmp_path)
-    assert spec.path.read_text() == "mine"
+    assert foreign.read_text() == "mine"
 
 
 def test_every_thread_moves_a_piece_and_the_first_pieces_are_the_moved_ones() -> None:
@@ -255,3 +267,86 @@ def release(request: pytest.FixtureRequest) -> Callable[[], threading.Event]:
 def test_quantiles_are_times_that_were_measured() -> None:
     timed = Timed([3.0, 1.0, 2.0, 4.0], elapsed_s=2.0)
     assert (timed.quantile_s(0.5), timed.quantile_s(0.99), timed.per_s) == (3.0, 4.0, 2.0)
+
+
+RATES = MeasuredRates(
+    path="/data",
+    direct_io=True,
+    piece_bytes=8 << 20,
+    threads=4,
+    file_bytes=4 << 30,
+    seconds=2.0,
+    read_bytes_per_s=6.5e9,
+    read_p50_s=0.005,
+    read_p99_s=0.009,
+    read_pieces=1500,
+    write_bytes_per_s=2.5e9,
+    write_p50_s=0.012,
+    write_p99_s=1.5,
+    write_pieces=600,
+)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "mode", "status"),
+    [
+        ("", "auto", "ok"),
+        ("", "require", "ok"),
+        ("", "off", "note"),
+        ("Invalid argument", "auto", "warning"),
+        ("Invalid argument", "require", "problem"),
+        ("Invalid argument", "off", "note"),
+    ],
+)
+def test_direct_io_is_judged_by_the_mode_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, mode: DirectIo, status: str
+) -> None:
+    monkeypatch.setattr(rates, "direct_io_refusal", lambda place: refusal)
+    finding = check_direct_io("nvme", tmp_path, mode, "tiers[1].direct_io")
+    assert finding.status == status
+    assert refusal in finding.reason
+
+
+def test_rates_are_put_into_words() -> None:
+    read, write = check_rates("nvme", RATES, chunk_nbytes=2 << 20)
+    assert (read.status, write.status) == (Status.OK, Status.OK)
+    assert read.reason == (
+        "6.50 GB/s; p50 5 ms, p99 9 ms per 8.00 MiB, 4 at once; "
+        "0.323 ms for a chunk of 2.00 MiB"
+    )
+    assert write.reason == "2.50 GB/s; p50 12 ms, p99 1.5 s per 8.00 MiB, 4 at once"
+
+
+def test_a_disk_slower_than_nvme_is_a_warning_in_each_direction() -> None:
+    slow = replace(RATES, read_bytes_per_s=0.99e9, write_bytes_per_s=0.49e9)
+    read, write = check_rates("nvme", slow, chunk_nbytes=None)
+    assert (read.status, write.status) == (Status.WARNING, Status.WARNING)
+    assert "chunk of" not in read.reason
+
+
+def test_rates_through_the_page_cache_are_marked() -> None:
+    findings = check_rates("nvme", replace(RATES, direct_io=False), chunk_nbytes=None)
+    assert [each.status for each in findings] == [Status.NOTE, Status.NOTE]
+
+
+def make_namespace(root: Path, slot_nbytes: int) -> Path:
+    """Lay out what an engine with slots of this size leaves; returns its directory."""
+    layout = Layout(LayoutFingerprint({"model": f"m{slot_nbytes}"}), slot_nbytes)
+    directory = root / layout.fingerprint.namespace()
+    directory.mkdir()
+    (directory / "layout.json").write_text(layout.to_json())
+    (directory / "lock").write_text(f"pid {slot_nbytes} on host a\x1b\n")
+    return directory
+
+
+def test_a_chunk_is_as_large_as_that_of_the_model_that_came_last(tmp_path: Path) -> None:
+    for slot_nbytes, opened_ns in ((8192, 1), (4096, 3), (16384, 2)):
+        os.utime(make_namespace(tmp_path, slot_nbytes), ns=(opened_ns, opened_ns))
+    assert stored_chunk_nbytes(tmp_path) == 4096
+
+
+def test_a_store_that_no_model_used_has_no_chunk_size(tmp_path: Path) -> None:
+    assert stored_chunk_nbytes(tmp_path) is None
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/lock").write_text("")
+    assert stored_chunk_nbytes(tmp_path) is None

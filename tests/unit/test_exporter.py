@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvtier
+from kvtier.connector.exporter import MetricsExporter
+from kvtier.connector.figures import EngineStatistics, TierFigures
 from kvtier.connector.metadata import WorkerOutput
 from kvtier.connector.metrics import METRICS, Kind
-from kvtier.connector.report.exporter import MetricsExporter
-from kvtier.connector.report.statistics import EngineStatistics, TierFigures
-from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.transfers import Transfers
 from kvtier.errors import ConfigError
 from tests.unit.test_connector_metrics import engine, tier
 from tests.unit.toy_engine import TOKENS, ToyEngine
@@ -31,7 +31,7 @@ class Source:
     tiers: list[TierFigures] = field(default_factory=lambda: [tier("ram"), tier("nvme")])
     gaps: list[list[float]] = field(default_factory=lambda: [[], []])
     waits: list[float] = field(default_factory=list)
-    transfers: ConnectorStats = field(default_factory=ConnectorStats)
+    transfers: Transfers = field(default_factory=Transfers)
     is_active: bool = False
 
     def statistics(self) -> EngineStatistics:
@@ -45,8 +45,8 @@ class Source:
         taken, self.gaps = self.gaps, [[], []]
         return taken
 
-    def take_transfers(self) -> ConnectorStats:
-        return self.transfers.clone_and_reset()
+    def take_transfers(self) -> Transfers:
+        return self.transfers.take()
 
 
 def scrape(exporter: MetricsExporter) -> dict[Series, float]:
@@ -98,12 +98,12 @@ def test_a_scrape_sees_what_the_last_refresh_read() -> None:
 
 def test_what_is_observed_adds_up_over_refreshes() -> None:
     source = Source()
-    source.transfers.record_transfer(3_000_000, 0.5, ("ram", "nvme"))
+    source.transfers.record("ram", "nvme", nbytes=3_000_000, seconds=0.5)
     source.gaps = [[0.5, 3.0], []]
     source.waits = [0.2]
     with MetricsExporter(source, 0) as exporter:
-        source.transfers.record_transfer(5_000_000, 0.25, ("ram", "nvme"))
-        source.transfers.record_transfer(300_000_000, 1.0, ("nvme", "ram"))
+        source.transfers.record("ram", "nvme", nbytes=5_000_000, seconds=0.25)
+        source.transfers.record("nvme", "ram", nbytes=300_000_000, seconds=1.0)
         source.gaps = [[2.0], [1e9]]
         source.waits = [0.3, 7.0]
         exporter.refresh()
@@ -128,24 +128,15 @@ def test_what_is_observed_adds_up_over_refreshes() -> None:
     assert value(found, "kvtier_load_wait_seconds_sum") == 7.5
 
 
-def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> ConnectorStats:
-    stats = ConnectorStats()
-    stats.record_transfer(nbytes, seconds, way)
-    return stats
-
-
-def moved_bytes(exporter: MetricsExporter) -> dict[str, float]:
-    """Return the bytes of a scrape by transfer type."""
-    return {
-        dict(labels)["transfer_type"]: number
-        for (name, labels), number in scrape(exporter).items()
-        if name == "kvtier_kv_offload_total_bytes_total"
-    }
+def copied(nbytes: int, seconds: float, way: tuple[str, str]) -> Transfers:
+    transfers = Transfers()
+    transfers.record(*way, nbytes=nbytes, seconds=seconds)
+    return transfers
 
 
 def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
     toy = ToyEngine(slots=(8, 16))
-    between_tiers = toy.cache.service._transfers
+    between_tiers = toy.cache.service._jobs.transfers
     with MetricsExporter(toy.connector, 0) as exporter:
         toy.fill("a", 2 * TOKENS)
         for _ in range(
@@ -157,8 +148,8 @@ def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
             copied(1024, 0.25, ("ram", "gpu")),
             copied(4096, 0.25, ("gpu", "ram")),
         ):
-            toy.connector.update_connector_output(WorkerOutput(stats=stats.to_dict()))
-        between_tiers.record_transfer(2048, 0.5, ("ram", "nvme"))
+            toy.connector.update_connector_output(WorkerOutput(transfers=stats))
+        between_tiers.record("ram", "nvme", nbytes=2048, seconds=0.5)
         exporter.refresh()
         found = scrape(exporter)
     assert value(found, "kvtier_stored_chunks_total", tier="ram") == 2
@@ -171,33 +162,6 @@ def test_a_scheduler_side_has_what_its_workers_copied_and_its_tiers() -> None:
         assert value(found, "kvtier_kv_offload_total_bytes_total", **labels) == nbytes
         assert value(found, "kvtier_kv_offload_total_time_total", **labels) == seconds
         assert value(found, "kvtier_kv_offload_size_count", **labels) == count
-
-
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_an_exporter_and_the_engines_own_statistics_both_have_all(asked_first: bool) -> None:
-    toy = ToyEngine(slots=(8, 16))
-    told: dict[str, float] = {}
-
-    def ask() -> None:
-        stats = toy.connector.get_stats()
-        for name, number in ({} if stats is None else stats.reduce()).items():
-            told[name] = told.get(name, 0) + number
-
-    with MetricsExporter(toy.connector, 0) as exporter:
-        for _ in range(3):
-            stats = copied(4096, 0.5, ("gpu", "ram"))
-            toy.connector.update_connector_output(WorkerOutput(stats=stats.to_dict()))
-            toy.cache.service._transfers.record_transfer(2048, 0.25, ("ram", "nvme"))
-            readers = (ask, exporter.refresh)
-            for read in readers if asked_first else reversed(readers):
-                read()
-        assert moved_bytes(exporter) == {"gpu_to_ram": 3 * 4096, "ram_to_nvme": 3 * 2048}
-    assert told == {
-        "gpu_to_ram_total_bytes": 3 * 4096,
-        "gpu_to_ram_total_time": 1.5,
-        "ram_to_nvme_total_bytes": 3 * 2048,
-        "ram_to_nvme_total_time": 0.75,
-    }
 
 
 def test_a_scheduler_side_is_active_until_its_cache_and_its_workers_are_done() -> None:
@@ -236,7 +200,7 @@ def test_scrapes_and_refreshes_at_once_see_whole_readings() -> None:
         while not stop.is_set():
             count += 1
             source.tiers = [tier("ram", hit_chunks=count, stored_chunks=count), tier("nvme")]
-            source.transfers.record_transfer(count, 0.5, ("ram", "nvme"))
+            source.transfers.record("ram", "nvme", nbytes=count, seconds=0.5)
             exporter.refresh()
 
     with MetricsExporter(source, 0) as exporter:
@@ -257,7 +221,9 @@ def test_scrapes_and_refreshes_at_once_see_whole_readings() -> None:
 
 def test_a_port_that_is_taken_is_a_clear_error() -> None:
     with MetricsExporter(Source(), 0) as first:
-        with pytest.raises(ConfigError, match="somebody listens there: choose another port"):
+        with pytest.raises(
+            ConfigError, match="another process listens there: choose another port"
+        ):
             MetricsExporter(Source(), first.port)
         assert scrape(first)
 

@@ -18,8 +18,8 @@ from kvtier.policies.eviction._lhd_history import RegretBudget, Timeline
 from kvtier.policies.eviction.hedged_lhd import HedgedLhd
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
-from kvtier.testing.counting import count_lines
 from kvtier.testing.model_tier import ModelTier
+from kvtier.testing.probes import count_steps
 from tests.unit.sim_traces import TRACES, needs_traces
 
 SHARES = (0.01, 0.05, 0.1, 0.2)
@@ -206,7 +206,7 @@ def test_recovered_chunks_cost_no_more_however_they_stand(downwards: bool) -> No
         policy.on_insert_many(survivors, ctx)
         used = _way(survivors, downwards)
         if policy is batch:
-            lines = count_lines(partial(policy.on_hit_many, used, ctx))
+            lines = count_steps(partial(policy.on_hit_many, used, ctx))
         else:
             for copy in used:
                 policy.on_hit(copy, ctx)
@@ -269,7 +269,7 @@ def test_a_pick_in_vain_costs_a_look_at_each_and_moves_nobody() -> None:
         asked += 1
         return False
 
-    lines = count_lines(lambda: policy.pick_many(5, refuse, ctx))
+    lines = count_steps(lambda: policy.pick_many(5, refuse, ctx))
     assert asked == members
     assert lines < 10 * members
     leaf_first = [depth + start for start in range(0, 400, 40) for depth in range(40)[::-1]]

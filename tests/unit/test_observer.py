@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.connector.report.observer import Observer
+from kvtier.connector.observer import Observer
 from kvtier.keys import ChunkKey
 from kvtier.policies.shadow import ShadowTier
 from tests.support.workbench import prefix

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import TraceConfig, check_environment, parse_config
+from kvtier.config import TraceConfig, parse_config
 from kvtier.errors import ConfigError
 from kvtier.keys import ChunkKey, make_key
 from kvtier.recording import Recorder, RequestLog, RequestRecord
@@ -274,10 +274,3 @@ def test_a_mistake_is_named_with_its_remedy(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(f"tiers: [{{kind: ram, capacity: 1GiB}}]\n{text}\n", source="f")
     assert problem in str(error.value)
-
-
-def test_a_recording_that_has_no_place_is_found_before_the_start(tmp_path: Path) -> None:
-    place = tmp_path / "missing" / "trace"
-    text = f"tiers: [{{kind: ram, capacity: 1MiB}}]\ntrace: {{record: {place}}}\n"
-    with pytest.raises(ConfigError, match=r"f:2: trace.record = .*does not exist"):
-        check_environment(parse_config(text, source="f"))

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from kvtier.cli import _replay as replay_command
 from kvtier.cli._app import app
 from kvtier.config import KvtierConfig, parse_config
-from kvtier.connector.report.exporter import MetricsExporter
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.manager import CostModel, LoadChoice, SkipCause
 from kvtier.memory.copy import BlockCopier, BlockCopyPlan
@@ -34,7 +33,6 @@ from kvtier.sim.traces import Trace
 from kvtier.tiers.hosted.process import HostProcess
 from kvtier.types import SharedMemory
 from tests.unit.listening import PlainEar, Told
-from tests.unit.test_exporter import moved_bytes
 
 CHUNK_NBYTES = 64 << 10
 CHUNK_TOKENS = 128
@@ -229,29 +227,6 @@ class TestRequests:
 
 
 class TestReplay:
-    def test_an_exporter_of_the_scheduler_side_has_every_copy_of_both_sides(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        moved = replay_module._Bench.moved
-        told: dict[str, float] = {}
-        exported: dict[str, float] = {}
-
-        def export_first(bench: replay_module._Bench) -> Mapping[str, float]:
-            with MetricsExporter(bench._scheduler, 0) as exporter:
-                exported.update(moved_bytes(exporter))
-            told.update(moved(bench))
-            return told
-
-        monkeypatch.setattr(replay_module._Bench, "moved", export_first)
-        chains = [[number, 100 + number, 200 + number] for number in range(8)] * 3
-        run(make_trace(chains, apart_s=0.05), ladder(tmp_path, ram=8, nvme=64))
-        assert {"gpu_to_ram", "ram_to_gpu", "ram_to_nvme", "nvme_to_ram"} <= set(exported)
-        assert exported == {
-            name.removesuffix("_total_bytes"): number
-            for name, number in told.items()
-            if name.endswith("_total_bytes")
-        }
-
     @pytest.mark.parametrize("own_process", [True, False], ids=["hosted", "in-process"])
     def test_every_prefix_that_is_kept_is_loaded_bit_for_bit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_process: bool
@@ -457,8 +432,8 @@ class TestReplay:
         words = str(refused.exception)
         assert words.startswith(f"{file}:3: tiers[1].path = ")
         assert words.endswith(
-            f": there can be no store beside it, in {path.parent}: No such file or directory; "
-            "name a directory whose parent you may write to"
+            f": the replay cannot write its stores to {path.parent}; name a directory whose "
+            "parent you may write to"
         )
 
     def test_the_command_shows_both_and_how_far_they_are_apart(

@@ -62,20 +62,21 @@ class InstantService(CacheService):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._engine = self._storage.engine
+        self._poll = self._engine.poll
         self._settled: list[TransferResult] = []
+        vars(self._engine)["poll"] = self._take_settled
 
     def settle(self) -> None:
         """Let all jobs end."""
-        assert self._engine.wait(list(self._ways), timeout_s=PATIENCE_S)
-        self._settled += sorted(self._engine.poll(), key=lambda result: result.job_id)
+        assert self._engine.wait(list(self._jobs._routes), timeout_s=PATIENCE_S)
+        self._settled += sorted(self._poll(), key=lambda result: result.job_id)
 
-    def _take_results(self) -> None:
+    def _take_settled(self) -> list[TransferResult]:
         settled, self._settled = self._settled, []
-        if self._closed:  # nobody sleeps any more
-            settled += self._engine.poll()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self._engine, "poll", lambda: settled)
-            super()._take_results()
+        if self._is_closed:  # no later sleep ends them
+            settled += self._poll()
+        return settled
 
 
 class Machine:

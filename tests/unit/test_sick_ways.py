@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.config import parse_config
 from kvtier.connector import storage
-from kvtier.connector.report.statistics import engine_statistics
+from kvtier.connector.figures import collect_statistics
 from kvtier.connector.service import CacheService
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import RegionGeometry
@@ -31,7 +31,7 @@ def test_the_figures_name_the_tier_that_ram_cannot_reach(
 ) -> None:
     snapshot = Workbench(4, 4, 4).manager.snapshot()
     source, destination = (snapshot.tiers[index].name for index in way)
-    figures = engine_statistics(
+    figures = collect_statistics(
         snapshot,
         {(source, destination): SICK},
         tokens_per_chunk=16,

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig, load_config
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys, make_sources
+from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Purpose
@@ -20,7 +20,7 @@ from kvtier.vllm.identity import declared_identity
 from tests.unit.shell import Shell
 
 SLOT = 4096
-COMMANDS = [("check",), ("vllm-args",), ("doctor", "--no-measure")]
+COMMANDS = [("check",), ("vllm-args",), ("doctor", "--seconds", "0.1")]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_command_fails_where_the_start_would_refuse_another_models_recent_cach
     warm(start, str(model))
     (model / "model.safetensors").write_bytes(b"other weights")
     ran = shell(*command, file, "--model", model)
-    assert ran.code == (1 if command[0] == "doctor" else 2)
+    assert ran.code == (2 if command[0] == "vllm-args" else 1)
     told = ran.err + ran.out
     assert f"the cache of model {model} in " in told
     assert "model_files is '" in told
@@ -124,7 +124,7 @@ def test_a_command_names_the_pid_of_the_engine_that_has_the_cache_open(
 ) -> None:
     start("org/model")
     ran = shell(*command, file)
-    assert ran.code == (1 if command[0] == "doctor" else 2)
+    assert ran.code == (2 if command[0] == "vllm-args" else 1)
     told = ran.err + ran.out
     assert f"is in use by pid {os.getpid()} on host " in told
     assert "if this is not model org/model, add --model" in told
@@ -137,16 +137,19 @@ def test_a_file_whose_identity_changed_is_refused_without_knowing_the_model(
     warm(start, "org/model")
     file.write_text(f"{file.read_text()}engine: {{blocks_per_chunk: 4}}\n")
     ran = shell("check", file)
-    assert (ran.code, ran.out) == (2, "")
-    assert "(blocks_per_chunk is 1 there and 4 here)" in ran.err
+    assert (ran.code, ran.err) == (1, "")
+    assert "(blocks_per_chunk is 1 there and 4 here)" in ran.out
 
 
 def test_a_program_gets_what_another_model_would_cost(
     shell: Shell, start: Start, file: Path
 ) -> None:
     warm(start, "org/model")
-    (note,) = json.loads(shell("check", file, "--json").out)["notes"]
-    assert "the cache of model org/model" in note
+    findings = json.loads(shell("check", file, "--json").out)["findings"]
+    (note,) = (each for each in findings if each["check"] == "nvme: cache")
+    assert note["status"] == "note"
+    assert "the cache of model org/model" in note["reason"]
     ran = shell("vllm-args", file)
-    assert ran.err.startswith(f"note: {note.partition(', used ')[0]}")
+    assert ran.err.startswith(f"note: {note['place']}: ")
+    assert note["reason"].partition(", used ")[0] in ran.err
     assert ran.out.startswith("--kv-transfer-config ")

@@ -10,15 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.keys import group_of, make_key
+from kvtier.keys import group_of, make_key, strip_adapter
 from kvtier.vllm import adapters
-from kvtier.vllm.adapters import (
-    AdapterContent,
-    AdapterContents,
-    positions_with_adapters,
-    strip_adapter,
-    tie_content,
-)
+from kvtier.vllm.adapters import AdapterContent, AdapterContents
 
 LATER_NS = 1 << 62
 """An engine that starts then finds only files that are older."""
@@ -199,15 +193,3 @@ def test_of_large_files_samples_and_the_date_are_enough(
     assert digest_of(zeros, 5) == digest_of(zeros, 5)
     assert digest_of(zeros, 5) != digest_of(bytes(changed), 5)
     assert digest_of(zeros, 5) != digest_of(zeros, 6)
-
-
-def test_recordings_and_shadow_policies_see_kvtiers_keys() -> None:
-    key = make_key(bytes(32), 0)
-    positions = positions_with_adapters(lambda context: {key: 16})
-    assert positions is not None
-    context = SimpleNamespace()
-    assert positions(context) == {key: 16}
-    content = AdapterContent(b"\xff" * adapters.DIGEST_NBYTES, bool)
-    tie_content(context, content)
-    assert positions(context) == {content.key(key): 16}
-    assert positions_with_adapters(None) is None

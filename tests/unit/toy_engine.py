@@ -85,8 +85,8 @@ class CountedCache:
         self.offers: list[int] = []
 
     @property
-    def rests(self) -> bool:
-        return self._cache.rests
+    def is_idle(self) -> bool:
+        return self._cache.is_idle
 
     def __getattr__(self, name: str) -> Any:
         self.calls[name] += 1

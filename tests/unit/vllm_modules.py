@@ -30,16 +30,38 @@ def model_settings(
     loading: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> SimpleNamespace:
-    """Return what every vLLM says of the model it runs and where weights come from."""
-    every = {
+    """Return vLLM's configuration of the model and of where its weights come from."""
+    settings = {
         "model": "some/model",
         "dtype": "f",
         "hf_config": {"model_type": "llama"},
+        "architecture": "LlamaForCausalLM",
+        "model_class_overrides": {},
         "max_model_len": 4096,
+        "original_max_model_len": 4096,
         "quantization": None,
+        "quantization_config": None,
+        "revision": None,
+        "model_weights": "",
+        "multimodal_config": None,
+        "generation_config": "auto",
+        "override_generation_config": {},
+        "is_diffusion": False,
+        "runner_type": "generate",
+        "is_prefix_caching_supported": True,
+        "enable_sleep_mode": False,
     }
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**{**every, **(model or {})}),
-        load_config=SimpleNamespace(**{"load_format": "auto", **(loading or {})}),
-        **others,
-    )
+    parallel = {
+        "nnodes_within_dp": 1,
+        "distributed_executor_backend": "mp",
+        "enable_fault_tolerance": False,
+    }
+    weights = {"load_format": "auto", "model_loader_extra_config": {}}
+    everything = {
+        "model_config": SimpleNamespace(**{**settings, **(model or {})}),
+        "load_config": SimpleNamespace(**{**weights, **(loading or {})}),
+        "speculative_config": None,
+        "kernel_config": SimpleNamespace(moe_backend="auto"),
+        "parallel_config": SimpleNamespace(**parallel),
+    }
+    return SimpleNamespace(**{**everything, **others})

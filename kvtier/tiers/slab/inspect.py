@@ -278,14 +278,14 @@ def store_locked(root: Path, patience: Patience = PATIENCE) -> Iterator[None]:
 
 
 def count_chunks(space: StoredNamespace) -> int | None:
-    """Return the number of chunks in a namespace whose lock the caller holds.
+    """Return the number of chunks that the next start finds; the caller holds the lock.
 
     Returns:
-        None if the index cannot be read.
+        0 after a reset that the index notes; None if the index cannot be read.
     """
     try:
         with IndexReader(space, idle=True) as reader:
-            return reader.chunks_from(0)
+            return 0 if reader.reset_at() is not None else reader.chunks_from(0)
     except IndexMissingError:
         return 0
     except (IndexDamagedError, sqlite3.Error, OSError, ConfigError):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvtier.config import KvtierConfig, NvmeTierConfig, PlacementConfig, RamTierConfig
+from kvtier.connector.metrics import Reporter
 from kvtier.connector.service import CacheService
 from kvtier.connector.storage import Storage, open_storage
 from kvtier.keys import ChunkKey
 from kvtier.manager.hits import GroupReach, Prompt
 from kvtier.memory import HostRegion, RegionGeometry
 from kvtier.types import LayoutFingerprint
-from kvtier.vllm.metrics import StatsReporter
 from tests.bench.nvme.engine_loop import Moved, WrongBytesError
 
 __all__ = ["KvtierSide", "make_config", "make_region", "open_kvtier", "open_tiers"]
@@ -155,12 +155,12 @@ class _Calls:
 
     def __init__(self, cache: CacheService) -> None:
         self._cache = cache
-        self._reporter = StatsReporter(cache)
+        self._reporter = Reporter(cache)
         self.on_new_request = cache.begin_request
         self.on_request_finished = cache.end_request
         self.has_pending_work = cache.has_pending_work
         self.take_events = cache.take_events
-        self.get_stats = self._reporter.report
+        self.get_stats = self._reporter.take
         self.shutdown = cache.shutdown
 
     def look_up(self, keys: Sequence[ChunkKey], context: Any) -> int | None:

@@ -14,7 +14,7 @@ def test_times_of_an_engine_that_is_asked_for_too_much_are_noted(
     trace: Path, config: Path
 ) -> None:
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB", "--prefill-rate")
-    note = "note: without a cache the engine is asked for "
+    note = "note: the busiest tenth of the trace needs "
     assert note in kvtier(*run, 1000)
     assert note not in kvtier(*run, 100_000)
     sizes = ("--ram", "64MiB", "--nvme", "1GiB", "--chunk-bytes", "1MiB", "--prefill-rate")

@@ -108,7 +108,7 @@ def test_the_time_model_can_be_told(trace: Path, config: Path) -> None:
 def test_a_tier_slower_than_computing_is_noted(trace: Path, config: Path) -> None:
     run = ("sim", "run", trace, "--config", config, "--chunk-bytes", "1MiB")
     slow = kvtier(*run, "--prefill-rate", 1_000_000, "--tier-speed", "nvme=1GB/s,1GB/s,1ms")
-    assert "note: nvme reads a chunk in 1.05 ms and computing it takes 0.51 ms" in slow
+    assert "note: nvme reads a chunk in 1.05 ms, longer than computing it (0.51 ms)" in slow
     assert "note: nvme" not in kvtier(*run, "--prefill-rate", 1000)
 
 
@@ -138,8 +138,8 @@ def test_hits_on_the_conversation_trace_are_the_references(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((), "name either --policy or --config"),
-        (("--policy", "lru", "--config", "x.yaml"), "name either --policy or --config"),
+        ((), "give either --policy or --config"),
+        (("--policy", "lru", "--config", "x.yaml"), "give either --policy or --config"),
         (("--policy", "lru"), "--capacity is missing"),
         (("--policy", "lru", "--capacity", "0%"), "capacity 0%: holds no chunk"),
         (("--policy", "best", "--capacity", "5%"), "best"),
@@ -175,7 +175,7 @@ def test_an_option_of_the_other_kind_of_run_is_refused(
 ) -> None:
     run = ("--config", config) if kind == "--config" else POLICY
     text = refusal("sim", "run", trace, *run, option, value)
-    assert text.startswith(f"{option} does not go with {kind}; leave it out, or ")
+    assert text.startswith(f"{option} has no effect with {kind}; remove it, or ")
     assert "\n" not in text
 
 

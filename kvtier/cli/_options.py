@@ -1,0 +1,141 @@
+"""Options that several commands share, and how a command's help reads.
+
+typer prints the Python type of an argument, braces around optional arguments, and limits as
+``x>=1``. The classes here print them in words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+from typer.core import TyperCommand
+from typing_extensions import override
+
+from kvtier.errors import ConfigError, did_you_mean
+from kvtier.units import UnitError
+
+__all__ = ["AsJson", "Commands", "EngineModel", "File", "choice", "finite", "quantity"]
+
+T = TypeVar("T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_TYPE: Final = re.compile(r" <[^<>]*>$")
+_LIMIT: Final = re.compile(r"\bx>=(?=\d)")
+_RANGE: Final = re.compile(r"(?<=\d)<=x<=(?=\d)")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+# typer does not check that files are readable: the reader's error has a remedy.
+File = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="Configuration, a YAML file.", readable=False),
+]
+EngineModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="The engine's --model; tells which cache in a store is its own.",
+    ),
+]
+
+
+def choice(option: str, value: str, known: Iterable[str]) -> str:
+    """Return ``value`` if it is one of ``known``.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    names = list(known)
+    if value not in names:
+        hint = did_you_mean(value, names)
+        remedy = f"write one of {', '.join(names)}{hint}"
+        raise ConfigError(f"{option} {value}: not a choice; {remedy}")
+    return value
+
+
+def quantity(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """Return the value of ``text``, a number with a unit.
+
+    Args:
+        option: Its option, for the error.
+        text: As on the command line.
+        parse: A function of :mod:`kvtier.units`.
+
+    Raises:
+        ConfigError: ``parse`` refuses the text.
+    """
+    try:
+        return parse(text)
+    except UnitError as error:
+        raise ConfigError(f"{option} {text}: {error}") from error
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value``; a callback for options.
+
+    Raises:
+        typer.BadParameter: It is infinite or not a number.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("not a finite number")
+    return value
+
+
+class _Command(TyperCommand):
+    # Any, because the base is click's class or, by version, typer's own copy of it.
+
+    @override
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
+
+    @override
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments, options = [], []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            name, text = record
+            text = _RANGE.sub(" to ", _LIMIT.sub("at least ", text))
+            if param.param_type_name == "argument":
+                arguments.append((_TYPE.sub("", name), text))
+            else:
+                options.append((name, text))
+        for heading, rows in (("Arguments", arguments), ("Options", options)):
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+class Commands(typer.Typer):
+    """A group of commands with plain help.
+
+    Args:
+        settings: The group's name, help and other settings of typer.
+    """
+
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - typer has no public type for it
+        super().__init__(
+            no_args_is_help=True,
+            rich_markup_mode=None,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            **settings,
+        )
+
+    @override
+    def command(
+        self,
+        name: str | None = None,
+        *,
+        cls: type[TyperCommand] | None = _Command,
+        **settings: Any,
+    ) -> Callable[[_Function], _Function]:
+        """Return a decorator that adds a function as a command."""
+        return super().command(name, cls=cls, **settings)

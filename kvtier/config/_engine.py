@@ -1,0 +1,156 @@
+"""What one engine gets of a configuration: its own paths, its load path, its arguments.
+
+Data-parallel ranks are independent engines with their own tiers, started with the same file. A
+placeholder in a path gives each its own directory.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from kvtier.config._fields import RANK_PLACEHOLDER
+from kvtier.config._models import KvtierConfig
+from kvtier.errors import ConfigError
+
+__all__ = [
+    "VllmEntryPoint",
+    "has_rank_paths",
+    "resolve_load_path",
+    "resolve_rank_paths",
+    "vllm_transfer_config",
+]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfig:
+    """Return ``config`` with the paths of one engine.
+
+    Args:
+        config: The configuration, as its file has it.
+        rank: The engine's number among data-parallel ones; None if it is alone, which gets the
+            paths of number 0.
+
+    Raises:
+        ConfigError: The engine is not alone, and has a path that would be all ranks' path. One
+            line for each.
+    """
+    if rank is not None and (problems := list(_shared_paths(config))):
+        raise ConfigError("\n".join(problems))
+    if not has_rank_paths(config):
+        return config
+    tiers = tuple(_filled_in(tier, rank or 0) for tier in config.tiers)
+    trace = _filled_in(config.trace, rank or 0)
+    return config.model_copy(update={"tiers": tiers, "trace": trace})
+
+
+def has_rank_paths(config: KvtierConfig) -> bool:
+    """Return whether a path of ``config`` differs between data-parallel ranks."""
+    sections = (*config.tiers, config.trace)
+    return any(_differs(path) for section in sections for path in _paths(section).values())
+
+
+def _shared_paths(config: KvtierConfig) -> Iterator[str]:
+    paths = {
+        f"tiers[{number}].{store.key}": store.path
+        for number, tier in enumerate(config.tiers)
+        if (store := tier.local_store())
+    }
+    if config.trace.record is not None:
+        paths["trace.record"] = config.trace.record
+    for key, path in paths.items():
+        if not _differs(path):
+            problem = "each data-parallel rank is an engine and needs a directory of its own"
+            remedy = f"write {path / RANK_PLACEHOLDER}"
+            yield config.origin.format_problem(key, problem, remedy, value=path)
+
+
+def _filled_in(section: ModelT, rank: int) -> ModelT:
+    paths = {
+        name: Path(str(path).replace(RANK_PLACEHOLDER, str(rank)))
+        for name, path in _paths(section).items()
+        if _differs(path)
+    }
+    return section.model_copy(update=paths)
+
+
+def _paths(section: BaseModel) -> dict[str, Path]:
+    return {name: value for name, value in section if isinstance(value, Path)}
+
+
+def _differs(path: Path) -> bool:
+    return RANK_PLACEHOLDER in str(path)
+
+
+class VllmEntryPoint(enum.StrEnum):
+    """How vLLM loads kvtier."""
+
+    CONNECTOR = "connector"
+    """kvtier's own connector, the default. A request recomputes what fails to load."""
+    SPEC = "spec"
+    """A spec for vLLM's ``OffloadingConnector``, which stops when a load fails."""
+
+
+def resolve_load_path(
+    config: KvtierConfig, entry_point: VllmEntryPoint = VllmEntryPoint.CONNECTOR
+) -> KvtierConfig:
+    """Return ``config`` with ``load_path: auto`` replaced by the entry point's choice.
+
+    Args:
+        config: The configuration.
+        entry_point: How vLLM loads kvtier.
+
+    Raises:
+        ConfigError: The entry point does not support the file's ``load_path``.
+    """
+    transfer = config.transfer
+    if entry_point is VllmEntryPoint.SPEC and transfer.load_path == "direct":
+        problem = "the spec entry point cannot report a load that fails"
+        remedy = "use --entry-point connector of `kvtier vllm-args`, or load_path: staged"
+        at = "transfer.load_path"
+        raise ConfigError(config.origin.format_problem(at, problem, remedy, value="direct"))
+    if transfer.load_path != "auto":
+        return config
+    path = "staged" if entry_point is VllmEntryPoint.SPEC else "direct"
+    resolved = transfer.model_copy(update={"load_path": path})
+    return config.model_copy(update={"transfer": resolved})
+
+
+def vllm_transfer_config(
+    path: Path | str,
+    config: KvtierConfig,
+    *,
+    entry_point: VllmEntryPoint = VllmEntryPoint.CONNECTOR,
+) -> dict[str, Any]:
+    """Return vLLM's ``--kv-transfer-config`` for ``config``.
+
+    Args:
+        path: The file ``config`` was read from. Every engine process reads it again, from
+            whatever directory it runs in, so the path is made absolute.
+        config: The configuration; chunk size and offload scope must be equal on both sides.
+        entry_point: How vLLM loads kvtier.
+    """
+    extra: dict[str, Any] = {
+        "kvtier_config": str(Path(path).absolute()),
+        "blocks_per_chunk": config.engine.blocks_per_chunk,
+        "offload_prompt_only": not config.engine.store_decode,
+    }
+    if entry_point is VllmEntryPoint.SPEC:
+        spec = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.vllm"}
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": spec | extra,
+        }
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }

@@ -1,0 +1,410 @@
+"""Every figure that kvtier reports, named once: its meaning, its kind, and where it is read.
+
+The annotation of a field is its row in the table. Prometheus metrics, the exporter and
+``docs/reference/metrics.md`` follow from it (:mod:`kvtier.connector.metrics`), so a new figure
+of a tier is one new field of :class:`TierFigures` and one row of that page.
+"""
+
+# Annotations are read when the program runs, so they must not be strings.
+
+import enum
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
+
+from kvtier.manager import ManagerSnapshot, TierSnapshot
+from kvtier.recording import RecorderStatistics
+from kvtier.transfer import ChannelStatistics
+
+__all__ = [
+    "EngineStatistics",
+    "Figure",
+    "Kind",
+    "ShadowFigures",
+    "StoreInfo",
+    "TierFigures",
+    "collect_statistics",
+    "figures_of",
+]
+
+
+class Kind(enum.Enum):
+    """How a figure changes."""
+
+    COUNTER = "counter"
+    """Grows while the engine lives."""
+    GAUGE = "gauge"
+    """Has a current value."""
+    HISTOGRAM = "histogram"
+    """Counts observations by size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row of the table.
+
+    Attributes:
+        kind: How the figure changes.
+        help: What it means, in one sentence; empty for a cause of failed chunks.
+        source: Where its value is, as a path of attributes.
+        cause: The cause of failed chunks that it counts, if any.
+    """
+
+    kind: Kind
+    help: str = ""
+    source: str = ""
+    cause: str = ""
+
+
+def _counter(source: str, text: str) -> Figure:
+    return Figure(Kind.COUNTER, text, source)
+
+
+def _gauge(source: str, text: str) -> Figure:
+    return Figure(Kind.GAUGE, text, source)
+
+
+def _failed(cause: str, source: str = "") -> Figure:
+    return Figure(Kind.COUNTER, source=source, cause=cause)
+
+
+class TierFigures(NamedTuple):
+    """One tier: counters since the engine started, gauges as they are now."""
+
+    name: str
+    hit_chunks: Annotated[
+        int,
+        _counter(
+            "counters.hits",
+            "Chunks loaded into the GPU, by the tier their bytes came from; of a load that "
+            "failed those before its failure.",
+        ),
+    ]
+    hit_tokens: Annotated[
+        int,
+        _counter(
+            "hit_tokens",
+            "Prompt tokens not computed, by the tier their KV came from; rounded up to whole "
+            "chunks.",
+        ),
+    ]
+    miss_chunks: Annotated[
+        int,
+        _counter(
+            "counters.misses",
+            "Chunks that requests needed and the tier did not have: those found in a slower "
+            "tier, and one per request for the first that no tier had.",
+        ),
+    ]
+    stranded_chunks: Annotated[
+        int,
+        _counter(
+            "counters.stranded",
+            "Chunks in the tier that were computed because an earlier chunk was in no tier.",
+        ),
+    ]
+    skipped_load_chunks: Annotated[
+        int,
+        _counter(
+            "skipped_chunks",
+            "Chunks computed because loading them was estimated to be slower or too late.",
+        ),
+    ]
+    skipped_load_tokens: Annotated[
+        int, _counter("skipped_tokens", "Prompt tokens of the chunks whose load was skipped.")
+    ]
+    stored_chunks: Annotated[
+        int, _counter("counters.stored", "Chunks that became resident in the tier.")
+    ]
+    evicted_chunks: Annotated[
+        int, _counter("counters.evicted", "Chunks evicted from the tier to make room.")
+    ]
+    followed_chunks: Annotated[
+        int,
+        _counter(
+            "counters.followed",
+            "Evicted chunks that kvtier_evict_reuse_gap_seconds follows; a sample in a large "
+            "tier.",
+        ),
+    ]
+    promoted_chunks: Annotated[
+        int, _counter("counters.promoted", "Chunks promoted from the tier to stay in RAM.")
+    ]
+    demoted_chunks: Annotated[
+        int, _counter("counters.demoted", "Chunks demoted from the tier to a slower one.")
+    ]
+    refused_chunks: Annotated[
+        int,
+        _counter("counters.refused", "Chunks refused for lack of room or by the policy."),
+    ]
+    lost_chunks: Annotated[
+        int,
+        _counter("counters.lost", "Chunks of the tier that failed to reach a slower tier."),
+    ]
+    unretained_chunks: Annotated[
+        int,
+        _counter(
+            "counters.unretained",
+            "Chunks that a request asked to retain and that left RAM early.",
+        ),
+    ]
+    dropped_chunks: Annotated[
+        int,
+        _counter(
+            "counters.dropped",
+            "New chunks dropped because a disk was too slow: not sent to this tier or, for "
+            "RAM, refused because chunks that wait for a slower tier filled it.",
+        ),
+    ]
+    corrupt_chunks: Annotated[
+        int,
+        _counter(
+            "counters.corrupt", "Chunks dropped because their bytes differ from those stored."
+        ),
+        _failed("corrupt"),
+    ]
+    failed_reads: Annotated[int, _failed("read", "counters.read_failed")]
+    failed_writes: Annotated[int, _failed("write", "counters.failed")]
+    failed_loads: Annotated[int, _failed("load", "counters.load_failed")]
+    expired_chunks: Annotated[int, _failed("expired", "counters.expired")]
+    shut_out_chunks: Annotated[int, _failed("refused", "counters.shut_out")]
+    read_bytes: Annotated[
+        int, _counter("traffic.read_bytes", "Bytes read from the tier by completed transfers.")
+    ]
+    written_bytes: Annotated[
+        int,
+        _counter("traffic.written_bytes", "Bytes written to the tier by completed transfers."),
+    ]
+    transfer_seconds: Annotated[
+        float,
+        _counter("traffic.seconds", "Time spent in transfers of the tier, queueing excluded."),
+    ]
+    queue_seconds: Annotated[
+        float, _counter("traffic.queued_s", "Time that transfers of the tier were queued.")
+    ]
+    refused_jobs: Annotated[
+        int,
+        _counter("traffic.refused", "Transfers refused: queue full or tier out of service."),
+    ]
+    expired_jobs: Annotated[
+        int, _counter("traffic.expired", "Transfers that missed their deadline.")
+    ]
+    capacity_chunks: Annotated[int, _gauge("tier.capacity", "Slots of the tier.")]
+    used_chunks: Annotated[int, _gauge("tier.used", "Slots of the tier that are in use.")]
+    held_chunks: Annotated[
+        int, _gauge("tier.held", "Chunks that cannot be evicted at the moment.")
+    ]
+    dirty_chunks: Annotated[
+        int, _gauge("tier.dirty", "Chunks that must still reach a slower tier.")
+    ]
+    queued_bytes: Annotated[
+        int, _gauge("traffic.queued_bytes", "Bytes queued or running to and from the tier.")
+    ]
+    recovered_chunks: Annotated[
+        int, _gauge("recovered", "Chunks of earlier engines that the tier had at start.")
+    ]
+    load_seconds_per_gb: Annotated[
+        float,
+        _gauge(
+            "load_seconds_per_gb",
+            "Estimated time to load a gigabyte from the tier; 0 before the first measurement.",
+        ),
+    ]
+    out_of_service: Annotated[
+        int,
+        _gauge(
+            "traffic.is_out_of_service",
+            "1 while reads or writes of the tier are suspended after repeated failures.",
+        ),
+    ]
+
+
+class StoreInfo(NamedTuple):
+    """Where one tier keeps its chunks.
+
+    Attributes:
+        tier: The tier's name.
+        namespace: The directory name that stands for the meaning of stored bytes.
+        path: The store's directory; empty if there is none.
+    """
+
+    tier: str
+    namespace: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowFigures:
+    """One shadow policy in one tier, since the engine started."""
+
+    tier: str
+    policy: str
+    asked_chunks: Annotated[
+        int, _counter("", "Chunks looked up in a shadow policy; a sample in a large tier.")
+    ]
+    hit_chunks: Annotated[int, _counter("", "Chunks that a shadow policy would have had.")]
+    hit_ratio: Annotated[
+        float,
+        _gauge("", "Share of lookups that a shadow policy would have hit, since the start."),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """All figures of one engine.
+
+    Attributes:
+        tiers: Fastest first.
+        shadows: Shadow policies, tier by tier.
+        stores: Where the tiers keep chunks; constant.
+    """
+
+    tiers: Sequence[TierFigures]
+    waiting_requests: Annotated[
+        int, _gauge("", "Requests that wait for promotions to RAM, or for their turn.")
+    ]
+    granted_chunks: Annotated[int, _gauge("", "RAM slots granted to waiting requests.")]
+    retained_chunks: Annotated[
+        int, _gauge("", "RAM slots of chunks retained until a deadline.")
+    ]
+    recompute_seconds_per_token: Annotated[
+        float,
+        _gauge(
+            "",
+            "Estimated time to compute a prompt token; 0 before the first measurement.",
+        ),
+    ]
+    internal_errors: Annotated[
+        int,
+        _counter(
+            "", "Unexpected errors in kvtier, treated as misses; anything but 0 is a bug."
+        ),
+    ]
+    trace_records: Annotated[int, _counter("", "Records written to the trace.")]
+    trace_dropped: Annotated[int, _counter("", "Records of the trace that were dropped.")]
+    shadows: Sequence[ShadowFigures]
+    stores: Sequence[StoreInfo] = ()
+
+
+def figures_of(owner: type[Any]) -> Iterator[tuple[str, Figure]]:
+    """Yield the field and the row of each figure of a class above, in order."""
+    for field, hint in get_type_hints(owner, include_extras=True).items():
+        for figure in getattr(hint, "__metadata__", ()):
+            yield field, figure
+
+
+def _reader_of_tiers() -> Callable[[object], tuple[Any, ...]]:
+    """Return a function that reads all fields of :class:`TierFigures` at once."""
+    sources = {field: each.source for field, each in figures_of(TierFigures) if each.source}
+    assert tuple(sources) == TierFigures._fields[1:], "every figure has one source"
+    return operator.attrgetter("tier.name", *sources.values())
+
+
+_read_tier: Final = _reader_of_tiers()
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """The transfers of one tier, summed over its channels."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    seconds: float = 0.0
+    queued_s: float = 0.0
+    queued_bytes: int = 0
+    refused: int = 0
+    expired: int = 0
+    is_out_of_service: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _TierSources:
+    """What the figures of one tier are read from."""
+
+    tier: TierSnapshot
+    traffic: _Traffic
+    hit_tokens: int
+    skipped_chunks: int
+    skipped_tokens: int
+    load_seconds_per_gb: float
+    recovered: int
+
+    @property
+    def counters(self) -> object:
+        """The manager's counters of the tier."""
+        return self.tier.counters
+
+
+def collect_statistics(  # noqa: PLR0913 - one keyword for each source
+    manager: ManagerSnapshot,
+    channels: Mapping[tuple[str, str], ChannelStatistics],
+    *,
+    tokens_per_chunk: int,
+    internal_errors: int,
+    shadows: Sequence[ShadowFigures],
+    recorder: RecorderStatistics | None,
+    recovered: Mapping[str, int],
+    stores: Sequence[StoreInfo],
+) -> EngineStatistics:
+    """Return the figures of the manager and the storage engine.
+
+    Args:
+        manager: The manager's snapshot.
+        channels: Transfers between tiers, by (source, destination).
+        tokens_per_chunk: Tokens of a chunk of the counting group.
+        internal_errors: Unexpected errors so far.
+        shadows: Shadow policies, tier by tier.
+        recorder: The recorder's figures, if there is one.
+        recovered: Chunks found at the start, by tier name.
+        stores: Where the tiers keep chunks.
+    """
+    model = manager.cost_model
+    fastest = manager.tiers[0].name
+    tiers = []
+    for number, tier in enumerate(manager.tiers):
+        price = model.load_costs[number]
+        sources = _TierSources(
+            tier=tier,
+            traffic=_traffic(tier.name, channels, fastest),
+            hit_tokens=tier.counters.prompt_hits * tokens_per_chunk,
+            skipped_chunks=model.skipped_chunks[number],
+            skipped_tokens=model.skipped_tokens[number],
+            load_seconds_per_gb=0.0 if price is None else price.seconds(10**9),
+            recovered=recovered.get(tier.name, 0),
+        )
+        tiers.append(TierFigures._make(_read_tier(sources)))
+    return EngineStatistics(
+        tiers=tiers,
+        waiting_requests=manager.waiting,
+        granted_chunks=manager.granted,
+        retained_chunks=manager.retained,
+        recompute_seconds_per_token=model.recompute_s_per_token or 0.0,
+        internal_errors=internal_errors,
+        trace_records=0 if recorder is None else recorder.written,
+        trace_dropped=0 if recorder is None else recorder.dropped,
+        shadows=shadows,
+        stores=stores,
+    )
+
+
+def _traffic(
+    tier: str, channels: Mapping[tuple[str, str], ChannelStatistics], fastest: str
+) -> _Traffic:
+    total = _Traffic()
+    for ends, channel in channels.items():
+        if tier not in ends:
+            continue
+        if tier == ends[0]:
+            total.read_bytes += channel.nbytes
+        else:
+            total.written_bytes += channel.nbytes
+        total.seconds += channel.seconds
+        total.queued_s += channel.queued_s
+        total.queued_bytes += channel.queued_bytes
+        total.refused += channel.refused
+        total.expired += channel.expired
+        # A suspended channel between two slower tiers does not suspend either tier.
+        if channel.out_of_service and fastest in ends and tier != fastest:
+            total.is_out_of_service = 1
+    return total

@@ -1,0 +1,158 @@
+"""Reports the chunks of each request to the recorder and to the shadow policies.
+
+The manager sees only chunks that the GPU's own cache lacks. The scheduler side knows all chunks
+of a request: those of its prompt when it is first scheduled, and those of its answer at its
+end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvtier.config import KvtierConfig
+from kvtier.connector.figures import ShadowFigures
+from kvtier.connector.protocols import RequestContext
+from kvtier.errors import UnsupportedError
+from kvtier.keys import ChunkKey, group_filter
+from kvtier.policies.shadow import ShadowTier
+from kvtier.recording import Recorder, RequestLog
+
+__all__ = ["Observer", "Positions", "build_observer"]
+
+Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
+"""Returns a request's chunks so far, root to leaf, and the token each ends before."""
+
+
+class Observer:
+    """Follows requests from arrival to end.
+
+    Args:
+        recorder: Records the requests, if there is one.
+        shadows: Shadow policies by their tier's name.
+        positions: Returns the chunks of a request.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        counting_group: Index of the KV cache group whose chunks requests are made of.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder | None,
+        shadows: Sequence[tuple[str, ShadowTier]],
+        *,
+        positions: Positions,
+        chunk_tokens: int,
+        counting_group: int = 0,
+    ) -> None:
+        self._log = (
+            None
+            if recorder is None
+            else RequestLog(recorder.request, chunk_tokens=chunk_tokens)
+        )
+        self._shadows = shadows
+        self._positions = positions
+        self._chunk_tokens = chunk_tokens
+        self._is_counted = group_filter(counting_group)
+        self._open: dict[str, RequestContext] = {}
+        self._waiting: dict[str, str] = {}
+        """Sessions of requests that have not started."""
+
+    def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
+        """Record a new request of ``session``; ``now`` is in seconds, monotonic."""
+        self._open[context.req_id] = context
+        self._waiting[context.req_id] = session
+        if self._log is not None:
+            self._log.arrived(context.req_id, now, session)
+
+    def started(self, req_ids: Iterable[str], now: float) -> None:
+        """Record requests that were scheduled in this step; only the first time counts."""
+        for req_id in req_ids:
+            session = self._waiting.pop(req_id, None)
+            if session is None:
+                continue
+            prompt = self._chunks(self._open[req_id])
+            for _, tier in self._shadows:
+                tier.serve(prompt, now, request=req_id, session=session)
+            if self._log is not None:
+                self._log.started(req_id, prompt)
+
+    def ended(self, context: RequestContext) -> None:
+        """Record that a request ended."""
+        self._waiting.pop(context.req_id, None)
+        known = self._open.pop(context.req_id, None)
+        if known is not None and self._log is not None:
+            self._log.ended(context.req_id, self._chunks(known))
+
+    def reset(self) -> None:
+        """Forget the chunks of every shadow policy, as a reset of the tiers does."""
+        for _, tier in self._shadows:
+            tier.clear()
+
+    def close(self) -> None:
+        """Record the requests that wait for earlier ones."""
+        if self._log is not None:
+            self._log.close()
+
+    def figures(self) -> list[ShadowFigures]:
+        """Return the figures of the shadow policies."""
+        return [
+            ShadowFigures(
+                tier=name,
+                policy=ghost.policy,
+                asked_chunks=ghost.references,
+                hit_chunks=ghost.hits,
+                hit_ratio=ghost.hits / max(ghost.references, 1),
+            )
+            for name, tier in self._shadows
+            for ghost in tier.figures()
+        ]
+
+    def _chunks(self, context: RequestContext) -> list[ChunkKey]:
+        """Return the whole chunks of the counting group, root to leaf."""
+        return [
+            key
+            for key, end in self._positions(context).items()
+            if self._is_counted(key) and not end % self._chunk_tokens
+        ]
+
+
+def build_observer(
+    config: KvtierConfig,
+    recorder: Recorder | None,
+    capacities: Sequence[int],
+    *,
+    positions: Positions | None,
+    chunk_tokens: int,
+    counting_group: int = 0,
+) -> Observer | None:
+    """Build the observer that ``config`` asks for; None if it asks for none.
+
+    Args:
+        config: The configuration.
+        recorder: The recorder, if there is one.
+        capacities: Slots of each tier.
+        positions: Returns the chunks of a request; None if the entry point cannot.
+        chunk_tokens: Tokens of a chunk of the counting group.
+        counting_group: Index of the KV cache group whose chunks requests are made of.
+
+    Raises:
+        UnsupportedError: It needs ``positions`` and there is none.
+    """
+    if recorder is None and not config.shadow:
+        return None
+    if positions is None:
+        raise UnsupportedError(
+            "an offloading spec cannot tell which chunks a request has, and trace.record and "
+            "shadow need that: remove them, or use KVTierConnector"
+        )
+    shadows = [
+        (tier.name, ShadowTier(capacity, dict.fromkeys((tier.eviction, *config.shadow))))
+        for tier, capacity in zip(config.tiers, capacities, strict=True)
+        if config.shadow
+    ]
+    return Observer(
+        recorder,
+        shadows,
+        positions=positions,
+        chunk_tokens=chunk_tokens,
+        counting_group=counting_group,
+    )

@@ -1,1 +1,0 @@
-"""What operators get to see: figures, metrics over HTTP, warnings, recordings."""

@@ -1,0 +1,130 @@
+"""Carries jobs from the manager to the storage engine, and their results back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvtier.connector.storage import Storage
+from kvtier.connector.transfers import Transfers
+from kvtier.logs import get_logger
+from kvtier.types import Job, JobId, Outcome, TransferResult
+
+__all__ = ["TierJobs"]
+
+logger = get_logger(__name__)
+
+_RESET_TIMEOUT_S: Final = 10.0
+
+
+class TierJobs:
+    """Moves values between the manager and the storage engine; only :meth:`drain` waits.
+
+    Args:
+        storage: The engine's tiers.
+        report_error: Called with the name of a call and its unexpected error.
+
+    Attributes:
+        transfers: Transfers between tiers that ended.
+    """
+
+    def __init__(
+        self, storage: Storage, report_error: Callable[[str, Exception], None]
+    ) -> None:
+        self._manager = storage.manager
+        self._engine = storage.engine
+        self._tiers = storage.tiers
+        self._report_error = report_error
+        self._routes: dict[JobId, tuple[str, str]] = {}
+        self._numbers = {tier.name: at for at, tier in enumerate(storage.tiers, start=1)}
+        self._out_of_service: frozenset[int] = frozenset()
+        self.transfers = Transfers()
+
+    def take_results(self) -> None:
+        """Report the results of ended jobs to the manager."""
+        for result in self._engine.poll():
+            self._record_transfer(result)
+            self._apply(result)
+
+    def submit(self) -> list[Job]:
+        """Submit what the manager planned since the last call; return the jobs submitted."""
+        self.forget_corrupt()  # first: the jobs may use those slots again
+        jobs = self._manager.take_jobs()
+        try:
+            if jobs:
+                self._engine.submit(*jobs)
+        except Exception as error:  # noqa: BLE001 - requests wait for the result of each job
+            self._report_error("submit", error)
+            self._fail(jobs)
+            return []
+        for job in jobs:
+            self._routes[job.job_id] = job.source, job.destination
+        for job_id in self._manager.take_cancels():
+            self._engine.cancel(job_id)
+        return jobs
+
+    def forget_corrupt(self) -> None:
+        """Make the tiers forget corrupt chunks, so that no restart brings them back."""
+        for tier, slot in self._manager.take_corrupt():
+            self._tiers[tier - 1].forget((slot,))
+
+    def update_service(self) -> None:
+        """Report to the manager which tiers must not be read for now."""
+        suspended = frozenset(
+            self._numbers[source]
+            for source, destination in self._engine.out_of_service()
+            if source in self._numbers and destination not in self._numbers
+        )
+        if suspended != self._out_of_service:
+            self._out_of_service = suspended
+            self._manager.set_out_of_service(suspended)
+
+    def reset_tiers(self) -> bool:
+        """Empty the slower tiers durably; return whether all of them succeeded."""
+        try:
+            resets = {tier.name: tier.reset for tier in self._tiers}
+            done = self._engine.exclusively_each(resets, timeout_s=_RESET_TIMEOUT_S)
+        except Exception:
+            logger.exception("resetting the tiers")
+            done = False
+        if not done:
+            logger.error(
+                "not every tier was reset for good: nothing old is served by this engine, but "
+                "reset it again, or remove the stores' directories before another one uses them"
+            )
+        return done
+
+    def drain(self, *, timeout_s: float) -> None:
+        """Demote until no chunk is dirty, or until ``timeout_s`` passed."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._manager.flush()
+            if not self.submit() and self._engine.idle:
+                return
+            self._engine.wait_any(timeout_s=left_s)
+            self.take_results()
+        self.forget_corrupt()
+
+    def _apply(self, result: TransferResult) -> None:
+        try:
+            self._manager.apply(result)
+        except Exception as error:  # noqa: BLE001 - the other results must not be lost
+            self._report_error("apply", error)
+
+    def _record_transfer(self, result: TransferResult) -> None:
+        if not result.settled:
+            return
+        route = self._routes.pop(result.job_id, None)
+        if route is not None and result.nbytes:
+            self.transfers.record(*route, nbytes=result.nbytes, seconds=result.seconds)
+
+    def _fail(self, jobs: Sequence[Job]) -> None:
+        """Fail jobs that were not submitted, here and for workers that wait for them."""
+        for job in jobs:
+            try:
+                # First, as for any other job: afterwards the manager reuses the slots.
+                self._engine.abandon(job)
+            except Exception as error:  # noqa: BLE001 - the other jobs must fail as well
+                self._report_error("abandon", error)
+            self._apply(TransferResult(job.job_id, [Outcome.FAILED] * len(job.keys)))

@@ -1,0 +1,90 @@
+"""Times that the scheduler side measures: engine steps, and requests that wait for loads."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["LoadWaits", "StepClock"]
+
+_MAX_STEPS_AHEAD: Final = 8
+_MAX_WAITS: Final = 4096
+
+
+class StepClock:
+    """Measures how long the engine takes for a step, seen from its scheduler.
+
+    A step begins when it is scheduled or, where the engine schedules ahead, when the step
+    before it ends. It ends when its output arrives. Idle time belongs to no step. Steps without
+    prompt tokens, which are most, read the clock only where the next step needs its start.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # An engine that drops a step never reports its end: the oldest step is then forgotten.
+        self._ahead: deque[tuple[int, float]] = deque(maxlen=_MAX_STEPS_AHEAD)
+        self._ended_s = float("-inf")
+
+    def scheduled(self, tokens: int) -> None:
+        """Record that a step with ``tokens`` prompt tokens was scheduled."""
+        self._ahead.append((tokens, self._clock() if tokens else 0.0))
+
+    def ended(self) -> tuple[int, float] | None:
+        """Record that the oldest scheduled step ended.
+
+        Returns:
+            Its prompt tokens and its seconds; None if it had no prompt tokens, or no step was
+            scheduled.
+        """
+        ahead = self._ahead
+        if not ahead:
+            return None
+        tokens, scheduled_s = ahead.popleft()
+        if not (tokens or ahead):
+            return None
+        now = self._clock()
+        seconds = now - max(scheduled_s, self._ended_s)
+        self._ended_s = now
+        return (tokens, seconds) if tokens else None
+
+
+class LoadWaits:
+    """Measures how long requests wait for chunks before they can be computed.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s: dict[str, float] = {}
+        self._ended: deque[float] = deque(maxlen=_MAX_WAITS)
+
+    def __bool__(self) -> bool:
+        return bool(self._began_s)
+
+    def begin(self, req_id: str) -> None:
+        """Start the wait of a request, unless it waits already."""
+        if req_id not in self._began_s:
+            self._began_s[req_id] = self._clock()
+
+    def end(self, req_id: str) -> None:
+        """End the wait of a request, if it waits."""
+        began_s = self._began_s.pop(req_id, None)
+        if began_s is not None:
+            self._ended.append(self._clock() - began_s)
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that ended while it waited."""
+        self._began_s.pop(req_id, None)
+
+    def take(self) -> list[float]:
+        """Return the seconds of the latest waits that ended since the last call."""
+        taken = list(self._ended)
+        self._ended.clear()
+        return taken

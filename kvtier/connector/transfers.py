@@ -1,0 +1,89 @@
+"""Transfers of one side of the connector since they were last taken.
+
+A worker records each copy that it finishes. The records of all workers are added up, travel to
+the scheduler side, and end as metrics. If nobody takes them, later transfers are added to the
+last one of their type: totals stay exact and memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+__all__ = ["Transfers", "transfer_type_of"]
+
+_MAX_RECORDS: Final = 4096
+
+
+def transfer_type_of(source: str, destination: str) -> str:
+    """Return the name of a kind of transfer.
+
+    >>> transfer_type_of("gpu", "ram")
+    'gpu_to_ram'
+    """
+    return f"{source}_to_{destination}"
+
+
+class Transfers:
+    """Bytes and seconds of each transfer, by type. Not thread-safe.
+
+    Example:
+        >>> transfers = Transfers()
+        >>> transfers.record("gpu", "ram", nbytes=4096, seconds=0.5)
+        >>> transfers.totals()
+        {'gpu_to_ram': (4096, 0.5)}
+    """
+
+    __slots__ = ("_records",)
+
+    def __init__(self) -> None:
+        self._records: dict[str, list[tuple[int, float]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transfers) and self._records == other._records
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def by_type(self) -> Mapping[str, Sequence[tuple[int, float]]]:
+        """(bytes, seconds) of each transfer by its type; read only."""
+        return self._records
+
+    def record(self, source: str, destination: str, *, nbytes: int, seconds: float) -> None:
+        """Add one transfer.
+
+        Args:
+            source: Where from, such as ``gpu``.
+            destination: Where to.
+            nbytes: Bytes that reached the destination.
+            seconds: Run time, queueing excluded.
+        """
+        self._extend(transfer_type_of(source, destination), [(nbytes, seconds)])
+
+    def add(self, other: Transfers) -> None:
+        """Add the transfers of ``other``, which keeps them."""
+        for transfer_type, records in other._records.items():
+            self._extend(transfer_type, records)
+
+    def take(self) -> Transfers:
+        """Return the transfers and forget them."""
+        taken = Transfers()
+        taken._records, self._records = self._records, taken._records
+        return taken
+
+    def totals(self) -> dict[str, tuple[int, float]]:
+        """Return the sum of bytes and of seconds by type."""
+        return {
+            transfer_type: (sum(size for size, _ in records), sum(time for _, time in records))
+            for transfer_type, records in self._records.items()
+        }
+
+    def _extend(self, transfer_type: str, records: Sequence[tuple[int, float]]) -> None:
+        known = self._records.setdefault(transfer_type, [])
+        room = _MAX_RECORDS - len(known)
+        known += records[:room]
+        for nbytes, seconds in records[room:]:
+            known[-1] = (known[-1][0] + nbytes, known[-1][1] + seconds)

@@ -1,0 +1,423 @@
+"""Measured rates of a tier's directory.
+
+The measurement uses the tier's own slot file, aligned buffers and number of threads, on pieces
+in random order. Three things would falsify it:
+
+* *Unwritten extents.* Reading reserved room that was never written does not reach the disk.
+  So pieces are written first, and only written ones are read.
+* *Zeros.* Thin volumes and compressing file systems do not store them. The bytes are random.
+* *The page cache.* O_DIRECT bypasses it. Without O_DIRECT, written bytes are flushed within the
+  measured time and dropped before they are read, and the result says ``direct_io: false``.
+
+A drive's own cache still flatters short runs. Checksums are not computed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from kvtier.doctor._findings import Finding, Status
+from kvtier.errors import CapacityError, ConfigError, TierUnavailableError
+from kvtier.tiers.slab.direct_io import PAGE_NBYTES, BlockIo, aligned_buffer
+from kvtier.tiers.slab.inspect import find_namespaces
+from kvtier.tiers.slab.slots import SlotFile, SlotFileSpec
+from kvtier.units import approximate_rate, approximate_size
+
+__all__ = [
+    "MeasuredRates",
+    "NamelessIo",
+    "Timed",
+    "check_direct_io",
+    "check_rates",
+    "direct_io_refusal",
+    "measure_tier_rates",
+    "stored_chunk_nbytes",
+    "time_pieces",
+]
+
+DirectIo = Literal["auto", "require", "off"]
+
+_FILE_NBYTES: Final = 4 << 30
+"""Most room a measurement takes: larger than most drives' caches, written within seconds."""
+_FEWEST_PIECES: Final = 8
+_STALLED_S: Final = 30.0
+_SLOW_READ_BYTES_PER_S: Final = 1e9
+_SLOW_WRITE_BYTES_PER_S: Final = 0.5e9
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FASTER: Final = "name a directory on a local NVMe drive that nothing else keeps busy"
+
+
+class NamelessIo(BlockIo):
+    """I/O on one file that loses its name when it is created, so the disk gets its room back.
+
+    A slot file is opened twice, the second time with O_DIRECT. The second call opens the
+    descriptor of the first.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    @override
+    def open(self, path: Path, flags: int) -> int:
+        if self._fd < 0:
+            self._fd = super().open(path, flags | os.O_CREAT | os.O_EXCL)
+            self.unlink(path)
+            return self._fd
+        return os.open(f"/proc/self/fd/{self._fd}", flags | os.O_CLOEXEC)
+
+    @override
+    def close(self, fd: int) -> None:
+        if fd == self._fd:
+            self._fd = -1  # the kernel may reuse the number
+        super().close(fd)
+
+    def drop_cached(self) -> None:
+        """Drop the file's cached pages, so that reads go to the disk."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _scratch_spec(
+    place: Path, *, slots: int, slot_nbytes: int, direct_io: DirectIo
+) -> SlotFileSpec:
+    path = place / f".kvtier-doctor-{os.getpid()}"
+    return SlotFileSpec("doctor", path, slots, slot_nbytes, direct_io)
+
+
+def direct_io_refusal(place: Path, *, io: BlockIo | None = None) -> str:
+    """Return why O_DIRECT does not work in ``place``; empty if it works.
+
+    Raises:
+        ConfigError: The disk has no room for one page.
+        OSError: The file system failed otherwise.
+    """
+    spec = _scratch_spec(place, slots=1, slot_nbytes=PAGE_NBYTES, direct_io="require")
+    try:
+        file = SlotFile.open(spec, io or NamelessIo())
+    except ConfigError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno in _NO_ROOM:
+            raise
+        return cause.strerror or str(cause)
+    file.close()
+    return ""
+
+
+def check_direct_io(tier: str, place: Path, mode: DirectIo, key: str) -> Finding:
+    """Try O_DIRECT on a nameless file in ``place``.
+
+    Args:
+        tier: Name of the tier.
+        place: An existing directory.
+        mode: The tier's ``direct_io``.
+        key: Its key in the configuration.
+    """
+    check = f"{tier}: O_DIRECT"
+    refusal = direct_io_refusal(place)
+    if not refusal:
+        if mode == "off":
+            reason = "works, but direct_io: off uses the page cache"
+            return Finding(check, Status.NOTE, reason, "remove direct_io: off", key)
+        return Finding(check, Status.OK, "works")
+    if mode == "require":
+        remedy = "use a local ext4 or xfs, or set direct_io: auto"
+        return Finding(check, Status.PROBLEM, f"does not work ({refusal})", remedy, key)
+    status = Status.WARNING if mode == "auto" else Status.NOTE
+    reason = f"does not work ({refusal}): the page cache is slower and takes memory"
+    return Finding(check, status, reason, "use a local ext4 or xfs", key)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """Rates of a directory for random pieces.
+
+    Attributes:
+        path: The directory.
+        direct_io: Whether the page cache was bypassed.
+        piece_bytes: Bytes of one I/O call.
+        threads: Calls at once.
+        file_bytes: Bytes of the file that was used.
+        seconds: Time that each direction was measured.
+        read_bytes_per_s: Rate of reading.
+        read_p50_s: Median time of a read call.
+        read_p99_s: 99th percentile of a read call.
+        read_pieces: Number of read calls.
+        write_bytes_per_s: Rate of writing, the final flush included.
+        write_p50_s: Median time of a write call.
+        write_p99_s: 99th percentile of a write call.
+        write_pieces: Number of write calls.
+    """
+
+    path: str
+    direct_io: bool
+    piece_bytes: int
+    threads: int
+    file_bytes: int
+    seconds: float
+    read_bytes_per_s: float
+    read_p50_s: float
+    read_p99_s: float
+    read_pieces: int
+    write_bytes_per_s: float
+    write_p50_s: float
+    write_p99_s: float
+    write_pieces: int
+
+
+def measure_tier_rates(
+    path: Path,
+    *,
+    piece_bytes: int,
+    threads: int,
+    seconds: float,
+    direct_io: DirectIo = "auto",
+    io: NamelessIo | None = None,
+) -> MeasuredRates:
+    """Write, then read, random pieces of a nameless file in ``path``; blocks.
+
+    Takes at most half of the free space and at most 4 GiB, and gives it back.
+
+    Args:
+        path: An existing directory.
+        piece_bytes: Bytes of one call, a multiple of 4096.
+        threads: Calls at once.
+        seconds: Time to measure each direction.
+        direct_io: As in the tier's section of the configuration.
+        io: System calls to use; tests pass failing ones.
+
+    Raises:
+        CapacityError: Too little free space to measure.
+        ConfigError: ``direct_io`` is ``require`` and the file system does not support it.
+        OSError: The medium failed.
+        TierUnavailableError: The medium did not answer.
+    """
+    io = io or NamelessIo()
+    slots = _pieces_that_fit(io.free_nbytes(path), piece_bytes)
+    if direct_io == "auto":  # decided here, because the slot file would log the fallback
+        direct_io = "off" if direct_io_refusal(path) else "require"
+    spec = _scratch_spec(path, slots=slots, slot_nbytes=piece_bytes, direct_io=direct_io)
+    file = SlotFile.open(spec, io)
+    buffers = _random_buffers(threads, piece_bytes)
+    try:
+        writes, reads = _time_both(file, io, slots, buffers, seconds)
+    except OSError:
+        file.close()
+        raise
+    # Not in a finally: after TierUnavailableError a stuck thread still uses the descriptor.
+    file.close()
+    return MeasuredRates(
+        path=str(path),
+        direct_io=file.direct,
+        piece_bytes=piece_bytes,
+        threads=threads,
+        file_bytes=spec.nbytes,
+        seconds=seconds,
+        read_bytes_per_s=reads.per_s * piece_bytes,
+        read_p50_s=reads.quantile_s(0.5),
+        read_p99_s=reads.quantile_s(0.99),
+        read_pieces=len(reads.latencies_s),
+        write_bytes_per_s=writes.per_s * piece_bytes,
+        write_p50_s=writes.quantile_s(0.5),
+        write_p99_s=writes.quantile_s(0.99),
+        write_pieces=len(writes.latencies_s),
+    )
+
+
+def _time_both(
+    file: SlotFile, io: NamelessIo, slots: int, buffers: Sequence[memoryview], seconds: float
+) -> tuple[Timed, Timed]:
+    order = random.Random(0).sample(range(slots), slots)
+
+    def write(piece: int, buffer: memoryview) -> None:
+        file.write(piece, [buffer])
+
+    def read(piece: int, buffer: memoryview) -> None:
+        if file.read(piece, [buffer]) != 1:
+            raise OSError(f"piece {piece} ends early")
+
+    writes = time_pieces(write, order, buffers, seconds, file.sync)
+    if not file.direct:
+        io.drop_cached()
+    written = order[: len(writes.latencies_s)]
+    return writes, time_pieces(read, written[::-1], buffers, seconds)
+
+
+def check_rates(tier: str, rates: MeasuredRates, chunk_nbytes: int | None) -> Iterator[Finding]:
+    """Judge the measured rates: one finding for reading, one for writing.
+
+    Args:
+        tier: Name of the tier.
+        rates: The measurement.
+        chunk_nbytes: Bytes of a chunk; None if unknown.
+    """
+    read = rates.read_bytes_per_s
+    reason = _figures(rates, read, rates.read_p50_s, rates.read_p99_s)
+    if chunk_nbytes:
+        chunk = approximate_size(chunk_nbytes)
+        reason += f"; {_milliseconds(chunk_nbytes / read)} for a chunk of {chunk}"
+    slow = read < _SLOW_READ_BYTES_PER_S
+    remedy = f"{_FASTER}; loading pays only if it is faster than recomputing"
+    yield _judge(f"{tier}: read rate", reason, rates, remedy if slow else "")
+    write = rates.write_bytes_per_s
+    reason = _figures(rates, write, rates.write_p50_s, rates.write_p99_s)
+    slow = write < _SLOW_WRITE_BYTES_PER_S
+    remedy = f"{_FASTER}; chunks that arrive faster are dropped"
+    yield _judge(f"{tier}: write rate", reason, rates, remedy if slow else "")
+
+
+def _judge(check: str, reason: str, rates: MeasuredRates, remedy: str) -> Finding:
+    if not rates.direct_io:
+        reason = f"{reason}, through the page cache"
+    if remedy:
+        reason = f"{reason}: slower than an NVMe drive"
+        return Finding(check, Status.WARNING, reason, remedy)
+    if not rates.direct_io:
+        return Finding(check, Status.NOTE, reason, "expect less of the disk itself")
+    return Finding(check, Status.OK, reason)
+
+
+def _figures(rates: MeasuredRates, bytes_per_s: float, p50_s: float, p99_s: float) -> str:
+    piece = approximate_size(rates.piece_bytes)
+    times = f"p50 {_milliseconds(p50_s)}, p99 {_milliseconds(p99_s)}"
+    return f"{approximate_rate(bytes_per_s)}; {times} per {piece}, {rates.threads} at once"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def stored_chunk_nbytes(path: Path) -> int | None:
+    """Return the chunk size of the model that used the store last; None if there is none."""
+    try:
+        spaces = find_namespaces(path) if path.exists() else []
+    except ConfigError as error:
+        if error.__cause__ is not None:
+            raise
+        return None  # no engine has used the directory yet
+    if not spaces:
+        return None
+    # Opening and closing an index creates and removes files beside it.
+    last = max(spaces, key=lambda space: space.directory.stat().st_mtime_ns)
+    return last.layout.slot_nbytes
+
+
+def _pieces_that_fit(free_nbytes: int | None, piece_bytes: int) -> int:
+    room = _FILE_NBYTES if free_nbytes is None else min(_FILE_NBYTES, free_nbytes // 2)
+    pieces = room // piece_bytes
+    if pieces < _FEWEST_PIECES:
+        raise CapacityError(
+            f"half of the free space is less than {_FEWEST_PIECES} pieces of "
+            f"{approximate_size(piece_bytes)}, too little to measure"
+        )
+    return pieces
+
+
+def _random_buffers(count: int, nbytes: int) -> list[memoryview]:
+    generator = np.random.default_rng(0)
+    buffers = [aligned_buffer(nbytes) for _ in range(count)]
+    for buffer in buffers:
+        buffer[:] = generator.bytes(nbytes)
+    return buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The calls of one direction.
+
+    Attributes:
+        latencies_s: Time of each call, in no order.
+        elapsed_s: Time from the first call to the end of the last.
+    """
+
+    latencies_s: Sequence[float]
+    elapsed_s: float
+
+    @property
+    def per_s(self) -> float:
+        """Return the calls per second."""
+        return len(self.latencies_s) / self.elapsed_s
+
+    def quantile_s(self, share: float) -> float:
+        """Return the time that ``share`` of the calls, 0 to 1, did not exceed."""
+        return float(np.quantile(self.latencies_s, share, method="higher"))
+
+
+def time_pieces(
+    move: Callable[[int, memoryview], None],
+    order: Sequence[int],
+    buffers: Sequence[memoryview],
+    seconds: float,
+    finish: Callable[[], None] = lambda: None,
+    *,
+    stalled_s: float = _STALLED_S,
+) -> Timed:
+    """Call ``move`` for the pieces of ``order``, again and again, one thread per buffer.
+
+    Every thread moves at least one piece, unless another failed. The pieces moved are the
+    first of ``order``, as many as there were calls.
+
+    Args:
+        move: Moves one piece.
+        order: Pieces.
+        buffers: Memory of each thread.
+        seconds: Time after which no call begins.
+        finish: Called once at the end, within the measured time.
+        stalled_s: Longest that a call may take beyond ``seconds``.
+
+    Raises:
+        OSError: The first failure, once all threads ended.
+        TierUnavailableError: A call did not return.
+    """
+    lock = threading.Lock()
+    pieces = itertools.cycle(order)
+    latencies_s: list[float] = []
+    errors: list[OSError] = []
+    start_s = time.monotonic()
+
+    def work(buffer: memoryview) -> None:
+        while not errors:
+            with lock:
+                piece = next(pieces)
+            begin_s = time.monotonic()
+            try:
+                move(piece, buffer)
+            except OSError as error:
+                errors.append(error)
+                return
+            end_s = time.monotonic()
+            latencies_s.append(end_s - begin_s)
+            if end_s >= start_s + seconds:
+                return
+
+    if not _run_on_threads(work, buffers, end_by_s=start_s + seconds + stalled_s):
+        raise TierUnavailableError("doctor", f"no answer for {stalled_s:.0f} s")
+    if errors:
+        raise errors[0]
+    finish()
+    return Timed(latencies_s, time.monotonic() - start_s)
+
+
+def _run_on_threads(
+    work: Callable[[memoryview], None], buffers: Sequence[memoryview], *, end_by_s: float
+) -> bool:
+    """Run ``work`` once per buffer, each on a thread; return whether all ended in time."""
+    threads = [
+        threading.Thread(target=work, args=(buffer,), name="kvtier-doctor", daemon=True)
+        for buffer in buffers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end_by_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

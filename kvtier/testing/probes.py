@@ -1,0 +1,262 @@
+"""Probes of the policy contracts: steps, memory, impure calls, and notes on failures.
+
+Work is counted, because timing it would prove nothing. A line of Python is a step. One line can
+do any amount of work in C, so in the examined packages built-in functions that walk through an
+argument charge a step for each item, and methods that walk through a list or a deque charge its
+length. Slices, ``in`` on a list and comparisons of containers count as one line.
+
+A policy is given time and randomness. One that takes them from elsewhere, or reads a file,
+behaves differently live and in a simulator. Such calls end in C, and the interpreter reports
+calls of C functions.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+from typing_extensions import override
+
+from kvtier.policies import ChunkCopy
+
+__all__ = [
+    "count_entries",
+    "count_steps",
+    "fields_of",
+    "held_by",
+    "impure_calls",
+    "noting",
+    "packages_of",
+    "reachable",
+]
+
+_OPAQUE = (type, types.ModuleType, types.FunctionType, ChunkCopy, bytes, str, int, float)
+_WALKING: Final = (sorted, min, max, sum, any, all, list, tuple, set, frozenset)
+_WALKING_METHODS: Final = frozenset(
+    ["copy", "count", "index", "insert", "remove", "reverse", "sort"]
+)
+_LISTS: Final = (list, deque)
+_CALLS_IN_C: Final = frozenset(["c_call", "c_return"])
+_OUTWARD: Final = frozenset(
+    [
+        "time",
+        "datetime",
+        "posix",
+        "_io",
+        "_socket",
+        "select",
+        "_thread",
+        "_sqlite3",
+        "_random",
+        "_uuid",
+    ]
+)
+_HARMLESS: Final = frozenset(["fspath"])
+_CLOCKS: Final = frozenset(["now", "today", "utcnow"])
+"""Functions of ``datetime`` that read a clock."""
+
+
+def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -> int:
+    """Count the lines of Python that ``work`` runs, and the items it walks through in C.
+
+    Args:
+        work: What to run; lines of :mod:`kvtier.testing` do not count.
+        packages: Names of the packages whose work in C counts too.
+    """
+    return _Counter(packages).run(work)
+
+
+def packages_of(item: object) -> frozenset[str]:
+    """Return the packages that hold the classes of ``item``, those of Python left out."""
+    names = {kind.__module__.partition(".")[0] for kind in type(item).__mro__}
+    return frozenset(names - sys.stdlib_module_names)
+
+
+class _Counter:
+    def __init__(self, packages: Collection[str]) -> None:
+        self._packages = packages
+        self._steps = 0
+        self._changed: dict[int, dict[str, Any]] = {}
+        self._ends: list[object] = []
+        self._charging = {kind.__name__: self._charged(kind) for kind in _WALKING}
+
+    def run(self, work: Callable[[], object]) -> int:
+        """Run ``work`` and return its steps."""
+        trace, profile = sys.gettrace(), sys.getprofile()
+        collects = gc.isenabled()
+        gc.disable()  # finalizers of earlier garbage would count
+        sys.settrace(self._on_line)
+        if self._packages:
+            sys.setprofile(self._on_call)
+        try:
+            work()
+        finally:
+            sys.setprofile(profile)
+            sys.settrace(trace)
+            if collects:
+                gc.enable()
+            for names in self._changed.values():
+                for name, charging in self._charging.items():
+                    if names.get(name) is charging:
+                        del names[name]
+        return self._steps
+
+    def _on_line(self, frame: types.FrameType, event: str, _: Any) -> Any:  # noqa: ANN401 - as sys says
+        names = frame.f_globals
+        if names.get("__name__", "").startswith("kvtier.testing."):
+            return None
+        if event == "call" and id(names) not in self._changed and self._counts(frame):
+            self._changed[id(names)] = names
+            for name, charging in self._charging.items():
+                names.setdefault(name, charging)
+        self._steps += event == "line"
+        return self._on_line
+
+    def _on_call(self, frame: types.FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - as sys says
+        if event not in _CALLS_IN_C:
+            return
+        owner = getattr(called, "__self__", None)
+        if not isinstance(owner, _LISTS) or not self._counts(frame):
+            return
+        if event == "c_call" and called.__name__ in _WALKING_METHODS:
+            self._steps += len(owner)
+        elif called.__name__ == "pop" and isinstance(owner, list):
+            self._on_pop(owner, event)
+
+    def _on_pop(self, owner: list[Any], event: str) -> None:
+        """Charge for the items that move when ``pop`` takes another than the last."""
+        if event == "c_call":
+            plain = len(owner) < 2 or owner[-1] is owner[-2]
+            self._ends.append(None if plain else owner[-1])
+        elif self._ends and (end := self._ends.pop()) is not None and owner[-1:] == [end]:
+            self._steps += len(owner)
+
+    def _counts(self, frame: types.FrameType) -> bool:
+        name = frame.f_globals.get("__name__", "")
+        return name.partition(".")[0] in self._packages and not name.startswith(
+            "kvtier.testing."
+        )
+
+    def _charge(self, items: Any) -> Iterable[Any]:  # noqa: ANN401 - anything iterable
+        if hasattr(items, "__len__"):
+            self._steps += len(items)
+            return cast("Iterable[Any]", items)
+        return self._charge_each(items)
+
+    def _charge_each(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._steps += 1
+            yield item
+
+    def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
+        """Return a replacement for ``walking``, one of :data:`_WALKING`, that charges steps."""
+        if isinstance(walking, type):
+            return _stand_in_for(walking, self._charge)
+
+        stops_early = walking in {builtins.any, builtins.all}
+        charge = self._charge_each if stops_early else self._charge
+
+        def charging(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the original
+            # Several arguments of min and max are compared, not walked through.
+            if len(args) == 1 or walking is builtins.sum:
+                args = (charge(args[0]), *args[1:])
+            return walking(*args, **options)
+
+        return charging
+
+
+def _stand_in_for(
+    kind: type[Any], charge: Callable[[Iterable[Any]], Iterable[Any]]
+) -> type[Any]:
+    """Return a class that makes instances of ``kind`` and charges for their items."""
+
+    class Meta(type):
+        @override
+        def __call__(cls, *args: Any) -> Any:
+            return kind(*map(charge, args))
+
+        @override
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, kind)
+
+    return Meta(kind.__name__, (kind,), {})
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Yield every reference held by containers and objects below ``root``."""
+    seen: set[int] = set()
+    pending: list[object] = [root]
+    while pending:
+        item = pending.pop()
+        if id(item) in seen or isinstance(item, _OPAQUE):
+            continue
+        seen.add(id(item))
+        held = gc.get_referents(item)
+        yield from held
+        pending += held
+
+
+def count_entries(root: object) -> int:
+    """Count the references below ``root``."""
+    return sum(1 for _ in reachable(root))
+
+
+@contextmanager
+def impure_calls(rng: random.Random) -> Iterator[list[str]]:
+    """Collect the clocks, generators and system calls that the ``with`` block calls.
+
+    Args:
+        rng: The only permitted generator.
+    """
+    found: list[str] = []
+
+    def on_call(_: types.FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - as sys says
+        if event != "c_call":
+            return
+        owner = getattr(called, "__self__", None)
+        kind = owner if isinstance(owner, types.ModuleType | type) else type(owner)
+        home = getattr(called, "__module__", None) or getattr(kind, "__module__", "")
+        name = called.__name__
+        if isinstance(owner, random.Random):
+            home = "" if owner is rng else "random"
+        if home == "datetime" and name not in _CLOCKS:
+            return
+        if name not in _HARMLESS and (home in _OUTWARD or home == "random"):
+            found.append(f"{home}.{name}")
+
+    before = sys.getprofile()
+    sys.setprofile(on_call)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def fields_of(copy: ChunkCopy) -> dict[str, object]:
+    """Return the fields of ``copy``, to detect writes later."""
+    return {name: getattr(copy, name) for name in ChunkCopy.__slots__}
+
+
+def held_by(policy: object) -> tuple[int, int]:
+    """Return how many copies, and how many different keys, ``policy`` refers to."""
+    held = list(reachable(policy))
+    copies = sum(isinstance(item, ChunkCopy) for item in held)
+    return copies, len({item for item in held if isinstance(item, bytes)})
+
+
+@contextmanager
+def noting(**configuration: object) -> Iterator[None]:
+    """Add a note such as ``with tiers=1`` to an error of the ``with`` block."""
+    try:
+        yield
+    except Exception as error:
+        words = ", ".join(f"{name}={value!r}" for name, value in configuration.items())
+        error.add_note(f"with {words}")
+        raise

@@ -1,1 +1,0 @@
-"""What vLLM's configuration says of an engine, in kvtier's terms."""

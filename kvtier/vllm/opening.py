@@ -1,0 +1,134 @@
+"""Opens the memory and the tiers of one engine, in its workers and in its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.config import KvtierConfig, check_chunk_fits, slot_nbytes
+from kvtier.connector.observer import Positions
+from kvtier.connector.service import CacheService
+from kvtier.connector.storage import open_storage
+from kvtier.errors import UnsupportedError
+from kvtier.manager.hits import GroupReach
+from kvtier.memory import HostRegion, RegionGeometry
+from kvtier.transfer import bounce_slots_for
+from kvtier.vllm.engine import EngineFacts
+from kvtier.vllm.identity import fingerprint
+from kvtier.vllm.pages import SlotShape
+
+__all__ = ["offer_region", "open_cache", "require_same_file"]
+
+_MEET_TIMEOUT_S: Final = 600.0
+"""How long the processes of one engine wait for each other; loading weights comes before it."""
+
+_OFFER_TIMEOUT_S: Final = 24 * 3600.0
+"""How long the first worker offers its memory. vLLM builds the scheduler after the workers'
+warm-up, which has no bound. If vLLM fails, it ends the worker."""
+
+
+def offer_region(
+    engine: EngineFacts, settings: KvtierConfig, shape: SlotShape, *, content: str
+) -> HostRegion:
+    """Create the RAM tier's memory in the first rank, or attach to it in the others.
+
+    Args:
+        engine: The engine.
+        settings: kvtier's configuration.
+        shape: How slots are cut.
+        content: What their bytes are.
+
+    Raises:
+        ConfigError: The RAM tier is smaller than one chunk.
+    """
+    geometry = _geometry(engine, settings, shape, content=content)
+    if engine.rank:
+        return HostRegion.attach(engine.engine_id, geometry, timeout_s=_MEET_TIMEOUT_S)
+    return HostRegion.create(
+        engine.engine_id,
+        geometry,
+        attachers=engine.world_size,
+        timeout_s=_OFFER_TIMEOUT_S,
+        huge_pages=settings.ram.huge_pages,
+    )
+
+
+def require_same_file(
+    geometry: RegionGeometry, engine: EngineFacts, settings: KvtierConfig
+) -> None:
+    """Refuse a RAM tier that was made from another configuration than this process reads.
+
+    Raises:
+        UnsupportedError: Its shape is not the one that ``settings`` gives.
+    """
+    slots = settings.tiers[0].capacity_bytes // geometry.slot_nbytes
+    relay = bounce_slots_for(settings, geometry.slot_nbytes)
+    found = geometry.slots, geometry.ranks, geometry.bounce_slots
+    if found != (slots, engine.world_size, relay):
+        raise UnsupportedError(
+            f"the workers' RAM tier has another shape: {geometry} instead of {slots} slots for "
+            f"{engine.world_size} ranks; all processes of an engine must read the same "
+            "configuration file"
+        )
+
+
+def _geometry(
+    engine: EngineFacts, settings: KvtierConfig, shape: SlotShape, *, content: str
+) -> RegionGeometry:
+    payload_nbytes = shape.stripes * shape.stripe_nbytes
+    check_chunk_fits(settings, payload_nbytes)
+    size = slot_nbytes(payload_nbytes)
+    return RegionGeometry(
+        slots=settings.tiers[0].capacity_bytes // size,
+        slot_nbytes=size,
+        stripe_nbytes=shape.stripe_nbytes,
+        stripes=shape.stripes,
+        ranks=engine.world_size,
+        is_portable=shape.is_portable,
+        content=content,
+        bounce_slots=bounce_slots_for(settings, size),
+    )
+
+
+def open_cache(
+    engine: EngineFacts,
+    settings: KvtierConfig,
+    groups: Sequence[GroupReach],
+    positions: Positions | None = None,
+) -> CacheService:
+    """Attach to the workers' memory and open the tiers, in the scheduler's process.
+
+    Args:
+        engine: The engine.
+        settings: kvtier's configuration.
+        groups: What each KV cache group needs of a prefix.
+        positions: Returns a request's chunks and the token each ends before; None if the entry
+            point does not know them.
+
+    Raises:
+        UnsupportedError: The workers read another configuration.
+        StoreLockedError: Another engine has a tier's store.
+    """
+    # The workers chose the region's shape: only they know how the KV memory is laid out.
+    region = HostRegion.attach(engine.engine_id, timeout_s=_MEET_TIMEOUT_S)
+    try:
+        require_same_file(region.geometry, engine, settings)
+        storage = open_storage(
+            settings,
+            region,
+            fingerprint(engine, settings, region.geometry),
+            tokens_per_chunk=engine.chunk_tokens,
+            groups=groups,
+            counting_group=engine.counting_group,
+            record_events=engine.records_events,
+            positions=positions,
+        )
+    except BaseException:
+        region.close()
+        raise
+    return CacheService(
+        storage,
+        tokens_per_chunk=engine.chunk_tokens,
+        retain_s=settings.placement.retain_s or 0.0,
+        close_timeout_s=settings.transfer.close_timeout_s,
+    )

@@ -1,0 +1,189 @@
+"""Engines that kvtier refuses at start, each with the reason and a remedy.
+
+Some would store wrong KV, some could not use what another request computed, and some would wait
+for each other until a timeout. vLLM's prefix caching is off for most of the second kind, but
+vLLM calls connectors all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.config import KvtierConfig, check_chunk_fits, environment
+from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.logs import get_logger
+from kvtier.vllm.engine import EngineFacts
+
+__all__ = ["refuse_layout", "refuse_worker", "warn_of_weak_hashes"]
+
+logger = get_logger(__name__)
+
+
+def refuse_layout(engine: EngineFacts, config: KvtierConfig) -> None:
+    """Refuse what kvtier cannot store correctly, before anything is allocated.
+
+    Raises:
+        UnsupportedError: A parallelism or layout that kvtier does not support.
+        ConfigError: The engine was started with another chunk size than the file says, or a
+            tier is smaller than a chunk.
+    """
+    if engine.pp_size > 1 or engine.pcp_size > 1 or engine.dcp_size > 1:
+        raise UnsupportedError(
+            "kvtier supports tensor parallelism only; pipeline and context parallel sizes "
+            f"are {engine.pp_size}, {engine.pcp_size} and {engine.dcp_size}"
+        )
+    layout = engine.kv_layout
+    if 0 <= layout.find("H") < layout.find("B"):
+        raise UnsupportedError(
+            f"the KV cache's layout, {layout}, keeps the heads of a block apart, and vLLM "
+            "hands over the first one only: start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
+    if engine.canonical_layout:
+        raise UnsupportedError("kvtier does not support canonical_layout: remove it")
+    if engine.worker_kv_bytes_per_block <= 0:
+        raise UnsupportedError("the engine has no KV cache to offload")
+    if engine.blocks_per_chunk != config.engine.blocks_per_chunk:
+        raise ConfigError(
+            f"engine.blocks_per_chunk is {config.engine.blocks_per_chunk} in the file but "
+            f"vLLM was started with {engine.blocks_per_chunk}: start it with what "
+            "`kvtier vllm-args` prints"
+        )
+    # One worker's part is the least that a chunk has. The workers know the rest and check it.
+    check_chunk_fits(config, engine.worker_kv_bytes_per_block * engine.blocks_per_chunk)
+
+
+def refuse_worker(config: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse an engine that serves wrong or useless chunks, or would wait for a timeout.
+
+    Args:
+        config: vLLM's configuration in a worker, once the model is built.
+        engine: The engine.
+
+    Raises:
+        UnsupportedError: The engine is refused.
+        AttributeError: vLLM's configuration misses something that every release has.
+    """
+    layers = config.compilation_config.static_forward_context
+    _refuse_changing_scales(
+        {name: layers[name] for _, group in engine.groups for name in group}
+    )
+    _refuse_separate_schedulers(config.parallel_config, engine)
+    _refuse_fault_tolerance(config.parallel_config)
+    _refuse_sleep(config.model_config, engine)
+    _refuse_unshareable_kv(config, layers)
+
+
+def warn_of_weak_hashes(vllm_config: Any, config: KvtierConfig) -> None:  # noqa: ANN401 - vLLM's
+    """Warn if vLLM's block hashes do not suit a store that survives a restart."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if len(config.tiers) == 1 or algorithm.startswith("sha256"):
+        return
+    logger.warning(
+        "--prefix-caching-hash-algo %s: it is not collision-resistant, and a store keeps "
+        "what a collision put there: a prompt made for it reads another one's KV, also "
+        "after a restart; use sha256 or sha256_cbor",
+        algorithm,
+    )
+    if environment().python_hash_seed is None:
+        logger.warning(
+            "vLLM seeds %s block hashes at random, so nothing stored is found after a "
+            "restart: set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
+            algorithm,
+        )
+
+
+def _refuse_changing_scales(layers: Mapping[str, Any]) -> None:
+    """Refuse layers whose scales vLLM sets to 1 in the first forward pass that it computes.
+
+    Chunks may have been loaded before that pass.
+    """
+    for name, layer in layers.items():
+        if str(getattr(layer, "kv_cache_dtype", "")).endswith("_per_token_head"):
+            raise UnsupportedError(
+                f"layer {name} keeps scales of each token and head, and vLLM resets them after "
+                "chunks may have been loaded: choose another --kv-cache-dtype"
+            )
+
+
+def _refuse_separate_schedulers(parallel: Any, engine: EngineFacts) -> None:  # noqa: ANN401
+    """Refuse workers that do not share memory with each other or with one scheduler."""
+    if parallel.nnodes_within_dp > 1:
+        raise UnsupportedError(
+            f"this engine's workers run on {parallel.nnodes_within_dp} hosts, and those of one "
+            "engine must share memory: start an engine on each host"
+        )
+    launcher = parallel.distributed_executor_backend
+    if launcher == "external_launcher" and engine.world_size > 1:
+        raise UnsupportedError(
+            f"with --distributed-executor-backend external_launcher each of the "
+            f"{engine.world_size} workers has a scheduler of its own, and a RAM tier has room "
+            "for the decisions of one: use mp"
+        )
+
+
+def _refuse_fault_tolerance(parallel: Any) -> None:  # noqa: ANN401 - vLLM's
+    if parallel.enable_fault_tolerance:
+        raise UnsupportedError(
+            "with --enable-fault-tolerance vLLM goes on after a step that failed, and takes "
+            "what the step did not compute for computed, so it would be stored; remove it"
+        )
+
+
+def _refuse_sleep(model: Any, engine: EngineFacts) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse workers whose KV memory may be freed while a store reads it.
+
+    An engine in its own process sleeps once its connector has nothing left to do. One in its
+    caller's process does not wait, and its scheduler cannot wait for workers in other
+    processes.
+    """
+    if model.enable_sleep_mode and engine.world_size > 1 and environment().vllm_in_process:
+        raise UnsupportedError(
+            "with --enable-sleep-mode, several workers and VLLM_ENABLE_V1_MULTIPROCESSING=0 "
+            "vLLM takes the memory of the KV cache away while chunks may still be copied from "
+            "it, which ends the engine; unset that variable, or start without sleep mode"
+        )
+
+
+def _refuse_unshareable_kv(config: Any, layers: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Refuse an engine whose chunks would be wrong, or useless, for other requests."""
+    model = config.model_config
+    specs = [
+        layer.get_kv_cache_spec(config)
+        for layer in layers.values()
+        if hasattr(layer, "get_kv_cache_spec")
+    ]
+    # With an R-SWA window a token sees less of the generated tokens than of the prompt.
+    if any(
+        getattr(spec, "non_causal", False) or hasattr(spec, "rswa_window") for spec in specs
+    ):
+        raise UnsupportedError(
+            "this model's keys and values depend on more than the tokens before them, so no "
+            "other request can use them: vLLM has no prefix caching for it either; start vLLM "
+            "without kvtier"
+        )
+    if model.is_diffusion:
+        raise UnsupportedError(
+            "this model writes its answers by diffusion: while it does, their keys and values "
+            "follow from tokens that are replaced, and those of a read-only request are never "
+            "computed again from what it answered; start vLLM without kvtier"
+        )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise UnsupportedError(
+            "this pooling model needs all tokens of a prompt to be computed, so nothing of it "
+            "can be loaded: vLLM has no prefix caching for it either, and its engine ends when "
+            "a connector loads a prefix; start vLLM without kvtier"
+        )
+    media = model.multimodal_config
+    # Without both of its caches vLLM numbers media from its start on instead of hashing them.
+    if (
+        media is not None
+        and media.mm_processor_cache_gb == 0
+        and not media.language_model_only
+        and not config.cache_config.enable_prefix_caching
+    ):
+        raise UnsupportedError(
+            "with --mm-processor-cache-gb 0 and --no-enable-prefix-caching vLLM does not name "
+            "images and other media by their content, and one would be served the KV of "
+            "another; remove one of the two, or say --language-model-only"
+        )
