@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import count, islice
 from typing import Any
 
 from kvtier.connector.groups import GroupLayout
@@ -13,7 +15,7 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.hits import Prompt
 from kvtier.types import JobId
 
-__all__ = ["TrackedRequest", "chunk_positions"]
+__all__ = ["OfferQueue", "TrackedRequest", "chunk_positions"]
 
 NameChunk = Callable[[ChunkKey], ChunkKey]
 """Returns kvtier's key of a chunk from the engine's."""
@@ -30,6 +32,7 @@ class TrackedRequest:
         keys: Keys of its whole chunks known so far, per group.
         offered_tokens: Per group, tokens whose chunks were offered for storing.
         next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
+        due_at: When the :class:`OfferQueue` returns it; infinite for never.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
         has_blocks: Whether it was scheduled and has kept its blocks since.
@@ -43,6 +46,7 @@ class TrackedRequest:
         "_last_hash",
         "_load_limit",
         "_name_chunk",
+        "due_at",
         "has_blocks",
         "jobs",
         "keys",
@@ -70,6 +74,7 @@ class TrackedRequest:
         self.keys: list[list[ChunkKey]] = [[] for _ in layouts]
         self.offered_tokens = [0] * len(layouts)
         self.next_offer_tokens: float = 0
+        self.due_at: float = math.inf
         self.local_tokens = 0
         self.jobs: set[JobId] = set()
         self.has_blocks = False
@@ -137,6 +142,46 @@ class TrackedRequest:
     def _name(self, block_hash: bytes, layout: GroupLayout) -> ChunkKey:
         key = make_key(block_hash, layout.index)
         return key if self._name_chunk is None else self._name_chunk(key)
+
+
+class OfferQueue:
+    """Requests ordered by when they may complete a chunk.
+
+    Its clock counts tokens: every step advances it by the most tokens that a request computes
+    in it. No request completes a chunk before as many tokens have passed as it still needs, so
+    a step looks only at requests that are due, and one that generates costs nothing until then.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._heap: list[tuple[float, int, TrackedRequest]] = []
+        self._serials = count()
+
+    def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
+        """Look at a request when it may have computed ``wait_tokens`` more."""
+        due_at = self._now + wait_tokens
+        if due_at != tracked.due_at:  # an entry with another time is outdated
+            tracked.due_at = due_at
+            heappush(self._heap, (due_at, next(self._serials), tracked))
+
+    def remove(self, tracked: TrackedRequest) -> None:
+        """Look at a request no more."""
+        tracked.due_at = math.inf
+
+    def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
+        """Return and remove the requests that may complete a chunk in a step.
+
+        Args:
+            scheduled_tokens: Tokens that the step computes, by request.
+        """
+        self._now += max(scheduled_tokens.values(), default=0)
+        due: list[TrackedRequest] = []
+        while self._heap and self._heap[0][0] <= self._now:
+            due_at, _, tracked = heappop(self._heap)
+            if due_at == tracked.due_at:
+                tracked.due_at = math.inf
+                due.append(tracked)
+        return due
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
