@@ -1,4 +1,4 @@
-"""What every test runs under: both event loops, hypothesis profiles, nothing left behind."""
+"""Fixtures of every test: event loops, hypothesis profiles, and a check for leftovers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from blockbuster import blockbuster_ctx
 ROOT = pathlib.Path(__file__).parent.parent
 GRACE_S = 20.0
 
-# Tests share two cores with whatever else runs: a slow example is not a failing one.
+# Without deadlines: tests share two cores with whatever else runs.
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
-# CI does not shrink: an example that ran into the time limit would be run over and over and
-# without one. What it finds is found again with its profile, which always draws the same.
+# CI draws the same examples every time and does not shrink them: shrinking a hanging example
+# would repeat it without a time limit.
 hypothesis.settings.register_profile(
     "ci",
     max_examples=100,
@@ -81,10 +81,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Leave tests marked ``untraced`` to run at full speed, which is up to six times as fast.
+    """Run tests marked ``untraced`` without coverage, which is up to six times as fast.
 
-    The mark ``no_cover`` of pytest-cov does nothing below xdist: a worker has two collectors,
-    and when one stops, the other goes on.
+    The mark ``no_cover`` of pytest-cov has no effect under xdist: a worker has two collectors,
+    and it stops one of them.
     """
     tracer = sys.gettrace()
     if tracer is None or not item.get_closest_marker("untraced"):
@@ -105,8 +105,14 @@ def cuda_is_available() -> bool:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each coroutine test on both loops: vLLM's server uses uvloop, its engine neither."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    """Run coroutine tests on asyncio's loop, as kvtier does; nightly on uvloop as well.
+
+    A program that embeds kvtier may make uvloop the default, as ``uvloop.install`` does.
+    """
+    loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    if config.getoption("--hypothesis-profile") != "nightly":
+        del loops["uvloop"]
+    return loops
 
 
 @pytest.fixture(autouse=True)
@@ -121,11 +127,11 @@ def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test after which a thread, a shared-memory file or a memory file lives on."""
+    """Fail a test that leaves a thread, a shared-memory file or a memory file."""
     before = leftovers()
     yield
     deadline_s = time.monotonic() + GRACE_S
-    # A thread that was told to stop, or memory another test process holds, is gone in a moment.
+    # Stopping threads and memory of another test process disappear within moments.
     while (left := leftovers() - before) and time.monotonic() < deadline_s:
         gc.collect()
         time.sleep(0.01)
@@ -133,11 +139,11 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 def leftovers() -> set[tuple[str, int]]:
-    """Name what a test may not leave, each with a number that tells twins apart."""
+    """Return threads and files that a test must not leave, each with a distinct number."""
     threads = {
         (f"thread {thread.name}", thread.ident or 0)
         for thread in threading.enumerate()
-        # The event loop's own executor ends with the loop, which may outlive this fixture.
+        # The executor of the event loop ends with the loop, which may outlive this fixture.
         if thread.name.startswith("kvtier")
         or not (thread.daemon or thread.name.startswith("asyncio_"))
     }

@@ -1,7 +1,7 @@
 """One rank's copies between its KV blocks and RAM slots, as jobs.
 
-The connector's worker side and the worker of vLLM's offloading spec both use it. They differ in
-how jobs arrive and in how a failure is reported.
+The connector's worker side and the worker of the offloading spec use it. They differ in how
+jobs arrive and in how failures are reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 _COPY_TIMEOUT_S: Final = 60.0
 """A copy between device and RAM takes milliseconds; one that takes this long has failed."""
 _UNBOUNDED: Final = 1 << 62
-"""An engine has no answer to a refused job, so the queue refuses nothing."""
+"""An engine cannot handle a refused job, so the queue accepts every job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class DeviceResult:
         purpose: Whether it was a store or a load.
         outcomes: One per chunk, in the job's order.
         nbytes: Bytes that reached their destination.
-        seconds: From the first byte asked for to the last; queueing excluded.
-        error: The first failure, for a log line; empty when all is done.
+        seconds: Run time, queueing excluded.
+        error: The first failure, for a log line; empty after a success.
     """
 
     job_id: JobId
@@ -56,25 +56,24 @@ class DeviceResult:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte is where it should be."""
+        """Whether every byte reached its destination."""
         return all(outcome is Outcome.DONE for outcome in self.outcomes)
 
 
 class DeviceEngine:
-    """Stores and loads of one rank, carried out in the order they were asked for.
+    """Stores and loads of one rank, in the order of the calls.
 
-    Stores are held until the engine asks what ended, which it does when the model has computed,
-    and begin together: on a CPU the model wants all processors before that and one after, and
-    a handful of copies begun as one disturb it once.
+    Stores are held until the engine polls, which it does after the forward pass, and then start
+    as one job. On a CPU the model needs all processors during the pass, and one job disturbs it
+    once.
 
-    All methods are called from one thread, the engine's. None of them waits but :meth:`wait`
-    and :meth:`close`.
+    One thread, the engine's, calls all methods. Only :meth:`wait` and :meth:`close` wait.
 
     Args:
         kv: The rank's KV memory.
         region: The RAM tier; closed with the engine.
         rank: This rank.
-        share: Which part of every slot is the rank's.
+        share: The rank's part of every slot.
         blocks_per_chunk: Blocks of a chunk.
         close_timeout_s: Longest that each part of :meth:`close` may take.
 
@@ -132,7 +131,7 @@ class DeviceEngine:
         first_blocks: Sequence[int],
         slots: Sequence[int],
     ) -> BlockCopyPlan:
-        """Match an engine's blocks with the slots of their chunks.
+        """Return the copies between an engine's blocks and the slots of their chunks.
 
         Args:
             block_ids: Block numbers, group after group.
@@ -148,13 +147,13 @@ class DeviceEngine:
         )
 
     def store(self, job_id: JobId, plan: BlockCopyPlan, generations: Sequence[int]) -> None:
-        """Copy blocks to slots, after what the engine's stream holds now.
+        """Copy blocks to slots, after the work that the engine's stream holds now.
 
-        It begins with the next call of :meth:`load`, :meth:`poll` or one that waits.
+        The copy starts at the next call of :meth:`load`, :meth:`poll` or a waiting method.
 
         Args:
             job_id: Unique among the jobs of this rank.
-            plan: What to copy where.
+            plan: The copies.
             generations: The stamp that the store leaves on each slot.
         """
         self._held.append(StoreRequest(job_id, plan, self._copier.mark(), generations))
@@ -167,13 +166,13 @@ class DeviceEngine:
         *,
         wait_s: float = 0.0,
     ) -> None:
-        """Start copying slots to blocks, after what the engine's stream holds now.
+        """Start copying slots to blocks, after the work that the engine's stream holds now.
 
         Args:
             job_id: Unique among the jobs of this rank.
-            plan: What to copy where.
-            generations: The stamp that each slot must bear.
-            wait_s: How long a slot may take to bear it.
+            plan: The copies.
+            generations: The stamp that each slot must have.
+            wait_s: How long to wait for the stamps.
         """
         self._begin()
         request = LoadRequest(plan, self._copier.mark(), generations, wait_s)
@@ -190,16 +189,16 @@ class DeviceEngine:
         generations: Sequence[int],
         error: Exception,
     ) -> None:
-        """End a job that could not be started, as one that ran and failed.
+        """End a job that could not be started like one that failed.
 
         Args:
-            job_id: The job; not known to :meth:`poll` yet.
+            job_id: The job, still unknown to :meth:`poll`.
             purpose: Whether it was a store or a load.
             slots: Its slots.
             generations: Their stamps.
-            error: What kept it from being started.
+            error: The error.
         """
-        self._settle(purpose, slots, generations, failed=True)
+        self._release_slots(purpose, slots, generations, failed=True)
         outcomes = [Outcome.FAILED] * len(slots)
         text = f"{type(error).__name__}: {error}"
         self._ended.append(DeviceResult(job_id, purpose, outcomes, 0, 0.0, text))
@@ -210,7 +209,7 @@ class DeviceEngine:
         return self._engine.idle and not self._held and not self._ended
 
     def poll(self) -> list[DeviceResult]:
-        """Return the jobs that ended since the last call, in the order they did."""
+        """Return the jobs that ended since the last call, in order."""
         self._begin()
         ended, self._ended = self._ended, []
         for result in self._engine.poll():
@@ -219,10 +218,10 @@ class DeviceEngine:
         return ended
 
     def retract(self, job_ids: Iterable[JobId]) -> set[JobId]:
-        """Keep stores from counting as whole, though they ended: their blocks changed before.
+        """Make stores fail whose blocks changed before they ended.
 
         Returns:
-            Those that :meth:`poll` has not returned yet; of all others nothing can be said.
+            The stores that will fail. :meth:`poll` has returned the others already.
         """
         known = self._carriers.keys() | {store.job_id for store in self._held}
         found = known.intersection(job_ids)
@@ -230,10 +229,10 @@ class DeviceEngine:
         return found
 
     def wait(self, job_ids: Collection[JobId]) -> None:
-        """Block until ``job_ids`` ended: their blocks are about to be overwritten.
+        """Block until ``job_ids`` end, because their blocks are about to be overwritten.
 
-        Ids that are unknown or ended before are no error. A store that does not end in time is
-        revoked: it is acknowledged some day and never counts as whole.
+        Unknown ids are ignored. A store that does not end in time is revoked: it is
+        acknowledged later and never counts as whole.
         """
         self._begin(frozenset(job_ids))
         carriers = {self._carriers.get(job_id, job_id) for job_id in job_ids}
@@ -244,11 +243,11 @@ class DeviceEngine:
             self._store.revoke(job_id)
 
     def wait_for_stores(self) -> None:
-        """Block until no store reads blocks any more: their memory may be taken away."""
+        """Block until no store reads blocks: their memory may be freed afterwards."""
         self.wait({*self._carriers, *(store.job_id for store in self._held)})
 
     def wait_any(self, *, timeout_s: float) -> bool:
-        """Block until :meth:`poll` has something to return, or no job is left.
+        """Block until :meth:`poll` has a result, or no job is left.
 
         Returns:
             False when ``timeout_s`` passed first.
@@ -257,9 +256,9 @@ class DeviceEngine:
         return bool(self._ended) or self._engine.wait_any(timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Let running copies end and release the memory, if they do. Idempotent.
+        """Wait for running copies and release the memory. Idempotent.
 
-        Loads that wait for chunks fail at once.
+        Loads that wait for chunks fail at once. The memory stays if copies do not end in time.
         """
         self._begin()
         self._load.wait_no_more()
@@ -272,7 +271,7 @@ class DeviceEngine:
         self._copier.close()
         self._region.close()
 
-    def _settle(
+    def _release_slots(
         self,
         purpose: Purpose,
         slots: Sequence[int],
@@ -280,14 +279,14 @@ class DeviceEngine:
         *,
         failed: bool,
     ) -> None:
-        """Write down that a job let go of its slots, and what it could not load."""
+        """Record in the control block that a job released its slots, and failed loads."""
         held = [slot for slot, stamp in zip(slots, generations, strict=True) if stamp]
         if failed and purpose is Purpose.LOAD:
             self._control.refuse(self._rank, held, [stamp for stamp in generations if stamp])
         self._control.acknowledge(self._rank, held)
 
     def _begin(self, awaited: Collection[JobId] = ()) -> None:
-        """Start the stores that are held, those that somebody waits for in a job ahead."""
+        """Start the held stores, the awaited ones in a job before the others."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -297,7 +296,7 @@ class DeviceEngine:
                 self._carry(stores)
 
     def _carry(self, stores: list[StoreRequest]) -> None:
-        """Start stores as one job, which bears the first one's number."""
+        """Start stores as one job, with the number of the first one."""
         slots = [slot for store in stores for slot in store.plan.slots]
         carrier = _job(stores[0].job_id, Purpose.STORE, slots, stores, _COPY_TIMEOUT_S)
         try:
@@ -312,7 +311,7 @@ class DeviceEngine:
         self._carriers.update(dict.fromkeys((s.job_id for s in stores), carrier.job_id))
 
     def _results(self, result: TransferResult) -> Iterator[DeviceResult]:
-        """Yield what a job of the transfer engine means for the jobs that it carried."""
+        """Yield the results of the jobs that a job of the transfer engine carried."""
         stores = self._stores.pop(result.job_id, None)
         if stores is None:
             yield self._result(result, result.job_id, Purpose.LOAD, result.outcomes)

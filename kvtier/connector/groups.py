@@ -17,13 +17,12 @@ class CacheGroup:
 
     Attributes:
         tokens_per_block: Tokens of one block.
-        index: Which of the engine's block tables is the group's, and the index in its keys.
-        reach: Which part of a prefix its layers read.
-        window_tokens: Of a sliding window, or of a chunk of local attention.
-        is_draft: Whether a draft model's layers are in it. Their KV of the newest tokens may
-            still be rewritten.
-        is_handed_over: Whether the engine says in each step which blocks to store, in
-            ``boundary_states``; the block table does not tell.
+        index: Number of the group, in the engine's block tables and in keys.
+        reach: The part of a prefix that its layers read.
+        window_tokens: Tokens of a sliding window, or of a chunk of local attention.
+        is_draft: Whether it has layers of a draft model, which may rewrite the KV of the newest
+            tokens.
+        is_handed_over: Whether the engine lists the states to store in each step.
     """
 
     tokens_per_block: int
@@ -36,20 +35,20 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """How an engine is set up, as far as the scheduler side must know.
+    """An engine's setup, as the scheduler side needs it.
 
     Attributes:
-        groups: The KV cache groups whose blocks are kept.
+        groups: The KV cache groups that are stored.
         tokens_per_hash: Tokens that each of a request's block hashes adds.
         blocks_per_chunk: Blocks that are stored and loaded together.
         ranks: Workers that must acknowledge a job.
         store_decode: Whether chunks that hold generated tokens are stored.
-        retention_tokens: The tails of windows are stored before every multiple of it, before
-            the end of the prompt, and where the prompt leaves another request's. 0: before the
-            last two only. None: before every token where a hit can end.
-        shares_blocks: Whether requests share blocks in the engine. Of two requests for the same
-            chunks the second then waits for the first one's load.
-        trusts_later_parts: Whether KV is right after a streamed prompt was continued.
+        retention_tokens: Tails of windows are stored before every multiple of it, before the
+            end of the prompt, and before the end of a shared prefix. 0: before the last two
+            only. None: before every token where a hit can end.
+        shares_blocks: Whether requests share blocks in the engine. The second of two requests
+            for the same chunks then waits for the load of the first.
+        trusts_later_parts: Whether KV is correct after a streamed prompt was continued.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -87,7 +86,7 @@ class GroupLayout:
 
     @property
     def index(self) -> int:
-        """Which of the engine's block tables is the group's, and the index in its keys."""
+        """Number of the group, in the engine's block tables and in keys."""
         return self.group.index
 
 
@@ -100,7 +99,7 @@ def build_layouts(options: SchedulerOptions) -> tuple[GroupLayout, ...]:
     """Return the groups of ``options`` in chunks, in the same order.
 
     Raises:
-        UnsupportedError: There is no group, or hashes, blocks and chunks do not fit together.
+        UnsupportedError: There is no group, or hashes, blocks and chunks do not match.
     """
     if not options.groups:
         raise UnsupportedError("the engine has no KV cache group that kvtier can store")

@@ -1,4 +1,4 @@
-"""Jobs in flight: who must still acknowledge them, and which must end before the next pass."""
+"""Jobs in flight: which ranks must still acknowledge them, and which stores to flush."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class JobState:
     """One job.
 
     Attributes:
-        tracked: Whose it is.
-        keys: The chunks it moves.
+        tracked: The request.
+        keys: Its chunks.
         source_blocks: The engine's blocks that a store reads; empty for a load.
-        is_store: Whether out of the engine.
+        is_store: Whether it is a store.
         awaited: Ranks that have not acknowledged it.
         has_failed: Whether a rank could not load all of it.
     """
@@ -35,11 +35,11 @@ class JobState:
 
 
 class JobTable:
-    """Every job from the step that starts it until all ranks acknowledged it.
+    """Keeps every job from the step that starts it until all ranks acknowledged it.
 
-    The engine may give the blocks that a store reads to another request: after a window left
-    them behind, after a preemption, or after their request ended. The store must end before
-    they are written, so :meth:`flush_readers_of` is told of all blocks that a step gives away.
+    The engine may reuse the blocks that a store reads: after a window leaves them behind, after
+    a preemption, or after their request ends. The store must end before they are written, so
+    :meth:`flush_readers_of` gets all blocks that a step reuses.
 
     Args:
         ranks: Workers that acknowledge a job.
@@ -71,13 +71,13 @@ class JobTable:
         return job_id
 
     def flush_readers_of(self, blocks: AbstractSet[int]) -> None:
-        """Have the stores that read any of ``blocks`` end before the next forward pass."""
+        """Flush the stores that read any of ``blocks`` before the next forward pass."""
         for job_id, job in self._stores.items():
             if not job.source_blocks.isdisjoint(blocks):
                 self._to_flush.add(job_id)
 
     def take_flush(self) -> frozenset[JobId]:
-        """Return the jobs that must end before the next forward pass, once."""
+        """Return the jobs to flush before the next forward pass, once."""
         if not self._to_flush:
             return frozenset()
         jobs = frozenset(self._to_flush)
@@ -85,7 +85,7 @@ class JobTable:
         return jobs
 
     def readers_of(self, blocks: AbstractSet[int], among: Iterable[JobId]) -> frozenset[JobId]:
-        """Return those of the stores ``among`` that read any of ``blocks``."""
+        """Return the stores in ``among`` that read any of ``blocks``."""
         return frozenset(
             job_id
             for job_id in among
@@ -94,7 +94,7 @@ class JobTable:
         )
 
     def acknowledge(self, job_id: JobId, ranks: int) -> JobState | None:
-        """Note that so many ranks are done; return the job when it was the last ones.
+        """Count acknowledgements of ``ranks`` ranks; return the job after the last one.
 
         A job from before a reset is unknown and ignored.
         """
@@ -110,7 +110,7 @@ class JobTable:
         return job
 
     def fail(self, job_id: JobId) -> None:
-        """Note that a rank could not load all of a job; it is acknowledged as well."""
+        """Record that a rank could not load all of a job, which it acknowledges as well."""
         job = self._jobs.get(job_id)
         if job is not None:
             job.has_failed = True
@@ -118,8 +118,8 @@ class JobTable:
     def abandon(self) -> None:
         """Forget every job after a reset; acknowledgements of them are ignored.
 
-        Stores still have to end before the next forward pass: their blocks may be given away.
-        The blocks of a load are its request's until its workers report it.
+        Stores are still flushed, because their blocks may be reused. The blocks of a load
+        belong to its request until the workers report it.
         """
         self._to_flush.update(self._stores)
         for job in self._jobs.values():

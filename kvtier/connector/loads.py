@@ -1,4 +1,4 @@
-"""What to load into a request's fresh blocks."""
+"""Plans which chunks to load into a request's new blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlannedLoad:
 
     Attributes:
         keys: Chunks, group after group.
-        blocks: Where they go; the first chunk of a group may be partial.
+        blocks: Their blocks; the first chunk of a group may be partial.
     """
 
     keys: Sequence[ChunkKey]
@@ -31,13 +31,13 @@ class PlannedLoad:
 def plan_load(
     tracked: TrackedRequest, allocated: AllocatedBlocks, external_tokens: int
 ) -> PlannedLoad:
-    """Return what fills the blocks of the ``external_tokens`` tokens after the local ones.
+    """Return the load that fills the blocks of ``external_tokens`` tokens after the local ones.
 
-    In each group that is the blocks from the first fresh one on: those before it are the
-    engine's own hits, or places that a sliding window does not need.
+    In each group it begins at the first new block. The blocks before that are hits of the
+    engine's own cache, or outside a sliding window.
 
     Raises:
-        UnsupportedError: The engine's blocks are not those of such a load.
+        UnsupportedError: The engine's blocks do not fit the load.
     """
     end_tokens = tracked.local_tokens + external_tokens
     keys: list[ChunkKey] = []
@@ -55,7 +55,7 @@ def plan_load(
                 f"to {end_tokens} of group {layout.index} and has {len(blocks)} blocks of "
                 f"{tokens_per_block} tokens and {len(group_keys)} chunks for it"
             )
-        first = _first_fresh(blocks, tracked.local_tokens // tokens_per_block, end)
+        first = _first_new(blocks, tracked.local_tokens // tokens_per_block, end)
         if first < end:
             keys += group_keys[first // layout.blocks_per_chunk : end_chunk]
             block_ids += [block.block_id for block in blocks[first:end]]
@@ -64,8 +64,8 @@ def plan_load(
     return PlannedLoad(keys, BlockSpec(tuple(block_ids), tuple(sizes), tuple(firsts)))
 
 
-def _first_fresh(blocks: Sequence[Block], start: int, end: int) -> int:
-    """Return the first of ``blocks[start:end]`` that is a block without content, or ``end``."""
+def _first_new(blocks: Sequence[Block], start: int, end: int) -> int:
+    """Return the index of the first block without content, or ``end``."""
     for number in range(start, end):
         block = blocks[number]
         if not block.is_null and block.block_hash is None:

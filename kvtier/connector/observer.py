@@ -1,9 +1,8 @@
-"""Tells the recording and the shadow policies what each request is made of.
+"""Reports the chunks of each request to the recorder and to the shadow policies.
 
-The manager is asked for chunks piece by piece, and not for those that are in the GPU's own
-cache. The whole of a request is in the positions that the scheduler half keeps for it: when
-the request is scheduled for the first time they are the whole chunks of its prompt, and when it
-is over those of its answer as well.
+The manager sees only chunks that the GPU's own cache lacks. The scheduler side knows all chunks
+of a request: those of its prompt when it is first scheduled, and those of its answer at its
+end.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Positions = Callable[[RequestContext], Mapping[ChunkKey, int]]
 
 
 class Observer:
-    """Follows requests from their arrival to their end; keeps nothing of them but keys.
+    """Follows requests from arrival to end.
 
     Args:
-        recorder: Where requests are recorded, if anywhere.
-        shadows: Ghosts by their tier's name.
-        positions: Says what a request is made of.
+        recorder: Records the requests, if there is one.
+        shadows: Shadow policies by their tier's name.
+        positions: Returns the chunks of a request.
         chunk_tokens: Tokens of a chunk of the counting group.
         counting_group: Index of the KV cache group whose chunks requests are made of.
     """
@@ -55,17 +54,17 @@ class Observer:
         self._is_counted = group_filter(counting_group)
         self._open: dict[str, RequestContext] = {}
         self._waiting: dict[str, str] = {}
-        """Sessions of those that did not start yet."""
+        """Sessions of requests that have not started."""
 
     def arrived(self, context: RequestContext, now: float, session: str = "") -> None:
-        """Note a new request of ``session``, ``now`` in seconds on a monotonic clock."""
+        """Record a new request of ``session``; ``now`` is in seconds, monotonic."""
         self._open[context.req_id] = context
         self._waiting[context.req_id] = session
         if self._log is not None:
             self._log.arrived(context.req_id, now, session)
 
     def started(self, req_ids: Iterable[str], now: float) -> None:
-        """Note requests that were scheduled in this step; only the first time counts."""
+        """Record requests that were scheduled in this step; only the first time counts."""
         for req_id in req_ids:
             session = self._waiting.pop(req_id, None)
             if session is None:
@@ -77,14 +76,14 @@ class Observer:
                 self._log.started(req_id, prompt)
 
     def ended(self, context: RequestContext) -> None:
-        """Note that a request is over."""
+        """Record that a request ended."""
         self._waiting.pop(context.req_id, None)
         known = self._open.pop(context.req_id, None)
         if known is not None and self._log is not None:
             self._log.ended(context.req_id, self._chunks(known))
 
     def reset(self) -> None:
-        """Note that every tier was emptied."""
+        """Forget the chunks of every shadow policy, as a reset of the tiers does."""
         for _, tier in self._shadows:
             tier.clear()
 
@@ -94,7 +93,7 @@ class Observer:
             self._log.close()
 
     def figures(self) -> list[ShadowFigures]:
-        """Return what the ghosts hit so far."""
+        """Return the figures of the shadow policies."""
         return [
             ShadowFigures(
                 tier=name,
@@ -125,25 +124,25 @@ def build_observer(
     chunk_tokens: int,
     counting_group: int = 0,
 ) -> Observer | None:
-    """Build what ``config`` asks for; None if that is nothing.
+    """Build the observer that ``config`` asks for; None if it asks for none.
 
     Args:
         config: The configuration.
-        recorder: The recording, if there is one.
+        recorder: The recorder, if there is one.
         capacities: Slots of each tier.
-        positions: Says what a request is made of; None where the engine does not say.
+        positions: Returns the chunks of a request; None if the entry point cannot.
         chunk_tokens: Tokens of a chunk of the counting group.
         counting_group: Index of the KV cache group whose chunks requests are made of.
 
     Raises:
-        UnsupportedError: It is needed and the engine does not say.
+        UnsupportedError: It needs ``positions`` and there is none.
     """
     if recorder is None and not config.shadow:
         return None
     if positions is None:
         raise UnsupportedError(
-            "this engine does not say which chunks a request has, which trace.record and "
-            "shadow need: leave them out (vLLM 0.32 says it)"
+            "an offloading spec cannot tell which chunks a request has, and trace.record and "
+            "shadow need that: remove them, or use KVTierConnector"
         )
     shadows = [
         (tier.name, ShadowTier(capacity, dict.fromkeys((tier.eviction, *config.shadow))))

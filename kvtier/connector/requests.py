@@ -1,9 +1,11 @@
-"""What the scheduler side remembers of a request: its keys, and how far it was stored."""
+"""The scheduler side's state of a request: its keys, and how far it was stored."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import count, islice
 from typing import Any
 
 from kvtier.connector.groups import GroupLayout
@@ -13,10 +15,10 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.hits import Prompt
 from kvtier.types import JobId
 
-__all__ = ["TrackedRequest", "chunk_positions"]
+__all__ = ["OfferQueue", "TrackedRequest", "chunk_positions"]
 
 NameChunk = Callable[[ChunkKey], ChunkKey]
-"""Returns kvtier's key of a chunk that the engine knows by another one."""
+"""Returns kvtier's key of a chunk from the engine's."""
 
 
 class TrackedRequest:
@@ -29,13 +31,14 @@ class TrackedRequest:
         layouts: The KV cache groups.
         keys: Keys of its whole chunks known so far, per group.
         offered_tokens: Per group, tokens whose chunks were offered for storing.
-        next_offer_tokens: Tokens with which there may be a chunk to offer; 0 to look.
+        next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
+        due_at: When the :class:`OfferQueue` returns it; infinite for never.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
-        has_blocks: Whether it was scheduled and has its blocks since.
-        may_store: Returns whether its KV still is what its keys say; None where it always is.
-        store_limit: Tokens after which nothing is stored, None for any.
-        load_sources: Loaded tokens by index of the tier that they came from.
+        has_blocks: Whether it was scheduled and has kept its blocks since.
+        may_store: Returns whether its keys still describe its KV; None for always.
+        store_limit: Most leading tokens to store; None for all.
+        load_sources: Tokens of its last load by index of the tier they came from.
     """
 
     __slots__ = (
@@ -43,6 +46,7 @@ class TrackedRequest:
         "_last_hash",
         "_load_limit",
         "_name_chunk",
+        "due_at",
         "has_blocks",
         "jobs",
         "keys",
@@ -70,6 +74,7 @@ class TrackedRequest:
         self.keys: list[list[ChunkKey]] = [[] for _ in layouts]
         self.offered_tokens = [0] * len(layouts)
         self.next_offer_tokens: float = 0
+        self.due_at: float = math.inf
         self.local_tokens = 0
         self.jobs: set[JobId] = set()
         self.has_blocks = False
@@ -83,16 +88,16 @@ class TrackedRequest:
 
     @property
     def req_id(self) -> str:
-        """The engine's name for it."""
+        """The engine's id of the request."""
         return self.request.request_id
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What whoever sent it asks of the KV cache."""
+        """What the client asks of the KV cache."""
         return self.request.kv_transfer_params
 
     def extend_keys(self) -> None:
-        """Name the chunks that became whole since the last call."""
+        """Add the keys of chunks that became whole since the last call."""
         hashes = self.request.block_hashes
         known, count = self._known_hashes, len(hashes)
         if known and (count < known or hashes[known - 1] != self._last_hash):
@@ -108,7 +113,7 @@ class TrackedRequest:
             keys.extend(named if self._name_chunk is None else map(self._name_chunk, named))
 
     def offer_again(self) -> None:
-        """Offer every chunk from the first one on, as if none had been stored."""
+        """Offer all chunks again, from the first one on."""
         self.offered_tokens = [0] * len(self.layouts)
         self.next_offer_tokens = 0
 
@@ -116,7 +121,7 @@ class TrackedRequest:
         """Return the chunks that could be loaded.
 
         Args:
-            recompute_tokens: Last tokens that the engine must compute in any case.
+            recompute_tokens: Last tokens that the engine always computes.
         """
         limit = self.request.num_tokens - recompute_tokens
         if self._load_limit is not None:
@@ -128,7 +133,7 @@ class TrackedRequest:
         for group, (layout, keys) in enumerate(zip(self.layouts, self.keys, strict=True)):
             step = layout.hashes_per_chunk
             del keys[len(hashes) // step :]
-            # A hash covers all tokens before it, so the keys before one that is right are too.
+            # A hash covers all tokens before it, so the keys before a valid one are valid.
             while keys and keys[-1] != self._name(hashes[len(keys) * step - 1], layout):
                 keys.pop()
             valid = len(keys) * layout.tokens_per_chunk
@@ -137,6 +142,46 @@ class TrackedRequest:
     def _name(self, block_hash: bytes, layout: GroupLayout) -> ChunkKey:
         key = make_key(block_hash, layout.index)
         return key if self._name_chunk is None else self._name_chunk(key)
+
+
+class OfferQueue:
+    """Requests ordered by when they may complete a chunk.
+
+    Its clock counts tokens: every step advances it by the most tokens that a request computes
+    in it. No request completes a chunk before as many tokens have passed as it still needs, so
+    a step looks only at requests that are due, and one that generates costs nothing until then.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._heap: list[tuple[float, int, TrackedRequest]] = []
+        self._serials = count()
+
+    def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
+        """Look at a request when it may have computed ``wait_tokens`` more."""
+        due_at = self._now + wait_tokens
+        if due_at != tracked.due_at:  # an entry with another time is outdated
+            tracked.due_at = due_at
+            heappush(self._heap, (due_at, next(self._serials), tracked))
+
+    def remove(self, tracked: TrackedRequest) -> None:
+        """Look at a request no more."""
+        tracked.due_at = math.inf
+
+    def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
+        """Return and remove the requests that may complete a chunk in a step.
+
+        Args:
+            scheduled_tokens: Tokens that the step computes, by request.
+        """
+        self._now += max(scheduled_tokens.values(), default=0)
+        due: list[TrackedRequest] = []
+        while self._heap and self._heap[0][0] <= self._now:
+            due_at, _, tracked = heappop(self._heap)
+            if due_at == tracked.due_at:
+                tracked.due_at = math.inf
+                due.append(tracked)
+        return due
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
@@ -155,6 +200,6 @@ def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:
 
 
 def _tokens(params: Mapping[str, Any], name: str) -> int | None:
-    """Return a limit that a request sets; any other value sets none."""
+    """Return the limit that a request sets; None if it is missing or invalid."""
     limit = params.get(name)
     return limit if type(limit) is int and limit >= 0 else None

@@ -1,4 +1,4 @@
-"""Opens an engine's tiers and puts manager and storage engine together."""
+"""Opens the tiers of an engine, its manager and its storage engine."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Storage:
         tiers: The slower tiers, fastest first.
         pool: Threads of the tiers' blocking calls.
         region: The RAM tier.
-        recorder: Writes down what is asked for, if anything does.
-        observer: Follows whole requests, if anything wants to know.
-        recovered: Chunks that survived from earlier engines, by the tier's name.
+        recorder: Writes the trace of requests, if there is one.
+        observer: Follows requests for the recorder and the shadow policies, if there are any.
+        recovered: Chunks of earlier engines, by tier name.
         stores: Where the tiers keep chunks.
     """
 
@@ -68,7 +68,7 @@ class Storage:
     stores: Sequence[StoreInfo] = ()
 
     def close(self, *, timeout_s: float) -> None:
-        """Settle what is queued and close everything. Idempotent."""
+        """Complete the queued jobs and close everything. Idempotent."""
         self.engine.close(timeout_s=timeout_s)
         self.pool.close(timeout_s=timeout_s)
         self.region.close()
@@ -87,16 +87,16 @@ def open_storage(  # noqa: PLR0913 - one keyword for each part
     positions: Positions | None = None,
     counting_group: int = 0,
 ) -> Storage:
-    """Open every tier, recover what survived and start the storage engine.
+    """Open every tier, recover its chunks and start the storage engine.
 
     Args:
         config: The configuration.
         region: The RAM tier; owned by the result.
-        fingerprint: What stored bytes mean.
+        fingerprint: The identity of stored bytes.
         tokens_per_chunk: Tokens of a chunk of the counting group.
         groups: What each KV cache group needs of a prefix.
-        record_events: Whether somebody listens to residency events.
-        positions: Says what a request is made of, for a recording and for shadow policies.
+        record_events: Whether residency events have a listener.
+        positions: Returns the chunks of a request, for the recorder and the shadow policies.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
 
     Raises:
@@ -159,8 +159,8 @@ def _start_engine(
         _routes(config.tiers[0].name, region, tiers),
         chunk_nbytes=region.geometry.slot_nbytes,
         limits=EngineLimits(
-            # The manager keeps to the configured limits itself; this is only a backstop, and
-            # it must let through the promotion of as much as RAM can hold.
+            # The manager keeps the configured limits. This is a backstop, and it must accept
+            # promotions of as much as RAM can hold.
             queued_bytes=max(transfer.queue_limit_bytes, region.geometry.payload_nbytes),
             running_bytes=8 * transfer.io_threads * transfer.piece_bytes,
             breaker_failures=transfer.breaker_failures,
@@ -174,7 +174,7 @@ def _start_engine(
 def _routes(
     ram: str, region: HostRegion, tiers: Sequence[StorageTier]
 ) -> dict[tuple[str, str], Route]:
-    """Return every way a chunk may go: down to any tier, and from any of them to RAM."""
+    """Return the routes of chunks: from RAM to each tier, back, and between tiers."""
     routes: dict[tuple[str, str], Route] = {}
     for tier in tiers:
         routes[ram, tier.name] = ToTier(region, tier)
@@ -187,10 +187,10 @@ def _routes(
 
 
 def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
-    """Close ``tiers``, all of them whatever one does, and wait so long for it.
+    """Close all tiers, in spite of errors, and wait up to ``timeout_s``.
 
-    In threads of their own: a tier whose disk hangs need not heed a cancellation before the
-    disk answers, and whoever starts the engine is to be told why it does not start.
+    Each closes in a thread, because a tier with a hanging disk ignores cancellation, and the
+    engine's error must still be reported.
     """
     deadline_s = time.monotonic() + timeout_s
     threads = [
@@ -200,7 +200,7 @@ def _close_all(tiers: Sequence[StorageTier], *, timeout_s: float) -> None:
     for tier, thread in zip(tiers, threads, strict=True):
         try:
             start_thread(thread)
-        except CapacityError:  # which may be why the engine does not start
+        except CapacityError:  # possibly the error of the start as well
             _close(tier)
     for tier, thread in zip(tiers, threads, strict=True):
         if thread.ident is not None:
@@ -217,10 +217,10 @@ def _close(tier: StorageTier) -> None:
 
 
 def _open_recorder(config: KvtierConfig) -> Recorder | None:
-    """Start the recording that the configuration asks for.
+    """Start the recorder that the configuration asks for.
 
     Raises:
-        ConfigError: Its directory cannot be made.
+        ConfigError: Its directory cannot be created.
     """
     options = config.trace
     if options.record is None:
@@ -239,9 +239,9 @@ def _open_recorder(config: KvtierConfig) -> Recorder | None:
 def _recover(
     manager: TieredOffloadingManager, tiers: Sequence[StorageTier], slot_nbytes: int
 ) -> dict[str, int]:
-    """Give the manager what survived; returns how many chunks of each tier."""
+    """Give the manager the chunks of earlier engines; return their number by tier."""
     recovered: dict[str, int] = {}
-    # The slowest first: what only one tier has is owed to the next before it is evicted.
+    # The slowest first: a chunk that only one tier has must be demoted before its eviction.
     for number, tier in reversed(list(enumerate(tiers, start=1))):
         with paused_garbage_collection():
             chunks = manager.recover(number, tier.recovered())

@@ -1,17 +1,16 @@
-"""Which of a request's chunks to offer for storing, and where their blocks are.
+"""Decides which chunks of a request to offer for storing, and finds their blocks.
 
-Chunks are offered once, in order, in the step that computes their last token: the worker copies
-them after it. A chunk is stored whole or not at all.
+A chunk is offered once, in the step that computes its last token; the worker copies it after
+that step. A chunk is stored whole or not at all.
 
-Groups of full attention offer every chunk. Of a window, only the chunks before a token where a
-later hit can end are of use. They are offered when they are computed, not when the request
-reaches that token: the window may have left some of their blocks behind by then. Where hits can
-end is said by the engine's retention interval: before its multiples, before the end of the
-prompt, and where the prompt leaves another request's. Generated tokens, if they are stored, are
-kept before every token where a hit can end.
+Groups of full attention offer every chunk. Of a window, later hits use only the chunks before a
+token where a hit can end. They are offered when they are computed, because the window may leave
+their blocks behind before the request reaches that token. Hits can end at multiples of the
+engine's retention interval, at the end of the prompt, and at the end of a prefix that is shared
+with another request. Generated tokens, if they are stored, are kept for every possible end.
 
-The engine's block table is read when a chunk is offered and never remembered: blocks that a
-window has left behind are null in it.
+The engine's block table is read when a chunk is offered: blocks that a window left behind are
+null in it.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ __all__ = ["Offer", "StoreRules", "computed_tokens"]
 
 @dataclass(slots=True)
 class Offer:
-    """Chunks of one request that the cache may want.
+    """Chunks of one request to offer for storing.
 
     Attributes:
         keys: Their keys, group after group.
-        blocks: Blocks of each.
-        places: Of each, its group's number and the index of its first block in the request.
+        blocks: Blocks of each chunk.
+        places: Per chunk, its group's number and the index of its first block in the request.
         groups: Number of groups.
-        ends: Per group, tokens whose chunks have been offered with this.
+        ends: Per group, tokens whose chunks are offered, this offer included.
     """
 
     keys: list[ChunkKey]
@@ -50,7 +49,7 @@ class Offer:
     ends: list[int]
 
     def add(self, key: ChunkKey, blocks: Sequence[int], group: int, first_block: int) -> None:
-        """Offer one more chunk, of the same group as the last one or a later one."""
+        """Add a chunk; groups come in order."""
         self.keys.append(key)
         self.blocks.append(blocks)
         self.places.append((group, first_block))
@@ -73,10 +72,10 @@ class Offer:
 
 
 class StoreRules:
-    """Says which chunks to offer.
+    """Chooses the chunks to offer.
 
     Args:
-        options: How the engine is set up.
+        options: The engine's setup.
         layouts: Its KV cache groups.
     """
 
@@ -93,13 +92,13 @@ class StoreRules:
         table: AllocatedBlocks,
         states: Iterable[BoundaryState] = (),
     ) -> Offer:
-        """Return the chunks of the first ``tokens`` tokens that were not offered yet.
+        """Return the chunks of the first ``tokens`` tokens that were not offered before.
 
         Args:
             tracked: The request.
-            tokens: Tokens whose KV the engine has after this step.
+            tokens: Tokens with KV in the engine after this step.
             table: The request's blocks now.
-            states: Recurrent states that the engine hands over in this step.
+            states: Recurrent states that the engine offers in this step.
         """
         tokens = int(min(tokens, self.limit_tokens(tracked)))
         offer = Offer([], [], [], len(self._layouts), list(tracked.offered_tokens))
@@ -134,7 +133,7 @@ class StoreRules:
         return tokens if tokens <= limit else math.inf
 
     def _end(self, tracked: TrackedRequest, number: int, tokens: int) -> int:
-        """Return up to which token a group's chunks are final."""
+        """Return the token before which a group's chunks are final."""
         layout, request = self._layouts[number], tracked.request
         end = min(tokens, len(tracked.keys[number]) * layout.tokens_per_chunk)
         is_decoding = tokens > request.num_prompt_tokens and not request.is_finished()
@@ -175,7 +174,7 @@ class StoreRules:
                 offer.add(tracked.keys[number][chunk], (state.block_id,), number, chunk)
 
     def _next_end(self, request: EngineRequest, layout: GroupLayout, offered: int) -> float:
-        """Return the end of the next chunk that later hits can use; infinite for none."""
+        """Return the end of the next chunk that a later hit can use; infinite for none."""
         size = layout.tokens_per_chunk
         chunk = offered // size
         if layout.group.reach is Reach.PREFIX:
@@ -187,7 +186,7 @@ class StoreRules:
         return min((chunk + 1) * size, boundary)
 
     def _new_chunks(self, tracked: TrackedRequest, number: int, end: int) -> Iterable[int]:
-        """Return the chunks of a group before token ``end`` that later hits can use."""
+        """Return the chunks of a group before token ``end`` that a later hit can use."""
         layout, limit = self._layouts[number], self.limit_tokens(tracked)
         size, offered = layout.tokens_per_chunk, tracked.offered_tokens[number]
         start, stop = offered // size, end // size
@@ -204,7 +203,7 @@ class StoreRules:
         return chunks
 
     def _boundaries(self, request: EngineRequest, start: int) -> Iterator[int]:
-        """Yield, ascending and without end, where hits can end after token ``start``."""
+        """Yield the tokens after ``start`` where hits can end, ascending, possibly for ever."""
         step, retention = self._alignment_tokens, self._retention_tokens
         if retention is None:
             yield from count(start - start % step + step, step)
@@ -222,16 +221,16 @@ class StoreRules:
 
 
 def computed_tokens(request: EngineRequest, scheduled: int) -> int:
-    """Return how many leading tokens' KV the engine has after this step.
+    """Return how many leading tokens have KV in the engine after this step.
 
     Args:
         request: The request.
         scheduled: Tokens that this step computes for it.
     """
     if request.is_finished():
-        # The last token was sampled and need not have been computed; and a request that was
-        # aborted may not have computed its prompt.
+        # The last token may have been sampled only, and an aborted request may not have
+        # computed its whole prompt.
         known = max(request.num_prompt_tokens, request.num_tokens - 1)
         return min(request.num_computed_tokens, known)
-    # Under async scheduling tokens are scheduled before anybody knows them.
+    # Under async scheduling tokens are scheduled before they are known.
     return min(request.num_computed_tokens + scheduled, request.num_tokens)

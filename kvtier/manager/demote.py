@@ -70,7 +70,11 @@ class Demoter:
 
     def add_sole_copies(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Mark dirty those of ``copies``, in ``tier`` only, that a slower tier must receive."""
-        self._reclaimer.add_sole_copies(tier, copies)
+        if tier not in self._reclaimer.tiers or not copies:
+            return
+        for target, group in self._targets.of_victims(copies, tier.index).items():
+            if target is not None:
+                tier.mark_dirty(group)
 
     def add_recovered(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
         """Do :meth:`add_sole_copies` for chunks that survived a restart."""
@@ -78,7 +82,7 @@ class Demoter:
             return
         slower = self._stack.tiers[tier.index + 1 :]
         sole = [copy for copy in copies if first_resident(slower, copy.key) is None]
-        self._reclaimer.add_sole_copies(tier, sole)
+        self.add_sole_copies(tier, sole)
 
     def end_step(self) -> None:
         """Plan jobs for queued copies and for victims, within the queue limits."""
@@ -156,7 +160,7 @@ class Demoter:
                 yield copy
 
     def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
-        """Return the chunks before ``copy`` that RAM has without a gap, root to leaf."""
+        """Return the unbroken chain of RAM copies before ``copy``, root to leaf."""
         before: list[ChunkCopy] = []
         while copy.depth and copy.parent is not None:
             parent = self._ram.copies.get(copy.parent)
@@ -470,14 +474,6 @@ class _Reclaimer:
             int(stack.limits.reserve * tier.slots.capacity) for tier in stack.tiers
         ]
         self._min_chunks = stack.placement.min_chunks
-
-    def add_sole_copies(self, tier: TierState, copies: Sequence[ChunkCopy]) -> None:
-        """Do :meth:`Demoter.add_sole_copies`."""
-        if tier not in self.tiers or not copies:
-            return
-        for target, group in self._targets.of_victims(copies, tier.index).items():
-            if target is not None:
-                tier.mark_dirty(group)
 
     @property
     def is_needed(self) -> bool:

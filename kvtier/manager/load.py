@@ -24,11 +24,10 @@ from itertools import compress
 
 from kvtier.keys import ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
-from kvtier.manager.grants import Grants
+from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.lookup import HitLookup
 from kvtier.manager.plans import NO_GENERATION, NO_SLOT, LoadPlan
 from kvtier.manager.promote import Promoter
-from kvtier.manager.requests import RequestState
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
 
@@ -190,9 +189,12 @@ class Loader:
         self._ram.pin(resident)  # so that they are not evicted for the others
         self._use(resident)
         direct = self._promote(keys, None if request is None else request.terms.load_tiers)
-        chosen = list(map(self._pin_coming, map(self._ram.copies.get, keys)))
+        chosen = list(map(_loadable, map(self._ram.copies.get, keys)))
         load = _load_of(keys, [copy for copy in chosen if copy is not None], direct=direct)
         load.coming = {copy for copy in load.copies if copy.state != _RESIDENT}
+        self._ram.pin(load.coming)
+        for copy in load.coming:
+            copy.hits += 1
         plan = LoadPlan(load.slots, load.generations, load.origins)
         if None in chosen:
             load.lead = chosen.index(None)
@@ -210,17 +212,6 @@ class Loader:
         sources, tiers = self._stack.find_below(absent, allowed)
         jobs = self._promoter.plan(sources, tiers) if sources else None
         return len(sources) if jobs else 0
-
-    def _pin_coming(self, copy: ChunkCopy | None) -> ChunkCopy | None:
-        """Pin ``copy`` if it is being promoted; return None if the load cannot use it."""
-        if copy is None or copy.state == _RESIDENT:
-            return copy
-        # If a worker's store fails, nobody reports it to the workers that wait for the slot.
-        if copy.state != _WRITING or not copy.origin:
-            return None
-        self._ram.pin((copy,))
-        copy.hits += 1
-        return copy
 
     # -- failed loads -----------------------------------------------------------------------
 
@@ -278,6 +269,16 @@ def _load_of(
         lead=len(keys),
         direct=direct,
     )
+
+
+def _loadable(copy: ChunkCopy | None) -> ChunkCopy | None:
+    """Return ``copy`` if a direct load can use it: it is resident or being promoted.
+
+    If a worker's store fails, nobody reports it to the workers that wait for the slot.
+    """
+    if copy is None or copy.state == _RESIDENT:
+        return copy
+    return copy if copy.state == _WRITING and copy.origin else None
 
 
 def _plan_with_gaps(chosen: Sequence[ChunkCopy | None]) -> LoadPlan:

@@ -23,9 +23,8 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
-from kvtier.manager.grants import Grants
+from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
 from kvtier.manager.hits import HitRules, Presence, Prompt
-from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.tier import TierState
 from kvtier.manager.tier_stack import TierStack, first_resident
 from kvtier.policies import ChunkCopy, CopyState
@@ -34,7 +33,6 @@ from kvtier.policies.base import is_idle
 __all__ = ["HitLookup", "LookupResult", "find_leading"]
 
 _RESIDENT = CopyState.RESIDENT
-_WRITING = CopyState.WRITING
 _LATE = CopyState.LATE
 
 
@@ -151,7 +149,7 @@ class _Reservation(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots that are available now and will not be after the load is planned."""
+        """Available slots that the load will use up."""
         return self.fills + sum(map(is_idle, self.reads))
 
 
@@ -169,7 +167,6 @@ class HitLookup:
         self._ram = stack.ram
         self._rules = rules
         self._grants = grants
-        self._in_ram = _InRam(stack.ram)
         self._reserved: dict[RequestState, _Reservation] = {}
 
     def lookup(self, request: RequestState, prompt: Prompt) -> int | None:
@@ -228,16 +225,11 @@ class HitLookup:
     def _presence_for(self, request: RequestState) -> tuple[Presence, Sequence[TierState]]:
         """Return what ``request`` may find, and the slower tiers that it may load from."""
         allowed = request.terms.load_tiers
-        readable: Sequence[TierState] = ()
-        presence: Presence = self._in_ram
         if request.phase == Phase.SETTLED:
             request.looked_up_at = self._stack.step
-        else:
-            readable = self._stack.readable(allowed)
-            presence = _Anywhere(self._ram, readable)
-        if allowed is not None:
-            presence = _Allowed(presence, self._stack, allowed)
-        return presence, readable
+            return _Presence(self._stack, None, allowed), ()
+        readable = self._stack.readable(allowed)
+        return _Presence(self._stack, readable, allowed), readable
 
     def _can_load(self, request: RequestState, found: LookupResult) -> bool:
         """Return whether a load of ``found`` can be planned now; queue the request if not.
@@ -294,50 +286,46 @@ class HitLookup:
                 tier.counters.misses += 1
 
 
-class _InRam:
-    """Chunks resident in RAM."""
+class _Presence:
+    """The chunks that one request may load.
 
-    def __init__(self, ram: TierState) -> None:
-        self._ram = ram
+    Args:
+        stack: The tiers.
+        readable: Slower tiers that it may load from; chunks on their way to RAM count too. None
+            if only resident chunks in RAM count.
+        allowed: Tiers that its chunks may come from; None for all.
+    """
 
-    def lead(self, keys: Sequence[ChunkKey]) -> int:
-        return len(self._ram.leading(keys))
-
-    def has(self, key: ChunkKey) -> bool:
-        copy = self._ram.copies.get(key)
-        return copy is not None and copy.state == _RESIDENT
-
-
-class _Anywhere:
-    """Chunks in RAM, on their way there, or resident in one of the ``readable`` tiers."""
-
-    def __init__(self, ram: TierState, readable: Sequence[TierState]) -> None:
-        self._ram = ram
-        self._readable = readable
-
-    def lead(self, keys: Sequence[ChunkKey]) -> int:
-        return len(find_leading(keys, self._ram, self._readable).copies)
-
-    def has(self, key: ChunkKey) -> bool:
-        copy = self._ram.copies.get(key)
-        if copy is not None:
-            return copy.state in (_RESIDENT, _WRITING)
-        return first_resident(self._readable, key) is not None
-
-
-class _Allowed:
-    """Those chunks of ``presence`` that are in, or came from, the tiers a request allows."""
-
-    def __init__(self, presence: Presence, stack: TierStack, allowed: frozenset[int]) -> None:
-        self._presence = presence
+    def __init__(
+        self,
+        stack: TierStack,
+        readable: Sequence[TierState] | None,
+        allowed: frozenset[int] | None,
+    ) -> None:
         self._stack = stack
-        self._tiers = allowed
+        self._ram = stack.ram
+        self._readable = readable
+        self._allowed = allowed
 
     def lead(self, keys: Sequence[ChunkKey]) -> int:
         lead = 0
+        if self._allowed is None:
+            lead = len(self._ram.leading(keys))
+            if lead == len(keys) or self._readable is None:
+                return lead
+            rest = keys[lead:]
+            if self._readable and self._ram.copies.keys().isdisjoint(rest):
+                lead += len(self._readable[0].leading(rest))
         while lead < len(keys) and self.has(keys[lead]):
             lead += 1
         return lead
 
     def has(self, key: ChunkKey) -> bool:
-        return self._presence.has(key) and self._stack.is_from(key, self._tiers)
+        if self._allowed is not None and not self._stack.is_from(key, self._allowed):
+            return False
+        copy = self._ram.copies.get(key)
+        if self._readable is None:
+            return copy is not None and copy.state == _RESIDENT
+        if copy is not None:
+            return copy.state != _LATE
+        return first_resident(self._readable, key) is not None

@@ -20,34 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.manager.cost_model import LoadChoice
-from kvtier.manager.grants import Grants
+from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.jobs import JobRecord
 from kvtier.manager.lookup import LookupResult, find_leading
-from kvtier.manager.requests import RequestState
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState
 from kvtier.types import JobId, Outcome, Purpose, TransferResult
 
-__all__ = ["PlannedJob", "Promoter"]
+__all__ = ["Promoter"]
 
 _RECHECK_STEPS: Final = 16
 _RESIDENT = CopyState.RESIDENT
 _DONE = Outcome.DONE
-
-
-class PlannedJob(NamedTuple):
-    """A promotion job that was planned.
-
-    Attributes:
-        job_id: The job.
-        copies: The RAM copies that it writes.
-    """
-
-    job_id: JobId
-    copies: Sequence[ChunkCopy]
 
 
 class Promoter:
@@ -76,7 +63,7 @@ class Promoter:
 
     def plan(
         self, sources: Sequence[ChunkCopy], tiers: Sequence[int]
-    ) -> list[PlannedJob] | None:
+    ) -> list[tuple[JobId, Sequence[ChunkCopy]]] | None:
         """Allocate RAM slots for chunks, evicting as needed, and plan the jobs that fill them.
 
         Args:
@@ -84,7 +71,8 @@ class Promoter:
             tiers: Index of the tier of each.
 
         Returns:
-            The jobs; None, and nothing changed, if too few copies can be evicted.
+            Each job's id and the RAM copies that it writes; None, and nothing changed, if too
+            few copies can be evicted.
         """
         stack = self._stack
         taken = stack.take_slots(self._ram, [source.key for source in sources])
@@ -215,17 +203,17 @@ class Promoter:
         jobs = self.plan(sources, tiers)
         if jobs is None:
             return None if may_wait else 0
-        for job in jobs:
-            request.jobs.add(job.job_id)
-            self._grants.grant_planned(request, job.copies)
+        for job_id, copies in jobs:
+            request.jobs.add(job_id)
+            self._grants.grant(request, copies)
         return len(sources)
 
     # -- jobs -------------------------------------------------------------------------------
 
     def _plan_job(
         self, index: int, sources: Sequence[ChunkCopy], slots: Sequence[int]
-    ) -> PlannedJob:
-        """Plan one job that reads ``sources`` of tier ``index`` into RAM ``slots``."""
+    ) -> tuple[JobId, Sequence[ChunkCopy]]:
+        """Plan a job that reads ``sources`` of tier ``index``; return its id and RAM copies."""
         stack = self._stack
         keys = [source.key for source in sources]
         generation = stack.next_generation()
@@ -254,7 +242,7 @@ class Promoter:
             generations=[generation] * len(copies),
         )
         stack.cost_model.record_job(job_id, index, len(copies))
-        return PlannedJob(job_id, copies)
+        return job_id, copies
 
     def _apply_placement(
         self, index: int, sources: Sequence[ChunkCopy], copies: Sequence[ChunkCopy]

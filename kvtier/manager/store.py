@@ -15,9 +15,8 @@ from itertools import chain, compress, count
 
 from kvtier.keys import GROUP_NBYTES, ChunkKey, is_single_group
 from kvtier.manager.demote import Demoter
-from kvtier.manager.grants import Grants
+from kvtier.manager.grants import Grants, RequestState
 from kvtier.manager.plans import NOTHING_TO_STORE, StorePlan
-from kvtier.manager.requests import RequestState
 from kvtier.manager.runs import Run, nearest_to_root
 from kvtier.manager.tier_stack import TierStack
 from kvtier.policies import ChunkCopy, CopyState

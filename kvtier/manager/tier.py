@@ -56,24 +56,6 @@ class TierState:
         counters: What happened in the tier.
     """
 
-    __slots__ = (
-        "_children",
-        "_copy_at",
-        "copies",
-        "counters",
-        "dirty",
-        "drops",
-        "eviction",
-        "idle",
-        "index",
-        "leaving",
-        "name",
-        "requested_slots",
-        "slots",
-        "transient",
-        "writing",
-    )
-
     def __init__(self, name: str, index: int, capacity: int, eviction: Eviction) -> None:
         self.name = name
         self.index = index

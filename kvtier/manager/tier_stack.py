@@ -9,12 +9,12 @@ from kvtier.manager.cost_model import CostModel
 from kvtier.manager.events import EventLog
 from kvtier.manager.jobs import JobTable
 from kvtier.manager.plans import ManagerLimits, SlotStatus
-from kvtier.manager.requests import RequestState
 from kvtier.manager.retention import Retention
 from kvtier.manager.reuse import SAMPLING_BYTE, ReuseGaps
 from kvtier.manager.runs import Run
 from kvtier.manager.tier import TierState
 from kvtier.policies import ChunkCopy, CopyState, Placement, PolicyContext
+from kvtier.policies.base import RequestTerms
 
 __all__ = ["TierStack", "first_resident"]
 
@@ -99,17 +99,16 @@ class TierStack:
         self._generation += 1
         return self._generation
 
-    def set_request(self, req_id: str, request: RequestState | None) -> None:
+    def set_request(self, req_id: str, terms: RequestTerms) -> None:
         """Name the request whose chunks are used and inserted next, for policies."""
         self.ctx.request = req_id
-        self.ctx.session = "" if request is None else request.terms.session
+        self.ctx.session = terms.session
 
-    def end_step(self) -> None:
-        """Close the reuse gaps of a step."""
-        if self.tracks_reuse:
-            for gaps in self.gaps:
-                if gaps.is_changed:
-                    gaps.end_step(self.ctx.now)
+    def end_reuse_step(self) -> None:
+        """Do :meth:`ReuseGaps.end_step` for every tier."""
+        for gaps in self.gaps:
+            if gaps.is_changed:
+                gaps.end_step(self.ctx.now)
 
     # -- finding chunks ---------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from kvtier.keys import ChunkKey
 from kvtier.manager.cost_model import CostModel
 from kvtier.manager.demote import Demoter
 from kvtier.manager.events import ResidencyEvent
-from kvtier.manager.grants import Grants
+from kvtier.manager.grants import DEFERRED, Grants, Phase, RequestState
 from kvtier.manager.hits import GroupReach, HitRules, Prompt
 from kvtier.manager.load import Loader
 from kvtier.manager.lookup import HitLookup
@@ -34,7 +34,6 @@ from kvtier.manager.plans import (
     StorePlan,
 )
 from kvtier.manager.promote import Promoter
-from kvtier.manager.requests import DEFERRED, Phase, RequestState
 from kvtier.manager.reset import Quarantine
 from kvtier.manager.store import Storer
 from kvtier.manager.tier import TierState
@@ -170,7 +169,7 @@ class TieredOffloadingManager:
         request = self._requests.get(req_id)
         if request is not None:
             request.has_kv = True
-        self._stack.set_request(req_id, request)
+        self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._loader.prepare(keys, req_id, request)
 
     def complete_load(self, req_id: str) -> None:
@@ -198,7 +197,7 @@ class TieredOffloadingManager:
             if request.is_stale:
                 return NOTHING_TO_STORE
             request.has_kv = True
-        self._stack.set_request(req_id, request)
+        self._stack.set_request(req_id, NO_TERMS if request is None else request.terms)
         return self._storer.prepare(keys, request)
 
     def complete_store(self, keys: Collection[ChunkKey]) -> None:
@@ -243,12 +242,10 @@ class TieredOffloadingManager:
         stack = self._stack
         stack.step += 1
         stack.ctx.now = now
-        for request in filter(None, map(self._requests.get, started)):
-            request.has_kv = True
-            self._grants.release(request)
-        for request in filter(None, map(self._requests.get, preempted)):
-            self._grants.release(request)
-            request.lose_blocks()
+        for req_id in started:
+            self._start(req_id)
+        for req_id in preempted:
+            self._preempt(req_id)
         if stack.epoch:
             self._quarantine.end_step()
         if stack.limits.retained:
@@ -258,7 +255,8 @@ class TieredOffloadingManager:
             self._promoter.end_step()
         self._lookup.end_step()
         self._demoter.end_step()
-        stack.end_step()
+        if stack.tracks_reuse:
+            stack.end_reuse_step()
 
     @property
     def is_idle(self) -> bool:
@@ -445,6 +443,18 @@ class TieredOffloadingManager:
         self.take_cancels()
         for job in self.take_jobs():  # the engine never had them, so it reports no result
             self.apply(TransferResult(job.job_id, [Outcome.CANCELLED] * len(job.keys)))
+
+    def _start(self, req_id: str) -> None:
+        request = self._requests.get(req_id)
+        if request is not None:
+            request.has_kv = True
+            self._grants.release(request)
+
+    def _preempt(self, req_id: str) -> None:
+        request = self._requests.get(req_id)
+        if request is not None:
+            self._grants.release(request)
+            request.lose_blocks()
 
     def _begin(self, req_id: str, terms: RequestTerms) -> RequestState:
         if terms.store_tiers is not None:

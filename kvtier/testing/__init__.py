@@ -1,8 +1,7 @@
-"""Contract suites and verified fakes for those who write tiers and policies.
+"""Contract suites for authors of tiers and policies, with the helpers that the suites use.
 
-A suite that fails shows the values that it compared, as a test of one's own does. pytest has to
-be told so before a suite is imported, and it is where it runs; an engine that uses a fake here
-does not import pytest for it.
+Importing a module here imports pytest only where pytest runs: an engine may use
+:class:`~kvtier.testing.file_tier.FileTier` without it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import sys
 if "pytest" in sys.modules:
     import pytest
 
+    # Before the suites are imported, so that failed assertions show the compared values.
     pytest.register_assert_rewrite(
         "kvtier.testing.admission_contract",
         "kvtier.testing.decision_contract",

@@ -1,4 +1,4 @@
-"""What every admission policy promises, as a suite to inherit.
+"""The contract of admission policies, as a suite to inherit.
 
 ::
 
@@ -16,28 +16,33 @@ from typing import ClassVar, Final
 from typing_extensions import override
 
 from kvtier.policies import Admission, PolicyContext
-from kvtier.testing.counting import (
+from kvtier.testing.decision_contract import (
+    TIERS,
+    DecisionContract,
+    Query,
+    make_queries,
+    sample_queries,
+)
+from kvtier.testing.probes import (
     count_entries,
     count_steps,
+    held_by,
     packages_of,
 )
-from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
-from kvtier.testing.purity import held_by
-from kvtier.testing.questions import Question, make_questions
 
 __all__ = ["AdmissionContract"]
 
 _CAPACITY: Final = 48
 _ENTRIES_PER_SLOT, _ENTRIES_OF_EMPTY = 8, 256
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
-"""Chunks of two caches, and how much more work per chunk there may be in the larger one."""
+"""Chunks of two caches, and the accepted ratio of their work per chunk."""
 
 
 class AdmissionContract(DecisionContract[Admission, bool]):
-    """Inherit as ``TestX`` and say how to make the policy.
+    """Inherit as ``TestX`` and implement :meth:`make_admission`.
 
     Attributes:
-        keys_per_slot: Most keys the policy remembers for each tier, in capacities.
+        keys_per_slot: Most keys that the policy remembers for a tier, per slot.
     """
 
     keys_per_slot: ClassVar[int] = 1
@@ -51,39 +56,37 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         return self.make_admission(capacity=_CAPACITY)
 
     @override
-    def answers(self, policy: Admission, question: Question, ctx: PolicyContext) -> list[bool]:
-        question.set_scene(ctx)
-        return list(policy.admits_many(question.copies, question.tier, ctx))
+    def answers(self, policy: Admission, query: Query, ctx: PolicyContext) -> list[bool]:
+        query.apply_to(ctx)
+        return list(policy.admits_many(query.copies, query.tier, ctx))
 
     @override
     def answers_one_by_one(
-        self, policy: Admission, question: Question, ctx: PolicyContext
+        self, policy: Admission, query: Query, ctx: PolicyContext
     ) -> list[bool]:
-        question.set_scene(ctx)
-        return [policy.admits(copy, question.tier, ctx) for copy in question.copies]
+        query.apply_to(ctx)
+        return [policy.admits(copy, query.tier, ctx) for copy in query.copies]
 
     def test_an_answer_is_yes_or_no(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
-        for question in some_questions(100):
+        for query in sample_queries(100):
             assert all(
-                isinstance(answer, bool) for answer in self.answers(admission, question, ctx)
+                isinstance(answer, bool) for answer in self.answers(admission, query, ctx)
             )
 
     def test_each_tier_is_judged_by_itself(self) -> None:
         alone, both = self.make_policy(), self.make_policy()
         ctx, same_ctx, other_ctx = PolicyContext(), PolicyContext(), PolicyContext()
-        for question in some_questions(400):
-            if question.tier == 1:
-                there = Question(question.now, 2, question.copies)
+        for query in sample_queries(400):
+            if query.tier == 1:
+                there = Query(query.now, 2, query.copies)
                 self.answers(both, there, other_ctx)
-                assert self.answers(both, question, same_ctx) == self.answers(
-                    alone, question, ctx
-                )
+                assert self.answers(both, query, same_ctx) == self.answers(alone, query, ctx)
 
     def test_what_it_remembers_is_in_proportion_to_the_cache_and_no_copy(self) -> None:
         admission, ctx = self.make_policy(), PolicyContext()
-        for question in make_questions(2000, tiers=TIERS, chunks=8000, seed=3):
-            self.answers(admission, question, ctx)
+        for query in make_queries(2000, tiers=TIERS, chunks=8000, seed=3):
+            self.answers(admission, query, ctx)
         slots = (TIERS - 1) * _CAPACITY
         copies, keys = held_by(admission)
         assert not copies, "it keeps copies"
@@ -96,14 +99,14 @@ class AdmissionContract(DecisionContract[Admission, bool]):
         assert large <= _GROWTH * small, f"{small} grew to {large}"
 
     def _work_per_chunk(self, capacity: int) -> float:
-        """Count the policy's steps per chunk once it has seen many more than fit."""
+        """Return the policy's steps per chunk after more chunks than fit."""
         admission, ctx = self.make_admission(capacity=capacity), PolicyContext()
         chunks = 20 * _LARGE
-        for question in make_questions(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
-            self.answers(admission, question, ctx)
-        asked = make_questions(300, tiers=TIERS, chunks=chunks, seed=5)
+        for query in make_queries(2 * capacity, tiers=TIERS, chunks=chunks, seed=4):
+            self.answers(admission, query, ctx)
+        asked = make_queries(300, tiers=TIERS, chunks=chunks, seed=5)
         steps = count_steps(
-            lambda: [self.answers(admission, question, ctx) for question in asked],
+            lambda: [self.answers(admission, query, ctx) for query in asked],
             packages=packages_of(admission),
         )
-        return steps / sum(len(question.copies) for question in asked)
+        return steps / sum(len(query.copies) for query in asked)

@@ -1,58 +1,133 @@
-"""What policies that answer questions about chunks promise alike: they decide, and no more."""
+"""What placement and admission policies promise alike: they decide, and do nothing else."""
 
 # ruff: noqa: D102 - the name of a test says what it shows
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from kvtier.policies import PolicyContext
-from kvtier.testing.purity import contents_of, impure_calls
-from kvtier.testing.questions import Question, make_questions
+from kvtier.keys import make_key
+from kvtier.policies import ChunkCopy, CopyState, PolicyContext
+from kvtier.policies.base import session_terms
+from kvtier.testing.probes import fields_of, impure_calls
 
-__all__ = ["TIERS", "DecisionContract", "some_questions"]
+__all__ = [
+    "TIERS",
+    "DecisionContract",
+    "Query",
+    "make_copies",
+    "make_queries",
+    "sample_queries",
+]
 
 TIERS: Final = 3
-"""Of the cache that the questions are about."""
+"""Number of tiers of the cache."""
 
 Policy = TypeVar("Policy")
 Answer = TypeVar("Answer")
 
 
-def some_questions(count: int) -> Sequence[Question]:
-    """Return ``count`` questions about chunks of which many come up again."""
-    return make_questions(count, tiers=TIERS, chunks=96, seed=8)
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query to a policy about some chunks.
+
+    Attributes:
+        now: Time of the query in seconds.
+        tier: Index of the slower tier.
+        copies: Copies of the chunks, at least one.
+    """
+
+    now: float
+    tier: int
+    copies: Sequence[ChunkCopy]
+
+    def apply_to(self, ctx: PolicyContext) -> None:
+        """Set the time, request and session of ``ctx``."""
+        ctx.now = self.now
+        ctx.request = f"request {self.now}"
+        ctx.session = self.copies[0].session
+
+
+def make_copies(
+    numbers: Sequence[int], rng: random.Random, *, generation: int
+) -> list[ChunkCopy]:
+    """Return resident copies of chunks; eight consecutive numbers make a prompt.
+
+    Args:
+        numbers: Numbers of the chunks.
+        rng: Draws the hit counts.
+        generation: Generation of their writes; 0 for copies in a slower tier.
+    """
+    copies = []
+    for number in numbers:
+        parent = make_key((number - 1).to_bytes(8, "big"), 0) if number % 8 else None
+        copy = ChunkCopy(
+            make_key(number.to_bytes(8, "big"), 0), number, parent, number % 8, generation
+        )
+        copy.state = CopyState.RESIDENT
+        copy.hits = max(rng.randrange(-3, 4), 0)
+        copy.terms = session_terms(f"session {number // 64}")
+        copies.append(copy)
+    return copies
+
+
+def make_queries(count: int, *, tiers: int, chunks: int, seed: int) -> list[Query]:
+    """Return queries; some concern the same chunks.
+
+    Args:
+        count: Number of queries.
+        tiers: Number of tiers, at least two.
+        chunks: Number of different chunks.
+        seed: Seed of the random numbers.
+    """
+    return list(_queries(count, tiers, chunks, random.Random(seed)))
+
+
+def _queries(count: int, tiers: int, chunks: int, rng: random.Random) -> Iterator[Query]:
+    now = 0.0
+    for number in range(count):
+        now += rng.choice((0.0, 0.5, 60.0, 7200.0))
+        first = rng.randrange(chunks)
+        numbers = [(first + at) % chunks for at in range(rng.randrange(1, 12))]
+        tier = rng.randrange(1, tiers)
+        # Copies in RAM have the generation of their write; those in slower tiers have none.
+        generation = number + 1 if tier == 1 or rng.random() < 0.5 else 0
+        yield Query(now, tier, make_copies(numbers, rng, generation=generation))
+
+
+def sample_queries(count: int) -> Sequence[Query]:
+    """Return ``count`` queries about a few chunks, so that many repeat."""
+    return make_queries(count, tiers=TIERS, chunks=96, seed=8)
 
 
 class DecisionContract(ABC, Generic[Policy, Answer]):
-    """The part of a contract that a placement's and an admission's share."""
+    """Tests that the contracts of placements and admissions share."""
 
     @abstractmethod
     def make_policy(self) -> Policy:
         """Return a new policy for a cache of :data:`TIERS` tiers."""
 
     @abstractmethod
-    def answers(
-        self, policy: Policy, question: Question, ctx: PolicyContext
-    ) -> Sequence[Answer]:
-        """Ask all that may be asked about the chunks of ``question``, at once."""
+    def answers(self, policy: Policy, query: Query, ctx: PolicyContext) -> Sequence[Answer]:
+        """Return the answers to ``query`` from the methods that take batches."""
 
     @abstractmethod
     def answers_one_by_one(
-        self, policy: Policy, question: Question, ctx: PolicyContext
+        self, policy: Policy, query: Query, ctx: PolicyContext
     ) -> Sequence[Answer]:
-        """Ask the same of each chunk by itself."""
+        """Return the same answers from the methods that take one chunk."""
 
     def test_batches_are_answered_like_single_chunks(self) -> None:
         single, batch = self.make_policy(), self.make_policy()
         one_ctx, many_ctx = PolicyContext(), PolicyContext()
-        for question in some_questions(400):
-            one_by_one = self.answers_one_by_one(single, question, one_ctx)
-            assert self.answers(batch, question, many_ctx) == one_by_one
+        for query in sample_queries(400):
+            one_by_one = self.answers_one_by_one(single, query, one_ctx)
+            assert self.answers(batch, query, many_ctx) == one_by_one
         drew_alike = one_ctx.rng.getstate() == many_ctx.rng.getstate()
-        assert drew_alike, "asked one by one it drew another number of random numbers"
+        assert drew_alike, "single calls and batches draw different numbers of random numbers"
 
     def test_the_same_questions_get_the_same_answers(self) -> None:
         state = random.getstate()
@@ -60,25 +135,25 @@ class DecisionContract(ABC, Generic[Policy, Answer]):
         for seed in (1, 2):
             random.seed(seed)
             policy, ctx = self.make_policy(), PolicyContext()
-            given.append([self.answers(policy, each, ctx) for each in some_questions(400)])
+            given.append([self.answers(policy, each, ctx) for each in sample_queries(400)])
         random.setstate(state)
-        # One by one: where CI is set, pytest draws up how whole lists differ, for minutes.
+        # Compared one by one: pytest would take minutes to show how long lists differ.
         for first, again in zip(*given, strict=True):
             assert first == again
 
     def test_it_decides_and_does_nothing_else(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        questions = some_questions(100)
+        queries = sample_queries(100)
         with impure_calls(ctx.rng) as found:
-            for question in questions:
-                self.answers(policy, question, ctx)
-                self.answers_one_by_one(policy, question, ctx)
+            for query in queries:
+                self.answers(policy, query, ctx)
+                self.answers_one_by_one(policy, query, ctx)
         assert not found, f"it called {sorted(set(found))}"
 
     def test_copies_and_context_are_read_only(self) -> None:
         policy, ctx = self.make_policy(), PolicyContext()
-        for question in some_questions(100):
-            before = [contents_of(copy) for copy in question.copies]
-            self.answers(policy, question, ctx)
-            assert [contents_of(copy) for copy in question.copies] == before
-            assert (ctx.now, ctx.session) == (question.now, question.copies[0].session)
+        for query in sample_queries(100):
+            before = [fields_of(copy) for copy in query.copies]
+            self.answers(policy, query, ctx)
+            assert [fields_of(copy) for copy in query.copies] == before
+            assert (ctx.now, ctx.session) == (query.now, query.copies[0].session)

@@ -1,4 +1,4 @@
-"""What every eviction policy promises, as a suite to inherit.
+"""The contract of eviction policies, as a suite to inherit.
 
 ::
 
@@ -18,29 +18,28 @@ from typing import Any, ClassVar
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
-from kvtier.testing.counting import (
+from kvtier.testing.model_tier import PINNED, STREAMS, ModelTier, Stream
+from kvtier.testing.probes import (
     count_entries,
     count_steps,
+    noting,
     packages_of,
     reachable,
 )
-from kvtier.testing.model_tier import ModelTier
-from kvtier.testing.naming import naming
-from kvtier.testing.streams import PINNED, STREAMS, Stream
 
 __all__ = ["EvictionContract"]
 
 _ENTRIES_PER_SLOT = 8
 _ENTRIES_OF_EMPTY = 256
 _SMALL, _LARGE, _GROWTH = 40, 640, 1.5
-"""Chunks of two tiers, and how much more work per access there may be in the larger one."""
+"""Chunks of two tiers, and the accepted ratio of their work per access."""
 
 
 class EvictionContract(ABC):
-    """Inherit as ``TestX`` and say how to make the policy.
+    """Inherit as ``TestX`` and implement :meth:`make_eviction`.
 
     Attributes:
-        ghosts_per_slot: Most keys the policy remembers of chunks that are not there.
+        ghosts_per_slot: Most keys of absent chunks that the policy remembers, per slot.
     """
 
     ghosts_per_slot: ClassVar[int] = 2
@@ -223,7 +222,7 @@ class EvictionContract(ABC):
                     for copy in prompt:
                         eviction.on_insert(copy, ctx)
                 orders.append([copy.key for copy in _pick_all(eviction, ctx)])
-            with naming(is_downwards=is_downwards):
+            with noting(is_downwards=is_downwards):
                 assert orders[0] in orders[1:]
 
     def test_rejected_candidates_are_not_asked_again_at_every_pick(self) -> None:
@@ -306,14 +305,14 @@ class EvictionContract(ABC):
         for name, stream in STREAMS.items():
             work = {}
             for capacity in (_SMALL, _LARGE):
-                with naming(capacity=capacity, stream=name):
+                with noting(capacity=capacity, stream=name):
                     pinned = name in PINNED
                     work[capacity] = self._work_per_operation(capacity, stream, pinned=pinned)
             small, large = work[_SMALL], work[_LARGE]
             assert large <= _GROWTH * small, f"{name}: {small} grew to {large}"
 
     def _work_per_operation(self, capacity: int, stream: Stream, *, pinned: bool) -> float:
-        """Count the policy's steps and questions per access once the tier is full."""
+        """Return steps and calls of ``evictable`` per access of a full tier."""
         tier = ModelTier(self.make_eviction(capacity=capacity))
         accesses = 6 * capacity
         keys = [_key(number) for number in stream(capacity, accesses, random.Random(6))]
@@ -329,7 +328,7 @@ class EvictionContract(ABC):
         return (steps + tier.asked - asked) / accesses
 
     def _filled(self, members: int) -> tuple[Eviction, list[ChunkCopy], PolicyContext]:
-        with naming(capacity=members):
+        with noting(capacity=members):
             eviction, ctx = self.make_eviction(capacity=members), PolicyContext()
         copies = _make_copies(members)
         for copy in copies:

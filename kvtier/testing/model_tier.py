@@ -1,27 +1,28 @@
-"""A tier that is nothing but its eviction policy: to run a policy on a stream of keys."""
+"""A tier reduced to its eviction policy, and streams of keys to run it on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import NEVER, ChunkCopy, CopyState, Eviction, PolicyContext
 
-__all__ = ["ModelTier"]
+__all__ = ["PINNED", "STREAMS", "ModelTier", "Stream"]
 
 
 class ModelTier:
-    """Calls a policy as :class:`~kvtier.policies.Eviction` says a driver does.
+    """Drives an eviction policy by the rules of :class:`~kvtier.policies.Eviction`.
 
     Args:
         eviction: The policy; its capacity is the tier's.
-        one_by_one: Whether batches are broken up into calls for one chunk each.
+        one_by_one: Whether batches are split into calls for single chunks.
 
     Attributes:
         members: The resident copies by key.
         pinned: Keys that must stay.
         hits: Accesses that found their chunk.
-        asked: How often the policy asked whether a copy may go.
+        asked: How often the policy asked whether a copy is evictable.
     """
 
     def __init__(self, eviction: Eviction, *, one_by_one: bool = False) -> None:
@@ -32,17 +33,17 @@ class ModelTier:
         self.hits = 0
         self.asked = 0
         self._ctx = PolicyContext()
-        self._kids: dict[ChunkKey, int] = {}
+        self._child_counts: dict[ChunkKey, int] = {}
 
     def access(
         self, key: ChunkKey, *, parent: ChunkKey | None = None, next_use: int = NEVER
     ) -> bool:
-        """Use ``key``, and let it in if it is absent and there is or can be made room.
+        """Use ``key``; if it is absent, insert it where there is room or a victim.
 
         Args:
             key: The chunk.
             parent: The chunk before it.
-            next_use: When it is accessed next.
+            next_use: Time of its next access.
 
         Returns:
             Whether it is resident now.
@@ -66,47 +67,47 @@ class ModelTier:
         return True
 
     def evict(self) -> ChunkCopy | None:
-        """Let one victim go and return it; None when nobody may go."""
+        """Evict and return one victim; None when nothing is evictable."""
         victim = self.eviction.pick(self._may_go, self._ctx)
         if victim is not None:
-            self._let_go(victim)
+            self._remove_victim(victim)
         return victim
 
     def evict_many(self, count: int) -> list[ChunkCopy]:
-        """Let up to ``count`` victims go at once and return them, as the manager does.
+        """Evict and return up to ``count`` victims at once, as the manager does.
 
-        Where children must go before their parents that is one after the other.
+        Policies that evict leaves only pick them one at a time.
         """
         if self.eviction.leaf_only:
             one_each = (self.evict() for _ in range(count))
             return [victim for victim in one_each if victim is not None]
         victims = self._batches.pick_many(self.eviction, count, self._may_go, self._ctx)
         for victim in victims:
-            self._let_go(victim)
+            self._remove_victim(victim)
         return victims
 
     def use_many(self, keys: Sequence[ChunkKey]) -> None:
-        """Use ``keys``, all of them resident, at once."""
+        """Use resident ``keys`` at once."""
         self.hits += len(keys)
         copies = iter([self.members[key] for key in keys])
         self._batches.on_hit_many(self.eviction, copies, self._ctx)
 
     def insert_many(self, keys: Sequence[ChunkKey]) -> None:
-        """Let ``keys``, all of them absent and without parents, into free slots at once."""
+        """Insert absent ``keys`` without parents into free slots at once."""
         for key in keys:
             self.eviction.on_miss(key, self._ctx)
         copies = [self._enter(key, None) for key in keys]
         self._batches.on_insert_many(self.eviction, copies, self._ctx)
 
     def remove(self, key: ChunkKey) -> None:
-        """Take ``key`` out for another reason than to make room."""
+        """Remove ``key`` for another reason than to make room."""
         copy = self.members[key]
         copy.state = CopyState.GONE
         self.eviction.on_remove(copy)
         self._forget(copy)
 
     def may_go(self) -> set[ChunkKey]:
-        """Return the keys of those a policy may pick now."""
+        """Return the keys that the policy may pick now."""
         return {key for key, copy in self.members.items() if self._allowed(copy)}
 
     def _may_go(self, copy: ChunkCopy) -> bool:
@@ -124,12 +125,12 @@ class ModelTier:
     def _enter(self, key: ChunkKey, parent: ChunkKey | None) -> ChunkCopy:
         copy = ChunkCopy(key, len(self.members), parent)
         copy.state = CopyState.RESIDENT
-        copy.child_count = self._kids.get(key, 0)
+        copy.child_count = self._child_counts.get(key, 0)
         self.members[key] = copy
-        self._count_kid(parent, 1)
+        self._count_child(parent, 1)
         return copy
 
-    def _let_go(self, victim: ChunkCopy) -> None:
+    def _remove_victim(self, victim: ChunkCopy) -> None:
         if self.members.get(victim.key) is not victim:
             raise AssertionError(f"{victim} was picked and is not in the tier")
         victim.state = CopyState.GONE
@@ -137,11 +138,54 @@ class ModelTier:
 
     def _forget(self, copy: ChunkCopy) -> None:
         del self.members[copy.key]
-        self._count_kid(copy.parent, -1)
+        self._count_child(copy.parent, -1)
 
-    def _count_kid(self, parent: ChunkKey | None, change: int) -> None:
+    def _count_child(self, parent: ChunkKey | None, change: int) -> None:
         if parent is None:
             return
-        self._kids[parent] = self._kids.get(parent, 0) + change
+        self._child_counts[parent] = self._child_counts.get(parent, 0) + change
         if parent in self.members:
             self.members[parent].child_count += change
+
+
+Stream = Callable[[int, int, random.Random], Iterator[int]]
+"""Yields chunk numbers, given a tier's capacity, the number of accesses and a generator.
+
+The tier holds the chunks 0 to ``capacity - 1`` at first.
+"""
+
+
+def _scan(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
+    """Never repeats a chunk."""
+    yield from range(capacity, capacity + accesses)
+
+
+def _loop(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
+    """Repeats a loop slightly larger than the tier."""
+    for number in range(accesses):
+        yield number % (capacity + capacity // 8)
+
+
+def _skewed(capacity: int, accesses: int, rng: random.Random) -> Iterator[int]:
+    """Uses few chunks often and most rarely."""
+    for _ in range(accesses):
+        yield int(4 * capacity * rng.random() ** 3)
+
+
+def _two_in_turn(capacity: int, accesses: int, _: random.Random) -> Iterator[int]:
+    """Alternates between two chunks."""
+    for number in range(accesses):
+        yield capacity // 2 + number % 2
+
+
+STREAMS: dict[str, Stream] = {
+    "scan": _scan,
+    "loop": _loop,
+    "skewed": _skewed,
+    "two in turn": _two_in_turn,
+    "scan among pins": _scan,
+    "loop among pins": _loop,
+    "skewed among pins": _skewed,
+}
+PINNED = frozenset(name for name in STREAMS if name.endswith("among pins"))
+"""Names of the streams during which the older half of the tier is pinned."""

@@ -1,4 +1,4 @@
-"""What every placement policy promises, as a suite to inherit.
+"""The contract of placement policies, as a suite to inherit.
 
 ::
 
@@ -16,29 +16,34 @@ from typing import ClassVar, Final
 from typing_extensions import override
 
 from kvtier.policies import Placement, PolicyContext, Promotion
-from kvtier.testing.counting import (
+from kvtier.testing.decision_contract import (
+    TIERS,
+    DecisionContract,
+    Query,
+    make_queries,
+    sample_queries,
+)
+from kvtier.testing.probes import (
     count_entries,
     count_steps,
+    held_by,
+    noting,
     packages_of,
 )
-from kvtier.testing.decision_contract import TIERS, DecisionContract, some_questions
-from kvtier.testing.naming import naming
-from kvtier.testing.purity import held_by
-from kvtier.testing.questions import Question, make_questions
 from kvtier.types import Purpose
 
 __all__ = ["PlacementContract"]
 
 _ENTRIES_PER_KEY, _ENTRIES_OF_EMPTY = 8, 256
 _GROWTH: Final = 1.5
-"""How much more work per chunk there may be after many chunks than at first."""
+"""Accepted ratio of the work per chunk after many chunks to the work at first."""
 
 
 class PlacementContract(DecisionContract[Placement, object]):
-    """Inherit as ``TestX`` and say how to make the policy.
+    """Inherit as ``TestX`` and implement :meth:`make_placement`.
 
     Attributes:
-        most_keys: Most keys the policy remembers of chunks that it was asked about.
+        most_keys: Most keys that the policy remembers.
     """
 
     most_keys: ClassVar[int] = 0
@@ -52,11 +57,9 @@ class PlacementContract(DecisionContract[Placement, object]):
         return self.make_placement(tiers=TIERS)
 
     @override
-    def answers(
-        self, policy: Placement, question: Question, ctx: PolicyContext
-    ) -> list[object]:
-        question.set_scene(ctx)
-        copies, tier = question.copies, question.tier
+    def answers(self, policy: Placement, query: Query, ctx: PolicyContext) -> list[object]:
+        query.apply_to(ctx)
+        copies, tier = query.copies, query.tier
         return [
             [tuple(places) for places in policy.place_many(copies, ctx)],
             list(policy.admit_many(copies, tier, Purpose.DEMOTE, ctx)),
@@ -66,10 +69,10 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     @override
     def answers_one_by_one(
-        self, policy: Placement, question: Question, ctx: PolicyContext
+        self, policy: Placement, query: Query, ctx: PolicyContext
     ) -> list[object]:
-        question.set_scene(ctx)
-        copies, tier = question.copies, question.tier
+        query.apply_to(ctx)
+        copies, tier = query.copies, query.tier
         return [
             [tuple(policy.place(copy, ctx)) for copy in copies],
             [policy.admit(copy, tier, Purpose.DEMOTE, ctx) for copy in copies],
@@ -79,16 +82,16 @@ class PlacementContract(DecisionContract[Placement, object]):
 
     def test_it_knows_the_number_of_tiers(self) -> None:
         for tiers in (1, 2, 3, 4):
-            with naming(tiers=tiers):
+            with noting(tiers=tiers):
                 assert self.make_placement(tiers=tiers).tiers == tiers
 
     def test_places_are_slower_tiers_once_each(self) -> None:
         for tiers in (1, 2, 3, 4):
-            with naming(tiers=tiers):
+            with noting(tiers=tiers):
                 placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
-                for question in some_questions(60):
-                    question.set_scene(ctx)
-                    for places in placement.place_many(question.copies, ctx):
+                for query in sample_queries(60):
+                    query.apply_to(ctx)
+                    for places in placement.place_many(query.copies, ctx):
                         assert set(places) <= set(range(1, tiers))
                         assert all(isinstance(tier, int) for tier in places)
                         assert len(set(places)) == len(places)
@@ -96,14 +99,14 @@ class PlacementContract(DecisionContract[Placement, object]):
     def test_what_leaves_goes_to_a_target_that_was_announced(self) -> None:
         for tiers in (1, 2, 3, 4):
             for source in range(tiers):
-                with naming(tiers=tiers, source=source):
+                with noting(tiers=tiers, source=source):
                     self._check_targets(tiers, source)
 
     def test_a_promotion_is_a_promotion_and_an_admission_yes_or_no(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
-        for question in some_questions(60):
-            question.set_scene(ctx)
-            copies, tier = question.copies, question.tier
+        for query in sample_queries(60):
+            query.apply_to(ctx)
+            copies, tier = query.copies, query.tier
             ways = placement.promote_many(copies, tier, ctx)
             assert all(isinstance(way, Promotion) for way in ways)
             assert all(type(way.stay) is type(way.keep_source) is bool for way in ways)
@@ -116,15 +119,15 @@ class PlacementContract(DecisionContract[Placement, object]):
         assert isinstance(placement.places_used, bool)
         assert isinstance(placement.min_chunks, int)
         assert placement.min_chunks >= 1
-        for question in some_questions(60):
-            self.answers(placement, question, ctx)
+        for query in sample_queries(60):
+            self.answers(placement, query, ctx)
             assert _of_all_chunks(placement) == before
 
     def test_what_it_remembers_is_bounded_and_no_copy(self) -> None:
         placement, ctx = self.make_policy(), PolicyContext()
         chunks = 1000 + 3 * self.most_keys
-        for question in make_questions(chunks, tiers=TIERS, chunks=4 * chunks, seed=3):
-            self.answers(placement, question, ctx)
+        for query in make_queries(chunks, tiers=TIERS, chunks=4 * chunks, seed=3):
+            self.answers(placement, query, ctx)
         copies, keys = held_by(placement)
         assert not copies, "it keeps copies"
         assert keys <= self.most_keys
@@ -137,25 +140,25 @@ class PlacementContract(DecisionContract[Placement, object]):
         chunks = 100 * many
 
         def work(seed: int, count: int) -> float:
-            asked = make_questions(count, tiers=TIERS, chunks=chunks, seed=seed)
+            asked = make_queries(count, tiers=TIERS, chunks=chunks, seed=seed)
             steps = count_steps(
-                lambda: [self.answers(placement, question, ctx) for question in asked],
+                lambda: [self.answers(placement, query, ctx) for query in asked],
                 packages=packages_of(placement),
             )
-            return steps / sum(len(question.copies) for question in asked)
+            return steps / sum(len(query.copies) for query in asked)
 
         first = work(seed=4, count=100)
-        for question in make_questions(many, tiers=TIERS, chunks=chunks, seed=5):
-            self.answers(placement, question, ctx)
+        for query in make_queries(many, tiers=TIERS, chunks=chunks, seed=5):
+            self.answers(placement, query, ctx)
         assert work(seed=6, count=100) <= _GROWTH * first
 
     def _check_targets(self, tiers: int, source: int) -> None:
         placement, ctx = self.make_placement(tiers=tiers), PolicyContext()
         targets = placement.demotion_targets(source, tiers)
         assert set(targets) <= set(range(source + 1, tiers))
-        for question in some_questions(40):
-            question.set_scene(ctx)
-            answers = placement.demote_many(question.copies, source, ctx)
+        for query in sample_queries(40):
+            query.apply_to(ctx)
+            answers = placement.demote_many(query.copies, source, ctx)
             assert {*answers} - {None} <= {*targets}
             assert all(isinstance(to, int | None) for to in (*answers, *targets))
 

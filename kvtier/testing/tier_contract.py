@@ -32,18 +32,15 @@ from kvtier.config import TierConfig, parse_tier
 from kvtier.errors import CapacityError, ClosedError, StoreLockedError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.blocking import blocking_calls
-from kvtier.testing.chunks import Arena, make_keys, make_sources
-from kvtier.testing.held_threads import HeldThreads
-from kvtier.testing.killed import run_and_kill
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import Arena, TierHarness, make_keys, make_sources
+from kvtier.testing.tier_probes import HeldThreads, blocking_calls, run_and_kill
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 
 __all__ = ["StorageTierContract"]
 
 T = TypeVar("T")
-AnyShelf = Shelf[StorageTier]
+AnyHarness = TierHarness[StorageTier]
 DONE, CORRUPT = Outcome.DONE, Outcome.CORRUPT
 
 
@@ -124,14 +121,14 @@ class StorageTierContract(ABC):
     @pytest.fixture
     async def shelf(
         self, options: TierConfig, pool: IoPool, arena: Arena
-    ) -> AsyncIterator[AnyShelf]:
+    ) -> AsyncIterator[AnyHarness]:
         """An open, empty tier."""
         shelf = self._shelf(options, pool, arena)
         await shelf.open()
         yield shelf
         await shelf.tier.aclose()
 
-    def _shelf(self, options: TierConfig, pool: IoPool, arena: Arena) -> AnyShelf:
+    def _shelf(self, options: TierConfig, pool: IoPool, arena: Arena) -> AnyHarness:
         context = TierContext(
             slot_nbytes=self.slot_nbytes,
             fingerprint=LayoutFingerprint({"model": "contract"}),
@@ -139,20 +136,20 @@ class StorageTierContract(ABC):
             piece_nbytes=4 * self.slot_nbytes,
             memory=arena.shared,
         )
-        return Shelf(functools.partial(self.open_tier, options, context), pool, arena)
+        return TierHarness(functools.partial(self.open_tier, options, context), pool, arena)
 
-    async def restart(self, shelf: AnyShelf) -> list[tuple[ChunkKey, int]]:
+    async def restart(self, shelf: AnyHarness) -> list[tuple[ChunkKey, int]]:
         """Reopen the tier, or skip the test if it keeps nothing."""
         if not self.persistent:
             pytest.skip("keeps nothing across restarts")
         return await shelf.reopen()
 
-    async def test_what_was_written_reads_back_bit_for_bit(self, shelf: AnyShelf) -> None:
+    async def test_what_was_written_reads_back_bit_for_bit(self, shelf: AnyHarness) -> None:
         keys, slots = make_keys(range(10)), range(3, 13)
         assert await shelf.put(keys, slots) == [DONE] * 10
         assert await shelf.get(keys, slots) == [DONE] * 10
 
-    async def test_scattered_and_shuffled_batches_read_back(self, shelf: AnyShelf) -> None:
+    async def test_scattered_and_shuffled_batches_read_back(self, shelf: AnyHarness) -> None:
         chance = random.Random(7)
         slots = chance.sample(range(self.capacity_slots), 14)
         keys = make_keys(range(14))
@@ -161,52 +158,54 @@ class StorageTierContract(ABC):
         got = await shelf.get([keys[n] for n in order], [slots[n] for n in order])
         assert got == [DONE] * 14
 
-    async def test_one_slot_may_be_read_twice_in_a_batch(self, shelf: AnyShelf) -> None:
+    async def test_one_slot_may_be_read_twice_in_a_batch(self, shelf: AnyHarness) -> None:
         keys = make_keys([1, 2])
         await shelf.put(keys, [4, 5])
         assert await shelf.get([*keys, keys[0]], [4, 5, 4]) == [DONE] * 3
 
-    async def test_an_empty_batch_is_no_work(self, shelf: AnyShelf) -> None:
+    async def test_an_empty_batch_is_no_work(self, shelf: AnyHarness) -> None:
         assert await shelf.put([], []) == []
         assert await shelf.get([], []) == []
 
-    async def test_a_slot_never_written_spoils_no_neighbour(self, shelf: AnyShelf) -> None:
+    async def test_a_slot_never_written_spoils_no_neighbour(self, shelf: AnyHarness) -> None:
         keys = make_keys(range(3))
         await shelf.put([keys[0], keys[2]], [0, 2])
         assert await shelf.get(keys, [0, 1, 2]) == [DONE, CORRUPT, DONE]
 
-    async def test_a_slot_read_under_another_key_is_corrupt(self, shelf: AnyShelf) -> None:
+    async def test_a_slot_read_under_another_key_is_corrupt(self, shelf: AnyHarness) -> None:
         mine, other = make_keys([1, 2])
         await shelf.put([mine], [5])
         assert await shelf.get([other], [5]) == [CORRUPT]
         assert await shelf.get([mine], [5]) == [DONE]
 
-    async def test_overwriting_a_slot_replaces_its_chunk(self, shelf: AnyShelf) -> None:
+    async def test_overwriting_a_slot_replaces_its_chunk(self, shelf: AnyHarness) -> None:
         old, new = make_keys([1, 2])
         await shelf.put([old], [5])
         await shelf.put([new], [5])
         assert await shelf.get([old, new], [5, 5]) == [CORRUPT, DONE]
 
-    async def test_a_restart_brings_everything_back(self, shelf: AnyShelf) -> None:
+    async def test_a_restart_brings_everything_back(self, shelf: AnyHarness) -> None:
         keys, slots = make_keys(range(9)), [8, 1, 7, 0, 6, 2, 5, 3, 4]
         await shelf.put(keys, slots)
         assert await self.restart(shelf) == list(zip(keys, slots, strict=True))
         assert await shelf.get(keys, slots) == [DONE] * 9
 
-    async def test_an_overwritten_chunk_does_not_come_back(self, shelf: AnyShelf) -> None:
+    async def test_an_overwritten_chunk_does_not_come_back(self, shelf: AnyHarness) -> None:
         old, new = make_keys([1, 2])
         await shelf.put([old], [5])
         await shelf.put([new], [5])
         assert await self.restart(shelf) == [(new, 5)]
 
-    async def test_of_two_copies_the_newer_comes_back(self, shelf: AnyShelf) -> None:
+    async def test_of_two_copies_the_newer_comes_back(self, shelf: AnyHarness) -> None:
         [key] = make_keys([1])
         await shelf.put([key], [9])
         await shelf.put([key], [2])
         assert await self.restart(shelf) == [(key, 2)]
         assert await shelf.get([key], [2]) == [DONE]
 
-    async def test_recovery_starts_with_the_least_recently_used(self, shelf: AnyShelf) -> None:
+    async def test_recovery_starts_with_the_least_recently_used(
+        self, shelf: AnyHarness
+    ) -> None:
         keys = make_keys(range(4))
         await shelf.put(keys, range(4))
         shelf.tier.touch([2, 0])
@@ -216,7 +215,7 @@ class StorageTierContract(ABC):
         found = await self.restart(shelf)
         assert [slot for _, slot in found] == [3, 2, 0, 1]
 
-    async def test_a_forgotten_slot_does_not_come_back(self, shelf: AnyShelf) -> None:
+    async def test_a_forgotten_slot_does_not_come_back(self, shelf: AnyHarness) -> None:
         keys = make_keys(range(3))
         await shelf.put(keys, range(3))
         shelf.tier.forget([1])
@@ -224,18 +223,18 @@ class StorageTierContract(ABC):
         assert await self.restart(shelf) == [(keys[0], 0), (keys[2], 2)]
         assert await shelf.get(keys, range(3)) == [DONE, CORRUPT, DONE]
 
-    async def test_a_slot_written_after_forget_comes_back(self, shelf: AnyShelf) -> None:
+    async def test_a_slot_written_after_forget_comes_back(self, shelf: AnyHarness) -> None:
         old, new = make_keys([1, 2])
         await shelf.put([old], [3])
         shelf.tier.forget([3])
         await shelf.put([new], [3])
         assert await self.restart(shelf) == [(new, 3)]
 
-    async def test_touching_an_empty_slot_brings_nothing_back(self, shelf: AnyShelf) -> None:
+    async def test_touching_an_empty_slot_brings_nothing_back(self, shelf: AnyHarness) -> None:
         shelf.tier.touch([0])
         assert await self.restart(shelf) == []
 
-    async def test_reset_forgets_everything_for_good(self, shelf: AnyShelf) -> None:
+    async def test_reset_forgets_everything_for_good(self, shelf: AnyHarness) -> None:
         keys = make_keys(range(4))
         await shelf.put(keys, range(4))
         await shelf.tier.reset()
@@ -243,7 +242,7 @@ class StorageTierContract(ABC):
         assert await self.restart(shelf) == []
 
     async def test_what_is_stored_after_a_reset_comes_back_right_or_not_at_all(
-        self, shelf: AnyShelf
+        self, shelf: AnyHarness
     ) -> None:
         """Whether it does is for the tier to decide: its weights may be gone by then."""
         keys = make_keys(range(4))
@@ -256,7 +255,7 @@ class StorageTierContract(ABC):
         assert await self.restart(shelf) == [(keys[1], 3)]
 
     async def test_a_write_that_a_reset_overtakes_never_comes_back_wrong(
-        self, shelf: AnyShelf
+        self, shelf: AnyHarness
     ) -> None:
         keys = make_keys(range(8))
         async with asyncio.TaskGroup() as group:
@@ -270,7 +269,7 @@ class StorageTierContract(ABC):
         ]
         assert set(await self.restart(shelf)) <= set(kept)
 
-    async def test_a_closed_tier_says_so(self, shelf: AnyShelf) -> None:
+    async def test_a_closed_tier_says_so(self, shelf: AnyHarness) -> None:
         keys = make_keys([1])
         await shelf.tier.aclose()
         await shelf.tier.aclose()
@@ -283,7 +282,7 @@ class StorageTierContract(ABC):
 
     @pytest.mark.parametrize("slot", [-1, capacity_slots])
     async def test_a_slot_the_tier_does_not_have_is_refused(
-        self, shelf: AnyShelf, slot: int
+        self, shelf: AnyHarness, slot: int
     ) -> None:
         keys = make_keys([1, 2])
         with pytest.raises(CapacityError):
@@ -292,13 +291,13 @@ class StorageTierContract(ABC):
             await shelf.get(keys, [0, slot])
         assert await shelf.get(keys[:1], [0]) == [CORRUPT]
 
-    async def test_a_buffer_of_another_size_is_refused(self, shelf: AnyShelf) -> None:
+    async def test_a_buffer_of_another_size_is_refused(self, shelf: AnyHarness) -> None:
         keys = make_keys([1])
         half = make_sources(keys, self.slot_nbytes // 2)
         with pytest.raises(CapacityError):
             await shelf.tier.write(keys, [0], half, purpose=Purpose.STORE)
 
-    async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, shelf: AnyShelf) -> None:
+    async def test_a_cancelled_write_is_the_chunk_or_a_miss(self, shelf: AnyHarness) -> None:
         """The sources are reused as soon as the write has raised, as an engine would."""
         keys, slots = make_keys(range(12)), range(12)
         for turns in range(12):
@@ -309,13 +308,13 @@ class StorageTierContract(ABC):
                 source[:] = bytes(self.slot_nbytes)
             assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
 
-    async def test_a_cancelled_read_leaves_the_buffers_alone(self, shelf: AnyShelf) -> None:
+    async def test_a_cancelled_read_leaves_the_buffers_alone(self, shelf: AnyHarness) -> None:
         keys, slots = make_keys(range(12)), range(12)
         await shelf.put(keys, slots)
         for turns in range(4):
             await self._cancel_reading(shelf, shelf.tier.read, keys, turns=turns)
 
-    async def test_what_was_begun_early_is_what_was_asked_for(self, shelf: AnyShelf) -> None:
+    async def test_what_was_begun_early_is_what_was_asked_for(self, shelf: AnyHarness) -> None:
         keys, slots = make_keys(range(12)), range(12)
         writing = shelf.tier.begin_write(
             keys, slots, shelf.sources(keys), purpose=Purpose.STORE
@@ -328,7 +327,7 @@ class StorageTierContract(ABC):
         assert buffers == shelf.sources(keys)
 
     async def test_what_was_begun_early_and_cancelled_leaves_the_buffers_alone(
-        self, shelf: AnyShelf
+        self, shelf: AnyHarness
     ) -> None:
         keys, slots = make_keys(range(12)), range(12)
         await shelf.put(keys, slots)
@@ -337,7 +336,7 @@ class StorageTierContract(ABC):
 
     async def _cancel_reading(
         self,
-        shelf: AnyShelf,
+        shelf: AnyHarness,
         read: Callable[..., Coroutine[Any, Any, SlotOutcomes]],
         keys: Sequence[ChunkKey],
         *,
@@ -352,7 +351,7 @@ class StorageTierContract(ABC):
         assert all(buffer == bytes(self.slot_nbytes) for buffer in buffers)
 
     async def test_a_cancelled_read_waits_for_the_threads_that_fill_its_buffers(
-        self, shelf: AnyShelf, pool: IoPool
+        self, shelf: AnyHarness, pool: IoPool
     ) -> None:
         keys, slots, buffers = make_keys(range(12)), range(12), shelf.buffers(12)
         await shelf.put(keys, slots)
@@ -362,7 +361,7 @@ class StorageTierContract(ABC):
         assert untouched, "a thread filled a buffer after the call was over"
 
     async def test_a_cancelled_write_waits_for_the_threads_that_read_its_sources(
-        self, shelf: AnyShelf, pool: IoPool
+        self, shelf: AnyHarness, pool: IoPool
     ) -> None:
         keys, slots = make_keys(range(12)), range(12)
         sources = shelf.sources(keys)
@@ -370,7 +369,7 @@ class StorageTierContract(ABC):
         await _cancel_with_held_threads(writing, sources, pool)
         assert set(await shelf.get(keys, slots)) <= {DONE, CORRUPT}
 
-    async def test_nothing_blocks_the_loop(self, shelf: AnyShelf) -> None:
+    async def test_nothing_blocks_the_loop(self, shelf: AnyHarness) -> None:
         keys, slots = make_keys(range(8)), range(8)
         await shelf.tier.aopen()
         with blocking_calls() as found:
@@ -381,7 +380,7 @@ class StorageTierContract(ABC):
             await shelf.tier.reset()
         assert not found, f"on the loop's thread it called {', '.join(sorted({*found}))}"
 
-    async def test_a_batch_is_one_call(self, shelf: AnyShelf, pool: _CountingPool) -> None:
+    async def test_a_batch_is_one_call(self, shelf: AnyHarness, pool: _CountingPool) -> None:
         rounds = []
         for chunks in (2, 16):
             keys, slots = make_keys(range(chunks)), range(chunks)
@@ -433,7 +432,7 @@ class StorageTierContract(ABC):
 
     async def _fill(
         self, options: TierConfig, arena: Arena, keys: Sequence[ChunkKey]
-    ) -> AnyShelf:
+    ) -> AnyHarness:
         """Open the tier and store ``keys``, in a process that is going to be killed."""
         shelf = self._shelf(options, IoPool(3, name="kvtier-killed"), arena)
         await shelf.open()
@@ -454,7 +453,7 @@ class StorageTierContract(ABC):
 
         return asyncio.run(recover())
 
-    async def test_many_batches_at_once_do_not_mix(self, shelf: AnyShelf) -> None:
+    async def test_many_batches_at_once_do_not_mix(self, shelf: AnyHarness) -> None:
         async def use(number: int) -> None:
             slots = range(number, self.capacity_slots, 4)
             for round_ in range(3):

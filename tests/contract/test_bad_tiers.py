@@ -18,10 +18,9 @@ from kvtier.config import TierConfig
 from kvtier.errors import ConfigError, StoreLockedError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier, FileTierConfig
-from kvtier.testing.shelf import Shelf
 from kvtier.testing.tier_contract import StorageTierContract
+from kvtier.testing.tier_harness import Arena, TierHarness
 from kvtier.tiers import SlotOutcomes, StorageTier
 from kvtier.types import Outcome, Purpose
 
@@ -286,7 +285,7 @@ BAD_STORES: list[tuple[type[StorageTier], str]] = [
 class TestBadTiers(Bench):
     @pytest.mark.parametrize(("tier", "test"), BAD_TIERS)
     async def test_a_bad_tier_fails(
-        self, test: str, shelf: Shelf[StorageTier], pool: IoPool
+        self, test: str, shelf: TierHarness[StorageTier], pool: IoPool
     ) -> None:
         needs_pool = {"pool": pool} if test in {ONE_CALL, READ_WAITS, WRITE_WAITS} else {}
         with pytest.raises(AssertionError):
@@ -299,7 +298,7 @@ class TestBadTiers(Bench):
 
     @pytest.mark.parametrize("tier", [ForgetsWhenClosed, StoresWhenClosed])
     async def test_what_fails_when_killed_passes_when_closed(
-        self, shelf: Shelf[StorageTier]
+        self, shelf: TierHarness[StorageTier]
     ) -> None:
         await getattr(StorageTierContract, FORGETS)(self, shelf)
 

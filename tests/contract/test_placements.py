@@ -21,8 +21,8 @@ from kvtier.policies import (
 from kvtier.policies.admission import SecondTouch, WriteBudget
 from kvtier.policies.registry import ADMISSIONS
 from kvtier.testing.admission_contract import AdmissionContract
+from kvtier.testing.decision_contract import make_copies
 from kvtier.testing.placement_contract import PlacementContract
-from kvtier.testing.questions import make_copies
 from tests.support.workbench import Workbench, prefix
 
 DAY_S = 86_400.0

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.types import Outcome
 from tests.crash.fork_server import CAPACITY, SLOT, STOCK, open_tier
 from tests.support.workbench import Workbench
@@ -91,7 +90,7 @@ class Store:
     def __init__(self, path: Path, pool: IoPool, checksum: str, durability: str) -> None:
         self.order: Event = {"path": str(path), "checksum": checksum, "durability": durability}
         self.path = path
-        self.shelf = Shelf(lambda: open_tier(self.order, pool), pool)
+        self.shelf = TierHarness(lambda: open_tier(self.order, pool), pool)
         self.certain: dict[int, int] = {}
         self.doubted: set[tuple[int, int]] = set()
         self.is_doubted = False

@@ -39,7 +39,7 @@ VLLM = {
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """Return the labels of all that an engine's ``/metrics`` has, by the name on the wire."""
-    source = Source(gaps=[[1.0], [1.0]])
+    source = Source(gaps=[[1.0], [1.0]], waits=[1.0])
     source.transfers.record("ram", "nvme", nbytes=1, seconds=1.0)
     labels = dict.fromkeys(set().union(*VLLM.values()), "any")
     found = {name: {*has, *TARGET} for name, has in VLLM.items()}
@@ -86,7 +86,7 @@ def test_every_expression_asks_for_metrics_and_labels_that_are_exported(
 
 
 def test_every_bound_of_a_bucket_is_one_that_is_exported() -> None:
-    source = Source(gaps=[[1.0], [1.0]])
+    source = Source(gaps=[[1.0], [1.0]], waits=[1.0])
     with MetricsExporter(source, 0) as exporter:
         bounds = {(name, dict(labels).get("le")) for name, labels in scrape(exporter)}
     asked = [

@@ -13,7 +13,7 @@ from typing import Any
 from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_buffers, make_keys, make_payload
+from kvtier.testing.tier_harness import make_buffers, make_keys, make_payload
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.transfer import EngineLimits, FromTier, ToTier, TransferEngine

@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys, make_sources
+from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.testing.counting import count_lines, count_steps
+from kvtier.testing.probes import count_steps
 
 ITEMS = list(range(1000))
 HERE = {__name__.partition(".")[0]}
@@ -41,7 +41,7 @@ STEPS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", WALKS)
 def test_what_walks_through_all_is_charged_for_all(name: str) -> None:
-    assert count_lines(WALKS[name]) == 1
+    assert count_steps(WALKS[name]) == 1
     assert 999 <= count_steps(WALKS[name], packages=HERE) <= 1002
 
 
@@ -62,5 +62,5 @@ def test_the_results_are_the_ordinary_ones_and_nothing_stays_replaced() -> None:
 
 def test_what_others_left_behind_is_not_collected_while_counting() -> None:
     collects = [gc.isenabled()]
-    count_lines(lambda: collects.append(gc.isenabled()))
+    count_steps(lambda: collects.append(gc.isenabled()))
     assert [*collects, gc.isenabled()] == [True, False, True]

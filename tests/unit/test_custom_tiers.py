@@ -30,8 +30,8 @@ from kvtier.config import (
 from kvtier.doctor import Status, examine
 from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import Arena
 from kvtier.testing.file_tier import FileTier
+from kvtier.testing.tier_harness import Arena
 from kvtier.tiers import StorageTier, StoreExamination, TierContext, base
 from kvtier.tiers.hosted import HostedTier
 from kvtier.tiers.registry import open_tier

@@ -14,7 +14,7 @@ import pytest_asyncio
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
+from kvtier.testing.tier_harness import make_buffers, make_keys, make_payload, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 from tests.support.faulty_tier import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
 from kvtier.policies import ChunkCopy, LadderPlacement, PolicyContext, Promotion
-from kvtier.testing.counting import count_lines
+from kvtier.testing.probes import count_steps
 from tests.support.workbench import Workbench, prefix
 
 
@@ -146,7 +146,7 @@ def lines_of_a_step_in_which_one_waits(chunks: int) -> int:
     bench.look(second, "second")
     jobs = bench.step()
     assert sum(len(job.keys) for job in jobs) == chunks, "there is room for one of them"
-    lines = count_lines(bench.manager.end_step)
+    lines = count_steps(bench.manager.end_step)
     assert not bench.manager.take_jobs()
     bench.manager.end_request("first")
     assert sum(len(job.keys) for job in bench.step()) == chunks

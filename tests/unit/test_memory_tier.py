@@ -10,8 +10,7 @@ import pytest
 
 from kvtier.errors import ConfigError, StoreLockedError
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers import TierContext
 from kvtier.types import LayoutFingerprint, Outcome
 from tests.support.memory_tier import MemoryTier, MemoryTierConfig
@@ -29,14 +28,16 @@ def context() -> Iterator[TierContext]:
 
 
 @pytest.fixture
-async def shelf(context: TierContext) -> AsyncIterator[Shelf[MemoryTier]]:
-    shelf = Shelf(lambda: MemoryTier.open(OPTIONS, context), context.pool)
+async def shelf(context: TierContext) -> AsyncIterator[TierHarness[MemoryTier]]:
+    shelf = TierHarness(lambda: MemoryTier.open(OPTIONS, context), context.pool)
     await shelf.open()
     yield shelf
     await shelf.tier.aclose()
 
 
-async def test_a_failing_slot_fails_alone_until_it_is_healed(shelf: Shelf[MemoryTier]) -> None:
+async def test_a_failing_slot_fails_alone_until_it_is_healed(
+    shelf: TierHarness[MemoryTier],
+) -> None:
     shelf.tier.medium.fail([1])
     assert await shelf.put(KEYS, range(3)) == [DONE, FAILED, DONE]
     shelf.tier.medium.heal()
@@ -45,13 +46,15 @@ async def test_a_failing_slot_fails_alone_until_it_is_healed(shelf: Shelf[Memory
     assert await shelf.get(KEYS[:1], [0]) == [FAILED]
 
 
-async def test_a_corrupted_slot_is_found_out(shelf: Shelf[MemoryTier]) -> None:
+async def test_a_corrupted_slot_is_found_out(shelf: TierHarness[MemoryTier]) -> None:
     await shelf.put(KEYS, range(3))
     shelf.tier.medium.corrupt([2])
     assert await shelf.get(KEYS, range(3)) == [DONE, DONE, CORRUPT]
 
 
-async def test_a_stalled_slot_hangs_until_its_gate_opens(shelf: Shelf[MemoryTier]) -> None:
+async def test_a_stalled_slot_hangs_until_its_gate_opens(
+    shelf: TierHarness[MemoryTier],
+) -> None:
     await shelf.put(KEYS, range(3))
     gate = shelf.tier.medium.stall([1])
     reading = asyncio.ensure_future(shelf.get(KEYS[1:2], [1]))
@@ -62,7 +65,7 @@ async def test_a_stalled_slot_hangs_until_its_gate_opens(shelf: Shelf[MemoryTier
 
 
 async def test_a_medium_serves_one_tier_at_a_time(
-    shelf: Shelf[MemoryTier], context: TierContext
+    shelf: TierHarness[MemoryTier], context: TierContext
 ) -> None:
     with pytest.raises(StoreLockedError):
         MemoryTier(OPTIONS, context, shelf.tier.medium)

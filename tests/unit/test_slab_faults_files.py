@@ -20,8 +20,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab.namespace import INDEX
@@ -47,11 +46,11 @@ class Store:
         self._pool = pool
         self._runner = runner
 
-    def shelf(self, model: str = "m", **options: Any) -> Shelf[SlabTier]:
+    def shelf(self, model: str = "m", **options: Any) -> TierHarness[SlabTier]:
         sized = {"capacity_bytes": CAPACITY * SLOT, **options}
         config = NvmeTierConfig(path=self.root, direct_io="off", on_mismatch="remove", **sized)
         context = TierContext(SLOT, LayoutFingerprint({"model": model}), self._pool)
-        return Shelf(lambda: SlabTier.open(config, context, io=self.io), self._pool)
+        return TierHarness(lambda: SlabTier.open(config, context, io=self.io), self._pool)
 
     def fill(self, **options: Any) -> None:
         async def fill() -> None:

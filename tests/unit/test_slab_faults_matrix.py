@@ -36,8 +36,7 @@ from kvtier.errors import (
 )
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome
@@ -177,7 +176,7 @@ class Life:
             durability=setting.durability,
         )
         context = TierContext(SLOT, FINGERPRINT, pool, piece_nbytes=2 * SLOT)
-        self.shelf = Shelf(lambda: SlabTier.open(options, context, io=self.io), pool)
+        self.shelf = TierHarness(lambda: SlabTier.open(options, context, io=self.io), pool)
         self.attempted: set[tuple[ChunkKey, int]] = set()
         self.certain: dict[int, ChunkKey] = {}
         self.gone: set[tuple[ChunkKey, int]] = set()

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from kvtier.config import NvmeTierConfig
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier, opening
 from kvtier.types import LayoutFingerprint, Outcome
@@ -101,7 +100,9 @@ class Machine:
         self.is_doubted = False
         self.live = self.shelf(disk.root, disk)
 
-    def shelf(self, root: Path, disk: PowerCutDisk | None, model: str = "m") -> Shelf[SlabTier]:
+    def shelf(
+        self, root: Path, disk: PowerCutDisk | None, model: str = "m"
+    ) -> TierHarness[SlabTier]:
         options = NvmeTierConfig(
             path=root,
             capacity_bytes=CAPACITY * SLOT,
@@ -111,7 +112,7 @@ class Machine:
         )
         fingerprint = LayoutFingerprint({"model": model})
         context = TierContext(SLOT, fingerprint, self.pool, piece_nbytes=2 * SLOT)
-        return Shelf(lambda: SlabTier.open(options, context, io=disk), self.pool)
+        return TierHarness(lambda: SlabTier.open(options, context, io=disk), self.pool)
 
     async def put(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         begun = self.disk.moment

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.keys import ChunkKey
 from kvtier.manager import ManagerLimits
-from kvtier.testing.chunks import make_payload
+from kvtier.testing.tier_harness import make_payload
 from kvtier.types import JobId, Outcome, Purpose
 from tests.support.fakes import FakeSlotStatus
 from tests.support.workbench import Workbench, prefix

@@ -19,8 +19,13 @@ import pytest
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError, TierUnavailableError
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_buffers, make_keys, make_payload, make_sources
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import (
+    TierHarness,
+    make_buffers,
+    make_keys,
+    make_payload,
+    make_sources,
+)
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.tiers.slab import store as slab
@@ -53,7 +58,7 @@ async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterato
     context = TierContext(SLOT, FINGERPRINT, pool, piece_nbytes=4 * SLOT)
     async with contextlib.AsyncExitStack() as stack:
 
-        async def open_shelf(**options: Any) -> Shelf[SlabTier]:
+        async def open_shelf(**options: Any) -> TierHarness[SlabTier]:
             config = NvmeTierConfig(
                 **{
                     "path": tmp_path / "store",
@@ -62,7 +67,7 @@ async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterato
                     **options,
                 }
             )
-            shelf = Shelf(lambda: SlabTier.open(config, context, io=io), pool)
+            shelf = TierHarness(lambda: SlabTier.open(config, context, io=io), pool)
             await shelf.open()
             stack.push_async_callback(close, shelf)
             return shelf
@@ -70,7 +75,7 @@ async def open_shelf(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterato
         yield open_shelf
 
 
-async def close(shelf: Shelf[SlabTier]) -> None:
+async def close(shelf: TierHarness[SlabTier]) -> None:
     await shelf.tier.aclose()  # whichever tier is open by then
 
 

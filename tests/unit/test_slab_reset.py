@@ -15,8 +15,7 @@ from kvtier.config import NvmeTierConfig
 from kvtier.errors import TierUnavailableError
 from kvtier.keys import ChunkKey
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome
@@ -29,7 +28,7 @@ DONE, FAILED, CORRUPT = Outcome.DONE, Outcome.FAILED, Outcome.CORRUPT
 KEYS = make_keys(range(8))
 INDEX = f"{FINGERPRINT.namespace()}/index.sqlite"
 
-Started = tuple[Shelf[SlabTier], list[tuple[ChunkKey, int]]]
+Started = tuple[TierHarness[SlabTier], list[tuple[ChunkKey, int]]]
 """An engine's tier, and what it found."""
 
 Start = Callable[..., Coroutine[Any, Any, Started]]
@@ -53,7 +52,7 @@ async def start(tmp_path: Path, pool: IoPool, io: FaultyIo) -> AsyncIterator[Sta
                 **options,
             )
             context = TierContext(SLOT, FINGERPRINT, pool, was_reset=was_reset)
-            shelf = Shelf(lambda: SlabTier.open(config, context, io=io), pool)
+            shelf = TierHarness(lambda: SlabTier.open(config, context, io=io), pool)
             found = await shelf.open()
             stack.push_async_callback(shelf.tier.aclose)
             return shelf, found

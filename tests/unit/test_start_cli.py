@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig, load_config
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys, make_sources
+from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Purpose

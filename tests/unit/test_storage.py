@@ -14,7 +14,7 @@ from kvtier.connector.service import CacheService
 from kvtier.errors import CapacityError, ClosedError
 from kvtier.manager.hits import GroupReach
 from kvtier.memory import HostRegion, RegionGeometry
-from kvtier.testing.chunks import make_keys
+from kvtier.testing.tier_harness import make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.types import LayoutFingerprint
 from tests.support.memory_tier import MemoryTier

@@ -11,7 +11,7 @@ from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext
 from kvtier.policies.base import Evictable, RequestTerms
 from kvtier.policies.eviction import Lru
-from kvtier.testing.purity import contents_of
+from kvtier.testing.probes import fields_of
 from tests.support.workbench import prefix
 
 CTX = PolicyContext()
@@ -104,7 +104,7 @@ def test_a_new_chunk_takes_over_an_evicted_copy_but_never_a_dropped_one() -> Non
     assert second is evicted
     new = ChunkCopy(prefix(1, of=1)[0], 0)
     new.state = CopyState.RESIDENT
-    assert contents_of(second) == contents_of(new)
+    assert fields_of(second) == fields_of(new)
     tier.drop(second)
     (third,) = fill(tier, prefix(1, of=2))
     assert third is not second

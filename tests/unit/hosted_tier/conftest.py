@@ -9,8 +9,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import Arena
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import Arena, TierHarness
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier
 from kvtier.types import LayoutFingerprint
@@ -54,8 +53,8 @@ def options(tmp_path: Path) -> NvmeTierConfig:
 @pytest.fixture
 async def shelf(
     options: NvmeTierConfig, context: TierContext, arena: Arena
-) -> AsyncIterator[Shelf[HostedTier]]:
-    shelf = Shelf(lambda: HostedTier.open(options, context), context.pool, arena)
+) -> AsyncIterator[TierHarness[HostedTier]]:
+    shelf = TierHarness(lambda: HostedTier.open(options, context), context.pool, arena)
     await shelf.open()
     yield shelf
     await shelf.tier.aclose()

@@ -13,15 +13,14 @@ import pytest
 
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, process
 from tests.unit.hosted_tier.hosting import CAPACITY, DONE, FAILED, kill, let_no_host_end, opened
 
 
 async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys(range(3))
     await shelf.put(keys, range(3))
@@ -31,7 +30,7 @@ async def test_what_was_forgotten_or_touched_arrives_before_the_store_is_closed(
 
 
 async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_sent(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
@@ -45,7 +44,7 @@ async def test_closing_does_not_wait_until_a_host_that_hangs_took_what_it_was_se
 
 
 async def test_a_host_that_is_killed_while_it_closes_loses_nothing_that_was_committed(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys(range(3))
     assert await shelf.put(keys, range(3)) == [DONE] * 3
@@ -71,7 +70,7 @@ async def test_a_host_has_time_to_end_also_when_the_engines_threads_are_gone(
 
 
 async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_on_to(
-    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.01)
     await asyncio.wait_for(shelf.tier.aclose(), 10)
@@ -81,7 +80,7 @@ async def test_closing_does_not_wait_for_a_host_that_the_operating_system_holds_
 
 
 async def test_a_host_that_starts_again_too_late_is_ended(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[process.HostProcess] = []
     start = client._start
@@ -110,8 +109,8 @@ import os, sys, asyncio, signal
 from pathlib import Path
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import Arena, make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import Arena, make_keys
+from kvtier.testing.tier_harness import TierHarness
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, connection
 from kvtier.tiers.hosted.frames import Batch, Frame
@@ -126,7 +125,7 @@ async def main():
     options = NvmeTierConfig(
         path=Path(sys.argv[1]), capacity_bytes=capacity * slot, direct_io="off"
     )
-    shelf = Shelf(lambda: HostedTier.open(options, context), pool, arena)
+    shelf = TierHarness(lambda: HostedTier.open(options, context), pool, arena)
     await shelf.open()
     await shelf.put(make_keys(range(4)), range(4))
     asyncio.ensure_future(shelf.put(make_keys(range(4, 12)), range(4, 12)))

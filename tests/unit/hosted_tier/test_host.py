@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import CapacityError
-from kvtier.testing.chunks import make_buffers, make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_buffers, make_keys
 from kvtier.tiers.base import SlotOutcomes, StorageTier
 from kvtier.tiers.hosted import HostedTier, client, connection, host
 from kvtier.tiers.hosted.frames import Batch, Frame
@@ -31,7 +30,7 @@ from tests.unit.mappings import flags_of_mappings
 
 
 async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
-    shelf: Shelf[HostedTier], caplog: pytest.LogCaptureFixture
+    shelf: TierHarness[HostedTier], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = make_keys(range(4))
     assert await shelf.put(keys, range(4)) == [DONE] * 4
@@ -47,7 +46,9 @@ async def test_a_host_that_dies_costs_what_it_was_doing_and_is_replaced(
     assert "starting its I/O process again" in caplog.text
 
 
-async def test_the_ram_tier_is_in_no_core_dump_of_a_host(shelf: Shelf[HostedTier]) -> None:
+async def test_the_ram_tier_is_in_no_core_dump_of_a_host(
+    shelf: TierHarness[HostedTier],
+) -> None:
     assert shelf.tier.host_pid is not None
     flags = flags_of_mappings(shelf.tier.host_pid, "/memfd:kvtier")
     assert flags
@@ -55,7 +56,7 @@ async def test_the_ram_tier_is_in_no_core_dump_of_a_host(shelf: Shelf[HostedTier
 
 
 async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_the_engine(
-    shelf: Shelf[HostedTier], options: NvmeTierConfig, caplog: pytest.LogCaptureFixture
+    shelf: TierHarness[HostedTier], options: NvmeTierConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
@@ -74,7 +75,7 @@ async def test_a_store_that_is_gone_when_the_host_is_replaced_fails_chunks_not_t
 
 
 async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
@@ -90,7 +91,7 @@ async def test_memory_is_not_given_back_before_a_dying_host_is_gone(
 
 
 async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     keys = make_keys(range(2))
     await shelf.put(keys, range(2))
@@ -104,7 +105,7 @@ async def test_what_is_forgotten_while_the_host_is_gone_is_told_to_the_next(
 
 
 async def test_it_is_told_so_before_anything_new_is_written_there(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     old, new = make_keys(range(2))
     await shelf.put([old], [0])
@@ -118,7 +119,7 @@ async def test_it_is_told_so_before_anything_new_is_written_there(
 
 
 async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_it(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await shelf.put(make_keys(range(2)), range(2))
     told: asyncio.Queue[object] = asyncio.Queue()
@@ -129,7 +130,7 @@ async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_
         told.put_nowait(frame.header["op"])
 
     monkeypatch.setattr(connection.Connection, "send", overheard)
-    monkeypatch.setattr(client, "_NOTES_DELAY_S", 0.0)
+    monkeypatch.setattr(client, "_QUEUE_DELAY_S", 0.0)
     for _ in range(2):  # the second time as well
         shelf.tier.touch([1])
         assert await asyncio.wait_for(told.get(), 10) == "touch"
@@ -149,7 +150,7 @@ def understand_nothing(own: connection.Connection, frame: Frame) -> None:
     ids=["the host does not understand", "the engine does not understand"],
 )
 async def test_when_one_end_does_not_understand_the_other_the_host_is_replaced(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
     monkeypatch: pytest.MonkeyPatch,
     owner: object,
     method: str,
@@ -181,7 +182,7 @@ async def test_where_processes_cannot_be_watched_a_host_looks_whether_its_engine
     parents = [4711, 4711, 1]
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
-    monkeypatch.setattr(host, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(host, "_PARENT_POLL_S", 0)
     there, here = socket.socketpair()
     with there:
         reader, writer = await asyncio.open_unix_connection(sock=here)
@@ -219,7 +220,7 @@ async def test_what_a_dying_engine_sent_last_is_no_error_of_its_host() -> None:
 
 
 async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         kill(shelf.tier, number)
@@ -229,7 +230,7 @@ async def test_a_signal_to_the_whole_group_leaves_the_host_to_the_engine(
 
 
 async def test_a_buffer_outside_the_shared_memory_is_refused(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     with pytest.raises(CapacityError, match="not in the shared memory"):
         await shelf.tier.write(
@@ -238,7 +239,7 @@ async def test_a_buffer_outside_the_shared_memory_is_refused(
 
 
 async def test_a_slot_the_tier_does_not_have_is_refused_by_the_host(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
 ) -> None:
     with pytest.raises(CapacityError, match="slots 99 to 99"):
         await shelf.tier.write(make_keys([1]), [99], shelf.buffers(1), purpose=Purpose.STORE)

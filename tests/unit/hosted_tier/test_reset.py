@@ -10,14 +10,15 @@ import pytest
 
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.errors import ClosedError, TierUnavailableError
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, connection, process
 from tests.unit.hosted_tier.hosting import CORRUPT, DONE, FAILED, kill
 
 
-async def test_a_reset_reaches_a_store_whose_host_has_died(shelf: Shelf[HostedTier]) -> None:
+async def test_a_reset_reaches_a_store_whose_host_has_died(
+    shelf: TierHarness[HostedTier],
+) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
     kill(shelf.tier, signal.SIGKILL)
@@ -31,7 +32,7 @@ def refuse_to_start(options: TierConfig, context: TierContext) -> None:
 
 @pytest.mark.parametrize("used_before_closing", [True, False])
 async def test_a_reset_for_which_no_host_could_be_started_is_owed(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch, used_before_closing: bool
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch, used_before_closing: bool
 ) -> None:
     keys = make_keys(range(3))
     await shelf.put(keys[:2], [0, 1])
@@ -50,7 +51,7 @@ async def test_a_reset_for_which_no_host_could_be_started_is_owed(
 
 @pytest.mark.parametrize("index_is_lost", [False, True])
 async def test_what_is_stored_after_a_reset_outlives_the_host_but_not_the_engine(
-    shelf: Shelf[HostedTier], options: NvmeTierConfig, index_is_lost: bool
+    shelf: TierHarness[HostedTier], options: NvmeTierConfig, index_is_lost: bool
 ) -> None:
     keys = make_keys(range(3))
     await shelf.tier.reset()
@@ -68,7 +69,7 @@ async def test_what_is_stored_after_a_reset_outlives_the_host_but_not_the_engine
 
 
 async def test_a_reset_that_closing_cannot_make_up_for_either_is_said_to_be_lost(
-    shelf: Shelf[HostedTier],
+    shelf: TierHarness[HostedTier],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -82,7 +83,7 @@ async def test_a_reset_that_closing_cannot_make_up_for_either_is_said_to_be_lost
 
 
 async def test_nothing_is_read_or_written_between_a_reset_that_failed_and_one_that_did_not(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
@@ -105,7 +106,7 @@ async def test_nothing_is_read_or_written_between_a_reset_that_failed_and_one_th
 
 
 async def test_a_reset_that_a_hung_host_keeps_from_ending_starts_none_for_a_closed_tier(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)

@@ -11,8 +11,7 @@ import pytest
 
 from kvtier.config import NvmeTierConfig, TierConfig
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_keys
-from kvtier.testing.shelf import Shelf
+from kvtier.testing.tier_harness import TierHarness, make_keys
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.hosted import HostedTier, client, connection, process
 from tests.unit.hosted_tier.hosting import DONE, FAILED, kill, let_no_host_end, opened
@@ -43,12 +42,12 @@ def lose(tier: HostedTier) -> connection.Connection:
     lost = tier._connection
     assert lost is not None
     lost._transport.abort()
-    lost._go()
+    lost._mark_gone()
     return lost
 
 
 async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_EXIT_TIMEOUT_S", 0.05)
     keys = make_keys([1])
@@ -61,7 +60,7 @@ async def test_a_host_is_not_started_before_the_last_one_let_go_of_the_store(
 
 
 async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
-    shelf: Shelf[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], pool: IoPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.05)
     keys = make_keys([1])
@@ -72,13 +71,15 @@ async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
     for _ in range(2):
         assert await asyncio.wait_for(shelf.get(keys, [0]), 10) == [FAILED]
         assert f"process {held.process.pid} is stuck in the operating" in shelf.error
-        monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 600)  # the wait is over
+        monkeypatch.setattr(connection, "_END_TIMEOUT_S", 600)  # the wait is over
     await asyncio.wait_for(shelf.tier.aclose(), 10)
     await pool.run(lambda: held.process.wait(10), priority=0)
 
 
 async def test_of_a_host_that_is_stuck_the_log_tells_once(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shelf: TierHarness[HostedTier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries = 0
 
@@ -89,13 +90,13 @@ async def test_of_a_host_that_is_stuck_the_log_tells_once(
 
     monkeypatch.setattr(connection, "aend", ends_at_last)
     await shelf.put(make_keys([1]), [0])
-    await lose(shelf.tier).bury()
+    await lose(shelf.tier).wait_ended()
     assert tries == 4
     assert caplog.text.count("is stuck in the operating system") == 1
 
 
 async def test_a_host_that_ends_after_all_is_replaced(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_no_host_end(monkeypatch, patience_s=0.05, until=(answers := asyncio.Event()))
     keys = make_keys([1])
@@ -104,16 +105,16 @@ async def test_a_host_that_ends_after_all_is_replaced(
     assert await shelf.get(keys, [0]) == [FAILED]
     assert "is stuck in the operating system" in shelf.error
     answers.set()
-    await asyncio.wait_for(lost._buried.wait(), 10)
+    await asyncio.wait_for(lost._ended.wait(), 10)
     assert await shelf.get(keys, [0]) == [DONE]
 
 
 async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
-    await lose(shelf.tier).bury()
+    await lose(shelf.tier).wait_ended()
     cancelled = asyncio.ensure_future(shelf.get(keys, [0]))
     hosts = call_at_start(monkeypatch, cancelled.cancel)
     with pytest.raises(asyncio.CancelledError):
@@ -123,12 +124,12 @@ async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
 
 
 async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_running(
-    shelf: Shelf[HostedTier], monkeypatch: pytest.MonkeyPatch
+    shelf: TierHarness[HostedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing: list[asyncio.Future[None]] = []
     keys = make_keys([1])
     await shelf.put(keys, [0])
-    await lose(shelf.tier).bury()
+    await lose(shelf.tier).wait_ended()
     hosts = call_at_start(
         monkeypatch, lambda: closing.append(asyncio.ensure_future(shelf.tier.aclose()))
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing.chunks import make_keys, make_sources
+from kvtier.testing.tier_harness import make_keys, make_sources
 from kvtier.tiers.slab import SlabTier
 from kvtier.types import LayoutFingerprint, Outcome, Purpose
 

@@ -12,7 +12,7 @@ import pytest
 from kvtier.config import NvmeTierConfig
 from kvtier.errors import ConfigError
 from kvtier.os.iopool import IoPool
-from kvtier.testing.chunks import make_sources
+from kvtier.testing.tier_harness import make_sources
 from kvtier.tiers.base import TierContext
 from kvtier.tiers.slab import SlabTier, opening
 from kvtier.types import Outcome, Purpose

@@ -1,20 +1,25 @@
-"""Counting what code does and holds, where timing it would prove nothing.
+"""Probes of the policy contracts: steps, memory, impure calls, and notes on failures.
 
-A line of Python is a step. One line can also do any amount of work in C, so in the packages
-that are looked at the built-in functions which walk through their argument are replaced while
-counting by ones that charge a step for each item, and a method of a list or a deque that
-walks through it is charged its length. What is left, and counts as one line, is what the
-interpreter does without a call: slices, ``in`` on a list, comparisons of containers.
+Work is counted, because timing it would prove nothing. A line of Python is a step. One line can
+do any amount of work in C, so in the examined packages built-in functions that walk through an
+argument charge a step for each item, and methods that walk through a list or a deque charge its
+length. Slices, ``in`` on a list and comparisons of containers count as one line.
+
+A policy is given time and randomness. One that takes them from elsewhere, or reads a file,
+behaves differently live and in a simulator. Such calls end in C, and the interpreter reports
+calls of C functions.
 """
 
 from __future__ import annotations
 
 import builtins
 import gc
+import random
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 from typing_extensions import override
@@ -23,8 +28,11 @@ from kvtier.policies import ChunkCopy
 
 __all__ = [
     "count_entries",
-    "count_lines",
     "count_steps",
+    "fields_of",
+    "held_by",
+    "impure_calls",
+    "noting",
     "packages_of",
     "reachable",
 ]
@@ -36,19 +44,31 @@ _WALKING_METHODS: Final = frozenset(
 )
 _LISTS: Final = (list, deque)
 _CALLS_IN_C: Final = frozenset(["c_call", "c_return"])
+_OUTWARD: Final = frozenset(
+    [
+        "time",
+        "datetime",
+        "posix",
+        "_io",
+        "_socket",
+        "select",
+        "_thread",
+        "_sqlite3",
+        "_random",
+        "_uuid",
+    ]
+)
+_HARMLESS: Final = frozenset(["fspath"])
+_CLOCKS: Final = frozenset(["now", "today", "utcnow"])
+"""Functions of ``datetime`` that read a clock."""
 
 
-def count_lines(work: Callable[[], object]) -> int:
-    """Count the lines of Python that ``work`` runs outside :mod:`kvtier.testing`."""
-    return count_steps(work, packages=())
-
-
-def count_steps(work: Callable[[], object], *, packages: Collection[str]) -> int:
+def count_steps(work: Callable[[], object], *, packages: Collection[str] = ()) -> int:
     """Count the lines of Python that ``work`` runs, and the items it walks through in C.
 
     Args:
-        work: What to run; nothing of :mod:`kvtier.testing` counts.
-        packages: Names of the packages whose work in C is counted too.
+        work: What to run; lines of :mod:`kvtier.testing` do not count.
+        packages: Names of the packages whose work in C counts too.
     """
     return _Counter(packages).run(work)
 
@@ -71,7 +91,7 @@ class _Counter:
         """Run ``work`` and return its steps."""
         trace, profile = sys.gettrace(), sys.getprofile()
         collects = gc.isenabled()
-        gc.disable()  # or what others left behind runs its last lines here
+        gc.disable()  # finalizers of earlier garbage would count
         sys.settrace(self._on_line)
         if self._packages:
             sys.setprofile(self._on_call)
@@ -111,7 +131,7 @@ class _Counter:
             self._on_pop(owner, event)
 
     def _on_pop(self, owner: list[Any], event: str) -> None:
-        """Charge for the items that move up when another one than the last is taken."""
+        """Charge for the items that move when ``pop`` takes another than the last."""
         if event == "c_call":
             plain = len(owner) < 2 or owner[-1] is owner[-2]
             self._ends.append(None if plain else owner[-1])
@@ -136,7 +156,7 @@ class _Counter:
             yield item
 
     def _charged(self, walking: Any) -> Any:  # noqa: ANN401 - any of the built-in ones
-        """Return what stands in for ``walking``, one of :data:`_WALKING`."""
+        """Return a replacement for ``walking``, one of :data:`_WALKING`, that charges steps."""
         if isinstance(walking, type):
             return _stand_in_for(walking, self._charge)
 
@@ -144,7 +164,7 @@ class _Counter:
         charge = self._charge_each if stops_early else self._charge
 
         def charging(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the original
-            # Several arguments of min and max are what to compare, not what to walk through.
+            # Several arguments of min and max are compared, not walked through.
             if len(args) == 1 or walking is builtins.sum:
                 args = (charge(args[0]), *args[1:])
             return walking(*args, **options)
@@ -155,7 +175,7 @@ class _Counter:
 def _stand_in_for(
     kind: type[Any], charge: Callable[[Iterable[Any]], Iterable[Any]]
 ) -> type[Any]:
-    """Return a class that makes instances of ``kind`` and takes these for its own."""
+    """Return a class that makes instances of ``kind`` and charges for their items."""
 
     class Meta(type):
         @override
@@ -170,7 +190,7 @@ def _stand_in_for(
 
 
 def reachable(root: object) -> Iterator[object]:
-    """Yield what the containers and objects below ``root`` hold, as often as they hold it."""
+    """Yield every reference held by containers and objects below ``root``."""
     seen: set[int] = set()
     pending: list[object] = [root]
     while pending:
@@ -184,5 +204,59 @@ def reachable(root: object) -> Iterator[object]:
 
 
 def count_entries(root: object) -> int:
-    """Count what :func:`reachable` yields."""
+    """Count the references below ``root``."""
     return sum(1 for _ in reachable(root))
+
+
+@contextmanager
+def impure_calls(rng: random.Random) -> Iterator[list[str]]:
+    """Collect the clocks, generators and system calls that the ``with`` block calls.
+
+    Args:
+        rng: The only permitted generator.
+    """
+    found: list[str] = []
+
+    def on_call(_: types.FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - as sys says
+        if event != "c_call":
+            return
+        owner = getattr(called, "__self__", None)
+        kind = owner if isinstance(owner, types.ModuleType | type) else type(owner)
+        home = getattr(called, "__module__", None) or getattr(kind, "__module__", "")
+        name = called.__name__
+        if isinstance(owner, random.Random):
+            home = "" if owner is rng else "random"
+        if home == "datetime" and name not in _CLOCKS:
+            return
+        if name not in _HARMLESS and (home in _OUTWARD or home == "random"):
+            found.append(f"{home}.{name}")
+
+    before = sys.getprofile()
+    sys.setprofile(on_call)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def fields_of(copy: ChunkCopy) -> dict[str, object]:
+    """Return the fields of ``copy``, to detect writes later."""
+    return {name: getattr(copy, name) for name in ChunkCopy.__slots__}
+
+
+def held_by(policy: object) -> tuple[int, int]:
+    """Return how many copies, and how many different keys, ``policy`` refers to."""
+    held = list(reachable(policy))
+    copies = sum(isinstance(item, ChunkCopy) for item in held)
+    return copies, len({item for item in held if isinstance(item, bytes)})
+
+
+@contextmanager
+def noting(**configuration: object) -> Iterator[None]:
+    """Add a note such as ``with tiers=1`` to an error of the ``with`` block."""
+    try:
+        yield
+    except Exception as error:
+        words = ", ".join(f"{name}={value!r}" for name, value in configuration.items())
+        error.add_note(f"with {words}")
+        raise

@@ -1,0 +1,224 @@
+"""Probes of the tier contract: blocking calls, held threads, and a process that is killed.
+
+Time would not show blocking: a read from the page cache takes microseconds, and the same read
+takes seconds when a disk hangs. So blocking calls are found by name: system calls for files,
+sockets and processes, SQL statements, sleeps, and waits for threads. A page fault of mapped
+memory is not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Final, ParamSpec, Self, TypeVar
+
+from typing_extensions import override
+
+from kvtier.os.iopool import IoPool
+
+__all__ = ["HeldThreads", "blocking_calls", "run_and_kill"]
+
+_MODULES: Final = frozenset(["_io", "_sqlite3", "sqlite3"])
+"""Modules whose every call may block."""
+_SOCKET: Final = "_socket"
+"""The module of sockets. Calls on a non-blocking one are not counted."""
+_FUNCTIONS: Final = {
+    "fcntl": frozenset(["flock", "lockf"]),
+    "mmap": frozenset(["flush"]),
+    "select": frozenset(["epoll", "poll", "select"]),
+    "time": frozenset(["sleep"]),
+}
+_HARMLESS: Final = frozenset(["close", "fspath", "getpid", "strerror", "urandom"])
+"""Public functions of ``posix`` that do not block; all others may."""
+_WAITS: Final = frozenset(["_wait_for_tstate_lock", "join", "wait"])
+"""Functions of ``threading`` that wait for another thread."""
+_EXEMPT: Final = frozenset(["asyncio", "linecache", "logging", "selectors", "warnings"])
+"""Modules of Python that may block: the loop itself, and error reporting."""
+_TRANSPARENT: Final = sys.stdlib_module_names | {"blockbuster"}
+"""Modules that call on behalf of others: Python's own, and wrappers of system calls."""
+_TIMEOUT_S: Final = 60.0
+_FIRST: Final = -1
+_LAST: Final = 1 << 16
+"""Priorities before and after those of a tier's calls."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def blocking_calls() -> Iterator[list[str]]:
+    """Collect the blocking calls of this thread in the ``with`` block, and their callers.
+
+    Calls of the event loop itself do not count.
+    """
+    found: list[str] = []
+
+    def on_call(frame: types.FrameType, event: str, called: Any) -> None:  # noqa: ANN401 - as sys says
+        if event == "c_call" and (name := _blocking_name(frame, called)):
+            place = _caller(frame)
+            if place is not None:
+                found.append(f"{name} in {place}")
+
+    before = sys.getprofile()
+    sys.setprofile(on_call)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def _blocking_name(frame: types.FrameType, called: Any) -> str:  # noqa: ANN401 - as sys says
+    """Return the name of a call in C if it blocks, else nothing."""
+    owner = getattr(called, "__self__", None)
+    kind = owner if isinstance(owner, types.ModuleType | type) else type(owner)
+    module = getattr(called, "__module__", None) or getattr(kind, "__module__", "")
+    name = called.__name__
+    if module == "_thread":
+        waits = frame.f_globals.get("__name__") == "threading"
+        return "threading.wait" if waits and frame.f_code.co_name in _WAITS else ""
+    if module == _SOCKET:
+        blocks = getattr(owner, "gettimeout", lambda: None)() != 0
+        return f"socket.{name}" if blocks and name not in {"gettimeout", "fileno"} else ""
+    if module in _MODULES:
+        in_memory = kind.__name__ in {"BytesIO", "StringIO"}
+        return "" if in_memory else f"{module}.{name}"
+    if module == "posix":
+        return "" if name in _HARMLESS or name.startswith("_") else f"posix.{name}"
+    return f"{module}.{name}" if name in _FUNCTIONS.get(str(module), ()) else ""
+
+
+def _caller(frame: types.FrameType | None) -> str | None:
+    """Return the module and line that make a call; None for Python's own housekeeping."""
+    starts_thread = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if package in _EXEMPT or starts_thread:
+            return None
+        if package not in _TRANSPARENT:
+            return f"{name}:{frame.f_lineno}"
+        starts_thread = name == "threading" and frame.f_code.co_name == "start"
+        frame = frame.f_back
+    return None
+
+
+class _HeldExecutor(ThreadPoolExecutor):
+    """An executor whose calls wait for ``gate``."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__(thread_name_prefix="asyncio_held")
+        self._gate = gate
+        self.calls: list[Future[Any]] = []
+
+    @override
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        def held() -> T:
+            self._gate.wait()
+            return fn(*args, **kwargs)
+
+        call = super().submit(held)
+        self.calls.append(call)
+        return call
+
+
+class HeldThreads:
+    """Hold back the threads of ``pool`` and of the loop's executor inside a ``with`` block.
+
+    Leaving the block releases them and waits until they are idle.
+
+    Args:
+        pool: The threads of a tier.
+    """
+
+    def __init__(self, pool: IoPool) -> None:
+        self._pool = pool
+        self._gate = threading.Event()
+        self._executor = _HeldExecutor(self._gate)
+
+    async def __aenter__(self) -> Self:
+        # The executor stays the loop's: once the gate is open it is one like any other.
+        asyncio.get_running_loop().set_default_executor(self._executor)
+        waits = [self._gate.wait] * self._pool.threads
+        self._held = asyncio.create_task(self._pool.run_all(waits, priority=_FIRST))
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._gate.set()
+        await self._held
+        # Threads meet here only when none of them is in another call.
+        meeting = threading.Barrier(self._pool.threads)
+        await self._pool.run_all([meeting.wait] * self._pool.threads, priority=_LAST)
+        wait(self._executor.calls)
+
+
+def run_and_kill(
+    work: Callable[[], Coroutine[Any, Any, object]],
+    *,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
+    """Run ``work`` in a forked process, then ``meanwhile`` in this one, then kill the process.
+
+    SIGKILL ends the process before it closes anything.
+
+    Args:
+        work: Runs in the process, on its own event loop.
+        meanwhile: Runs here while the process lives.
+
+    Raises:
+        AssertionError: ``work`` raised, or took too long.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, there), daemon=True)
+    with warnings.catch_warnings():
+        # A thread may hold a lock at a fork; the process never joins one.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    there.close()
+    try:
+        problem = _hear(here)
+        if problem:
+            raise AssertionError(problem)
+        meanwhile()
+    finally:
+        here.close()
+        process.kill()
+        process.join(_TIMEOUT_S)
+
+
+def _hear(connection: Connection) -> str:
+    """Return the error of the process; empty for none."""
+    if not connection.poll(_TIMEOUT_S):
+        return f"the other process was not done after {_TIMEOUT_S:g} s"
+    try:
+        return str(connection.recv())
+    except EOFError:
+        return "the other process ended early"
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, object]], connection: Connection) -> None:
+    async def until_killed() -> None:
+        await work()
+        connection.send("")
+        await asyncio.sleep(2 * _TIMEOUT_S)
+
+    try:
+        asyncio.run(until_killed())
+    except BaseException:
+        connection.send(traceback.format_exc())
+        raise
