@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import count, islice
 from typing import Any
 
 from kvtier.connector.groups import GroupLayout
@@ -13,7 +14,7 @@ from kvtier.keys import ChunkKey, make_key
 from kvtier.manager.hits import Prompt
 from kvtier.types import JobId
 
-__all__ = ["TrackedRequest", "chunk_positions"]
+__all__ = ["OfferQueue", "TrackedRequest", "chunk_positions"]
 
 NameChunk = Callable[[ChunkKey], ChunkKey]
 """Returns kvtier's key of a chunk from the engine's."""
@@ -30,6 +31,7 @@ class TrackedRequest:
         keys: Keys of its whole chunks known so far, per group.
         offered_tokens: Per group, tokens whose chunks were offered for storing.
         next_offer_tokens: Computed tokens at which there may be a new chunk; 0 for any.
+        due_at: When the :class:`OfferQueue` returns it; infinite for never.
         local_tokens: Tokens the engine had in its own cache at the last lookup.
         jobs: Jobs in flight: one load, or stores.
         has_blocks: Whether it was scheduled and has kept its blocks since.
@@ -137,6 +139,48 @@ class TrackedRequest:
     def _name(self, block_hash: bytes, layout: GroupLayout) -> ChunkKey:
         key = make_key(block_hash, layout.index)
         return key if self._name_chunk is None else self._name_chunk(key)
+
+
+class OfferQueue:
+    """Requests ordered by when they may complete a chunk.
+
+    Its clock counts tokens: every step advances it by the most tokens that one request computes
+    in it. A request needs at least as many more to complete a chunk as the clock must advance.
+    So a step checks only requests that are due, and generating costs nothing until then.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._heap: list[tuple[float, int, str]] = []
+        self._due: dict[str, tuple[float, int, TrackedRequest]] = {}
+        """Time, serial number and request; a heap entry with another number is stale."""
+        self._serials = count()
+
+    def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
+        """Check a request once it may have computed ``wait_tokens`` more tokens."""
+        due_at, serial = self._now + wait_tokens, next(self._serials)
+        self._due[tracked.req_id] = (due_at, serial, tracked)
+        heappush(self._heap, (due_at, serial, tracked.req_id))
+
+    def remove(self, tracked: TrackedRequest) -> None:
+        """Forget a request."""
+        self._due.pop(tracked.req_id, None)
+
+    def take_due(self, scheduled_tokens: Mapping[str, int]) -> list[TrackedRequest]:
+        """Return and remove the requests that may complete a chunk in a step.
+
+        Args:
+            scheduled_tokens: Tokens that the step computes, by request.
+        """
+        self._now += max(scheduled_tokens.values(), default=0)
+        due: list[TrackedRequest] = []
+        while self._heap and self._heap[0][0] <= self._now:
+            _, serial, req_id = heappop(self._heap)
+            entry = self._due.get(req_id)
+            if entry is not None and entry[1] == serial:
+                due.append(entry[2])
+                del self._due[req_id]
+        return due
 
 
 def chunk_positions(context: RequestContext) -> Mapping[ChunkKey, int]:

@@ -34,7 +34,7 @@ from kvtier.connector.protocols import (
     EngineRequest,
     Step,
 )
-from kvtier.connector.requests import TrackedRequest
+from kvtier.connector.requests import OfferQueue, TrackedRequest
 from kvtier.connector.service import CacheService
 from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.connector.transfers import Transfers
@@ -84,8 +84,7 @@ class ConnectorScheduler:
         reads_all = all(each.group.reach is Reach.PREFIX for each in self._layouts)
         self._recompute_tokens = 0 if reads_all else 1
         self._requests: dict[str, TrackedRequest] = {}
-        self._offering: dict[str, TrackedRequest] = {}
-        """Requests that may complete a chunk; all others cost nothing in a step."""
+        self._offers = OfferQueue()
         self._jobs = JobTable(options.ranks)
         self._load_jobs: dict[JobId, TransferJob] = {}
         self._store_jobs: dict[JobId, TransferJob] = {}
@@ -112,7 +111,7 @@ class ConnectorScheduler:
         former = self._requests.get(request.request_id)
         if former is not None:
             self._cache.end_request(former)
-            self._offering.pop(former.req_id, None)
+            self._offers.remove(former)
         tracked = TrackedRequest(
             request, self._layouts, name_chunk=name_chunk, may_store=may_store
         )
@@ -194,8 +193,7 @@ class ConnectorScheduler:
         if step.allocated:
             # Before this step's stores are planned: they read what the step computes.
             self._jobs.flush_readers_of(step.allocated)
-        if self._offering:
-            self._offer_chunks(step)
+        self._offer_chunks(step)
         flush = self._jobs.take_flush()
         if not (self._load_jobs or self._store_jobs or flush):
             return NOTHING_TO_DO
@@ -234,7 +232,7 @@ class ConnectorScheduler:
             return
         self._store(tracked, 0)
         del self._requests[tracked.req_id]
-        self._offering.pop(tracked.req_id, None)
+        self._offers.remove(tracked)
         self._cache.end_request(tracked)
 
     # -- figures, reset and shutdown -----------------------------------------------------------
@@ -246,7 +244,7 @@ class ConnectorScheduler:
     @property
     def is_active(self) -> bool:
         """Whether another step is certain: a request runs, or work is pending."""
-        return bool(self._jobs) or self._cache.is_active
+        return bool(self._requests or self._jobs) or self._cache.is_active
 
     def statistics(self) -> EngineStatistics:
         """Return all figures of the cache now."""
@@ -285,7 +283,7 @@ class ConnectorScheduler:
         self._loading.clear()
         for tracked in self._requests.values():
             tracked.offer_again()
-        self._offering.update(self._requests)
+            self._offers.add(tracked)
         return self._cache.reset_cache()
 
     def shutdown(self) -> None:
@@ -296,16 +294,17 @@ class ConnectorScheduler:
 
     def _offer_chunks(self, step: Step) -> None:
         """Offer the chunks that the step completes."""
-        offering, scheduled_tokens = self._offering, step.num_scheduled_tokens
+        scheduled_tokens = step.num_scheduled_tokens
         for req_id, states in step.states.items():
             if req_id in self._requests:
                 self._store(self._requests[req_id], scheduled_tokens.get(req_id, 0), states)
-        for req_id, scheduled in scheduled_tokens.items():
-            tracked = offering.get(req_id)
-            if tracked is None:
-                continue
-            if tracked.request.num_computed_tokens + scheduled >= tracked.next_offer_tokens:
+        for tracked in self._offers.take_due(scheduled_tokens):
+            scheduled = scheduled_tokens.get(tracked.req_id, 0)
+            tokens = tracked.request.num_computed_tokens + scheduled
+            if scheduled and tokens >= tracked.next_offer_tokens:
                 self._store(tracked, scheduled)
+            if tracked.has_blocks and tracked.next_offer_tokens < inf:
+                self._offers.add(tracked, max(tracked.next_offer_tokens - tokens, 1))
 
     def _track(self, request: EngineRequest) -> TrackedRequest:
         """Return the state of a request; start following it if nobody announced it."""
@@ -361,7 +360,7 @@ class ConnectorScheduler:
                 tracked.store_limit = 0  # its streamed prompt was continued
             tracked.has_blocks = True
             tracked.next_offer_tokens = 0  # a continued prompt is longer now
-            self._offering[req_id] = tracked
+            self._offers.add(tracked)
 
     def _store(
         self, tracked: TrackedRequest, scheduled: int, states: Sequence[BoundaryState] = ()
@@ -383,8 +382,6 @@ class ConnectorScheduler:
                 self._store_jobs[job_id] = TransferJob(tracked.req_id, source, slots)
         tracked.offered_tokens = offer.ends
         tracked.next_offer_tokens = self._rules.next_offer_tokens(tracked)
-        if tracked.next_offer_tokens == inf:
-            self._offering.pop(tracked.req_id, None)
 
     def _complete(self, job: JobState) -> None:
         """Report to the cache that a job ended in all ranks."""
@@ -397,4 +394,4 @@ class ConnectorScheduler:
         if job.has_failed:
             tracked.offer_again()  # the cache has dropped what is computed instead
             if self._requests.get(tracked.req_id) is tracked:
-                self._offering[tracked.req_id] = tracked
+                self._offers.add(tracked)

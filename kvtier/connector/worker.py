@@ -164,6 +164,8 @@ class ConnectorWorker:
     # -- internals -----------------------------------------------------------------------------
 
     def _submit_deferred(self, lost: frozenset[JobId] = frozenset()) -> None:
+        if not self._deferred:
+            return
         deferred, self._deferred = self._deferred, {}
         for job_id, job in deferred.items():
             start = self._start_lost if job_id in lost else self._start_store

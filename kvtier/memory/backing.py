@@ -1,10 +1,9 @@
-"""Memory files: the pages behind the RAM tier, all in place before anybody counts on them.
+"""Memory files: allocate the pages of the RAM tier before it is used.
 
-Pages come in two sizes. Direct I/O pins every page it reads into, and a GiB is 262,144 pages
-of 4 KiB or 512 huge ones: with those a read or a write costs a quarter of the processor's
-time, and so does pinning the tier for a GPU. Linux keeps huge pages for files like ours in a
-pool that the administrator fills (``vm.nr_hugepages``); they are taken when the pool has
-enough for all of the tier.
+Pages come in two sizes. Direct I/O pins every page it reads into, and a GiB is 262,144 pages of
+4 KiB or 512 huge ones. With huge pages, reads, writes and pinning for a GPU cost a quarter of
+the processor's time. Linux keeps huge pages in a pool that the administrator fills
+(``vm.nr_hugepages``). They are used if the pool has enough for the whole tier.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvtier.units import format_size
 __all__ = ["HugePages", "create_memory"]
 
 HugePages = Literal["auto", "require", "off"]
-"""Whether to take them: if there are enough, or else refuse, or never."""
+"""Whether to use huge pages: if enough are free, or refuse otherwise, or never."""
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -34,8 +33,8 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
 
     Args:
         name: Shown in ``/proc/PID/maps``.
-        nbytes: At least so many bytes; the file ends with a whole page.
-        huge_pages: Whether to take huge pages.
+        nbytes: Least bytes of the file, which has whole pages.
+        huge_pages: Whether to use huge pages.
 
     Returns:
         Its descriptor.
@@ -68,7 +67,7 @@ def create_memory(name: str, nbytes: int, huge_pages: HugePages) -> int:
 
 
 def _create_huge(name: str, nbytes: int) -> int | None:
-    """Return a file of huge pages, or None if there are not enough."""
+    """Return a file of huge pages, or None if the pool has too few."""
     pool = huge_page_pool(_PROC)
     if not pool.holds(nbytes):
         return None
@@ -76,14 +75,14 @@ def _create_huge(name: str, nbytes: int) -> int | None:
     try:
         _prefault(descriptor, pool.needed(nbytes) * pool.page_nbytes)
     except OSError:
-        # Somebody else was faster, or the control group allows fewer.
+        # Another process took them, or the control group allows fewer.
         os.close(descriptor)
         return None
     return descriptor
 
 
 def _prefault(descriptor: int, nbytes: int) -> None:
-    """Allocate every page now: later it would cost the first request, or kill the engine."""
+    """Allocate every page now: later, it would delay the first request or kill the engine."""
     os.ftruncate(descriptor, nbytes)
     offsets = range(0, nbytes, _PREFAULT_PIECE_NBYTES)
 
@@ -96,10 +95,10 @@ def _prefault(descriptor: int, nbytes: int) -> None:
 
 
 def _require_memory(nbytes: int) -> None:
-    """Refuse what this host or its control group cannot hold.
+    """Check that this host and its control group have enough memory.
 
     Raises:
-        CapacityError: Too large; says what is available and by which limit.
+        CapacityError: They have not; the message names the limit and what it leaves.
     """
     for limit in memory_limits(_PROC, _SYS):
         if nbytes > limit.free_bytes:

@@ -1,32 +1,28 @@
-"""What really happened to each slot, written by workers and read by the scheduler.
+"""The control block: the status of each slot, written by workers and read by the scheduler.
 
-vLLM's offloading contract lets a worker report only success: anything else kills the engine,
-or, where a connector can report a failed load, says nothing about the chunk. So a worker
-acknowledges every job and leaves the truth here, in memory both sides map, *before* it
-acknowledges:
+vLLM's connector contract does not say which chunks a worker stored or loaded. So a worker
+writes each slot's status here, in memory that both sides map, *before* it acknowledges a job:
 
 ``generation[rank, slot]``
-    Stamp of the write whose bytes of this rank are whole. The scheduler gives every write a new
-    stamp, so "whole" cannot be confused with "was whole before".
+    Stamp of the write whose bytes of this rank are whole. Every write has a new stamp, so bytes
+    of an earlier write never count as whole.
 ``acknowledged[rank, slot]``
-    Jobs on this slot that the rank has finished, whatever came of them. The scheduler counts
-    what it issued; while the two differ a worker may still touch the slot.
+    Jobs on this slot that the rank has finished, successful or not. The scheduler counts the
+    jobs it issued; while the numbers differ, a worker may still touch the slot.
 ``refused[rank, slot]``
-    Stamp of the last write whose bytes the rank was to load and could not. A word of its own,
-    and not an erased ``generation``: the slot may be stamped by others at the same moment. If
-    they were only late, the scheduler takes the word away when the load is over.
+    Stamp of the last write whose bytes the rank failed to load. It is a word of its own,
+    because others may stamp ``generation`` at the same moment. If the bytes were only late, the
+    scheduler clears the word after the load.
 
-Each number is an aligned machine word. A worker writes while it has a job on the slot, the
-scheduler while nobody has, so no lock is needed: the engine's own message, which follows the
-write, orders it before the scheduler's read. Only acknowledgements are counted up, and two
-loads of one slot may end at once in two threads of a rank, one of them within the forward pass:
-these take turns.
+Each number is an aligned machine word. A worker writes it while it has a job on the slot, the
+scheduler while no worker has, so no lock is needed. The engine's own message follows the write
+and orders it before the scheduler's read. Only acknowledgements are incremented. Two loads of
+one slot may end at once in two threads of a rank, so these take a lock.
 
-The storage engine writes ``generation`` when a chunk has come up from a slower tier, or will
-not, and workers may be waiting for that word. The bytes it speaks for were written before it by
-whoever read them, in another process even, and the answer to that passed through a system call;
-the worker that saw the word reads them on another thread, after a lock. So neither can be
-reordered around the word.
+The storage engine writes ``generation`` when a chunk was promoted or the promotion failed, and
+workers may be polling that word. The chunk's bytes were written before, perhaps by another
+process, and the reply passed through a system call. The worker reads them on another thread,
+after a lock. So neither access can be reordered around the word.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ __all__ = ["ControlBlock"]
 _PAGE_NBYTES = 4096
 _ONE = np.uint32(1)
 _POISON = np.uint64(1 << 63)
-"""Beside the stamp of a write that failed: whoever waits for it need not wait any longer."""
+"""Flag on the stamp of a failed write, which ends the wait of workers."""
 
 
 class ControlBlock:
@@ -85,9 +81,9 @@ class ControlBlock:
         self._generation[rank, _index(slots)] = generation
 
     def retract(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Take this rank's stamps back: the bytes are not whole after all."""
+        """Remove this rank's stamps, because the bytes are not whole."""
         index = np.asarray(slots, np.intp)
-        # No other word is written: the slot may be somebody else's since a reset.
+        # Other stamps stay: since a reset the slot may belong to another chunk.
         borne = self._generation[rank, index] == _stamps(generations)
         self._generation[rank, index[borne]] = 0
 
@@ -98,7 +94,7 @@ class ControlBlock:
             self._acknowledged[rank, index] += _ONE
 
     def bears(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> bool:
-        """Return whether every slot bears the stamp it should, so that it may be loaded."""
+        """Return whether every slot has the required stamp, so that it may be loaded."""
         return bool((self._generation[rank, _index(slots)] == _stamps(generations)).all())
 
     def refuse(self, rank: int, slots: Sequence[int], generations: Sequence[int]) -> None:
@@ -109,13 +105,13 @@ class ControlBlock:
     def arrivals(
         self, rank: int, slots: Sequence[int], generations: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Say which slots bear the stamp they should, and which never will.
+        """Return which slots have the required stamp, and which never will.
 
         Returns:
-            Per slot, whether its bytes are whole, and whether they will not come: because that
-            was said, or because the slot is somebody else's by now.
+            Per slot, whether its bytes are whole, and whether they are lost: because the write
+            failed or the slot has another stamp.
         """
-        # A copy: what is published between two looks at one word would seem somebody else's.
+        # A copy: a stamp published between two reads of one word would look like another one.
         words = self._generation[rank, _index(slots)].copy()
         whole = words == _stamps(generations)
         return whole.tolist(), ((words != 0) & ~whole).tolist()
@@ -123,12 +119,12 @@ class ControlBlock:
     # -- storage engine -----------------------------------------------------------------------
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Stamp slots for every rank: their bytes came whole from a slower tier."""
+        """Stamp slots for every rank: their bytes were read whole from a slower tier."""
         if slots:
             self._generation[:, _index(slots)] = _stamps(generations)
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Tell every rank that the bytes of these stamps will not come."""
+        """Mark the bytes of these stamps as lost for every rank."""
         if slots:
             self._generation[:, _index(slots)] = _POISON | _stamps(generations)
 
@@ -139,7 +135,7 @@ class ControlBlock:
         self._issued[_index(slots)] += _ONE
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Take the stamps off ``slots``: their bytes are about to change, so none may load."""
+        """Remove the stamps of ``slots``, whose bytes are about to change."""
         if slots:
             self._generation[:, _index(slots)] = 0
 
@@ -156,10 +152,10 @@ class ControlBlock:
         return _in_every_rank(self._refused[:, _index(slots)] != _stamps(generations))
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Forget which stamps ranks could not load from ``slots``, where none has a load.
+        """Clear the failed loads of ``slots``, where no load is in progress.
 
-        They waited for bytes that were not there yet. When these have come, under the same
-        stamp, whoever loads them is not to be taken for one who could not.
+        Those loads were too early. When the bytes arrive under the same stamp, a later load of
+        them must not count as failed.
         """
         if slots:
             self._refused[:, _index(slots)] = 0
@@ -172,7 +168,7 @@ class ControlBlock:
         return _in_every_rank(self._acknowledged[:, index] == self._issued[index])
 
     def release(self) -> None:
-        """Let go of the shared memory; the block must not be used afterwards."""
+        """Release the shared memory; the block must not be used afterwards."""
         self._generation = np.zeros((0, 0), np.uint64)
         self._acknowledged = np.zeros((0, 0), np.uint32)
         self._refused = np.zeros((0, 0), np.uint64)
@@ -180,12 +176,12 @@ class ControlBlock:
 
 
 def _refused_at(slots: int, ranks: int) -> int:
-    """Return where the refused stamps begin: behind the two others, aligned to a word."""
+    """Return the offset of the refused stamps: after the two other arrays, word-aligned."""
     return -(-slots * ranks * (8 + 4) // 8) * 8
 
 
 def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:
-    """Return ``slots`` as numpy indexes them fastest: mostly they are one extent."""
+    """Return ``slots`` as a slice if they are consecutive, which numpy indexes fastest."""
     if slots and slots[-1] - slots[0] == len(slots) - 1:
         extent = range(slots[0], slots[-1] + 1)
         if list(slots) == list(extent):
@@ -194,7 +190,7 @@ def _index(slots: Sequence[int]) -> slice | npt.NDArray[np.intp]:
 
 
 def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
-    """Return ``generations``, or the one that all are: converting a list costs more."""
+    """Return the one value of ``generations`` if all are equal, else an array."""
     first = generations[0] if generations else 0
     if generations.count(first) == len(generations):
         return np.uint64(first)
@@ -202,7 +198,7 @@ def _stamps(generations: Sequence[int]) -> np.uint64 | npt.NDArray[np.uint64]:
 
 
 def _in_every_rank(answers: npt.NDArray[np.bool_]) -> list[bool]:
-    """Return for each slot whether every row says so."""
-    # Over one row, which is the common case, the reduction costs more than the comparison.
+    """Return for each slot whether it is true in every row."""
+    # For one row, the common case, the reduction would cost more than the comparison.
     listed: list[bool] = (answers[0] if len(answers) == 1 else answers.all(0)).tolist()  # type: ignore[assignment]
     return listed

@@ -1,12 +1,12 @@
 """Copies between an engine's KV blocks and RAM slots.
 
 A slot holds one chunk for all ranks, in stripes (:mod:`kvtier.memory.slot_layout`). A stripe
-holds its part of ``blocks_per_chunk`` blocks one after the other, and of a block its part of
-all layers' pages one after the other.
+holds its part of ``blocks_per_chunk`` blocks in order, and within a block its part of all
+layers' pages in order.
 
-The engine keeps the same pages layer by layer. Copying page by page would cost one call for
-each, so blocks are gathered into a staging tensor on their own device, one call per layer,
-and rows of it go to consecutive slots in one copy.
+The engine keeps the same pages layer by layer. Copying page by page would take one call for
+each. So blocks are gathered into a staging tensor on their device, one call per layer, and
+whole rows of it are copied to consecutive slots.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _STAGING_NBYTES = 64 << 20
-"""Most device memory a copy borrows: the engine leaves little, a long prefix is gigabytes."""
+"""Most device memory of a copy: the engine leaves little, and a long prefix has gigabytes."""
 _KEPT_NBYTES = 8 << 20
-"""On a CPU a copy keeps its staging memory. Memory that is new costs a page fault for every
-four KiB, which takes longer than to copy them; and little of it stays in the caches."""
+"""Staging memory kept on a CPU. New memory has a page fault every 4 KiB, which takes longer
+than the copy; and a small buffer stays in the processor's caches."""
 _SHORTEST_NBYTES = 64 << 10
-"""Of what is copied by a call of its own between host and device. A call takes some
-microseconds, in which as many bytes go through memory that is not page-locked."""
+"""Least bytes that are copied by a call of their own between host and device. A call takes some
+microseconds, in which as many bytes pass through memory that is not page-locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class BlockCopyPlan:
     slots: Sequence[int]
 
     def restricted_to(self, slots: Sequence[int]) -> BlockCopyPlan:
-        """Return the part of this plan that is about ``slots``, some of its own."""
+        """Return the part of this plan for ``slots``, a subset of its slots."""
         wanted = np.asarray(slots, np.int64)
         parts = []
         for copy in self.groups:
@@ -109,7 +109,7 @@ class BlockCopyPlan:
         return BlockCopyPlan(parts, slots)
 
     def joined_with(self, others: Sequence[BlockCopyPlan]) -> BlockCopyPlan:
-        """Return one plan that does what this one and ``others`` do."""
+        """Return one plan with the copies of this one and ``others``."""
         if not others:
             return self
         plans = (self, *others)
@@ -121,11 +121,11 @@ class BlockCopyPlan:
         return BlockCopyPlan(groups, [slot for plan in plans for slot in plan.slots])
 
     def slots_filled(self, blocks_per_chunk: int) -> Sequence[int]:
-        """Return the slots that surely got every block of their chunk, for a store.
+        """Return the slots that certainly got every block of their chunk, for a store.
 
-        The first chunk of a group may lack its head, which ``block_indices`` says. What else
-        is missing the engine does not say: the blocks behind it have moved up, each to another
-        one's place, and only the group's end comes out wrong. Then none of the group counts.
+        The first chunk of a group may lack its head, which ``block_indices`` shows. The engine
+        does not say which other blocks are missing: later blocks move up into wrong places, and
+        only the group's end is wrong. Then no slot of the group counts as filled.
         """
         if blocks_per_chunk == 1 or not self.groups:
             return self.slots
@@ -150,9 +150,9 @@ def plan_copy(
     Args:
         block_ids: Block numbers, group after group.
         group_sizes: How many of them belong to each group.
-        block_indices: Logical index in the request of each group's first block; where it is
-            not a multiple of ``blocks_per_chunk`` the group's first chunk is partial. The
-            last may be.
+        block_indices: Logical index in the request of each group's first block. If it is not
+            a multiple of ``blocks_per_chunk``, the group's first chunk is partial. The last
+            chunk may be partial too.
         slots: RAM slots of the chunks, group after group.
         blocks_per_chunk: Blocks of a chunk.
 
@@ -178,7 +178,7 @@ def plan_copy(
         block_at += size
         slot_at += chunks
     if block_at == len(blocks) and slot_at < len(places):
-        # What is behind a gap has moved up, so nobody can say which chunks are whole.
+        # Blocks after a gap have moved up, so it is unknown which chunks are whole.
         raise UnsupportedError(
             f"some blocks of the chunks are gone: {block_at} are those of {slot_at} chunks, "
             f"not of {len(places)}"
@@ -191,7 +191,7 @@ def plan_copy(
 
 
 def _join(group: int, copies: Sequence[GroupCopy]) -> GroupCopy:
-    """Return ``copies`` of one group as one, in its order."""
+    """Return ``copies`` of one group as one, in order."""
     blocks = np.concatenate([copy.blocks for copy in copies])
     slots = np.concatenate([copy.slots for copy in copies])
     subs = np.concatenate([copy.subs for copy in copies])
@@ -246,11 +246,11 @@ class BlockCopier:
         )
 
     def mark(self) -> Fence | None:
-        """Return the point in the compute stream that a copy asked for now must come after."""
+        """Return the point in the compute stream that a copy submitted now must follow."""
         return self._stream.mark()
 
     def store(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy blocks to slots; returns when the bytes are there."""
+        """Copy blocks to slots; return when the bytes are there."""
         with self._stream.after(after):
             for copy in self._pieces(plan, self._is_written):
                 staged = self._gather(copy)
@@ -258,7 +258,7 @@ class BlockCopier:
                     self._copy(place, part)
 
     def load(self, plan: BlockCopyPlan, *, after: Fence | None) -> None:
-        """Copy slots to blocks; returns when the bytes are there."""
+        """Copy slots to blocks; return when the bytes are there."""
         with self._stream.after(after):
             for copy in self._pieces(plan, None):
                 staged = self._staging(copy)
@@ -267,12 +267,12 @@ class BlockCopier:
                 self._scatter(copy, staged)
 
     def close(self) -> None:
-        """Unpin the slots and let go of them. Idempotent; no copy may be running."""
+        """Unpin and release the slots. Idempotent; no copy may be running."""
         self._stream.close()
         self._host = torch.empty((0, 0, 0, 0), dtype=self._word)
 
     def _is_written(self, copy: GroupCopy) -> Flags | None:
-        """Return which of the blocks this rank is to store; None for all."""
+        """Return which of the blocks this rank stores; None for all."""
         if self._share.writers == 1:
             return None
         written: Flags = copy.blocks % self._share.writers == self._share.writer
@@ -281,7 +281,7 @@ class BlockCopier:
     def _pieces(
         self, plan: BlockCopyPlan, choose: Callable[[GroupCopy], Flags | None] | None
     ) -> Iterator[GroupCopy]:
-        """Yield the chosen copies of a plan in pieces of a bounded staging tensor each."""
+        """Yield the chosen copies of a plan in pieces that fit the staging tensor."""
         for copy in plan.groups:
             chosen = choose(copy) if choose else None
             whole = copy if chosen is None else copy.part(chosen)
@@ -293,7 +293,7 @@ class BlockCopier:
     def _places(
         self, copy: GroupCopy, staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of the staging tensor and where in the slots each belongs."""
+        """Yield parts of the staging tensor and the place of each in the slots."""
         words = slice(staged.shape[2])
         for rows, slots, sub in _runs(copy):
             for parts, stripes in self._share.runs():
@@ -338,28 +338,30 @@ class BlockCopier:
 
 
 def copy_between(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between device and host, and leave the copy under way where that is safe.
+    """Copy between device and host; do not wait for the copy where that is safe.
 
-    What is not one stretch on both sides torch copies by way of memory of its own, which on
-    the host is not page-locked. That is slow, so long stretches are copied one by one. And
-    torch does not wait for the device in between, while CUDA only may: where a device reads and
-    writes such memory itself, bytes would be used that are not there.
+    If one side is not contiguous, torch copies through its own memory, which on the host is not
+    page-locked. That is slow, so long contiguous ranges are copied one by one. torch also does
+    not wait for the device in between. CUDA need not either, so a device that accesses such
+    memory itself would use bytes that have not arrived.
 
     Args:
-        destination: On one of the two.
-        source: On the other, of the same shape.
+        destination: A tensor on one of the two.
+        source: A tensor of the same shape on the other.
     """
     if destination.is_contiguous() and source.is_contiguous():
         destination.copy_(source, non_blocking=True)
-    elif min(_stretch(destination), _stretch(source)) * source.itemsize < _SHORTEST_NBYTES:
+        return
+    elements = min(map(_contiguous_elements, (destination, source)))
+    if elements * source.itemsize < _SHORTEST_NBYTES:
         destination.copy_(source)
-    else:
-        for place, part in zip(destination, source, strict=True):
-            copy_between(place, part)
+        return
+    for place, part in zip(destination, source, strict=True):
+        copy_between(place, part)
 
 
-def _stretch(tensor: torch.Tensor) -> int:
-    """Return how many elements lie one after the other, counted from the last dimension."""
+def _contiguous_elements(tensor: torch.Tensor) -> int:
+    """Return how many elements are contiguous, counted from the last dimension."""
     elements = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size > 1 and stride != elements:
@@ -369,10 +371,10 @@ def _stretch(tensor: torch.Tensor) -> int:
 
 
 def _word(kv: KVBlocks, place_nbytes: int, parts: int) -> torch.dtype:
-    """Return the largest integer that everything to be copied is whole numbers of.
+    """Return the largest integer type that divides everything to be copied.
 
-    Eight bytes wherever possible: torch moves elements one by one to scattered rows, and single
-    bytes seven times slower.
+    Eight bytes if possible: torch moves elements one by one to scattered rows, and single bytes
+    take seven times as long.
     """
     units = [place_nbytes]
     units += [page // parts for pages in kv.groups for _, page in pages]
@@ -392,7 +394,7 @@ def _in_parts(pages: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _require_room(kv: KVBlocks, stripes: int, place_nbytes: int, share: RankShare) -> None:
-    """Refuse blocks that do not fit where a chunk has room for them."""
+    """Raise UnsupportedError for blocks that do not fit their place in a chunk."""
     parts = len(share.stripes)
     if max(share.stripes) >= stripes:
         raise UnsupportedError(

@@ -1,13 +1,13 @@
-"""How the first worker of an engine hands the region's descriptor to the other processes.
+"""Hand the region's descriptor from an engine's first worker to its other processes.
 
-vLLM's processes are not kvtier's children, so nothing can be inherited. The descriptor goes
-through a Unix socket in a directory that only this user may enter, below that for temporary
-files. The file system then says who gets in: no other user, and no other container that has a
-directory for temporary files of its own, even of the same user and on the same network. An
-abstract socket's name is free for all on that network.
+vLLM's processes are not kvtier's children, so they inherit nothing. The descriptor is sent
+through a Unix socket in a directory that only this user may enter, below the directory for
+temporary files. So the file system keeps out other users and containers with another directory
+for temporary files. An abstract socket would be open to everybody on the same network
+namespace.
 
-Of a process that is killed while it serves, the socket's name stays behind, and nothing else.
-Whoever serves next removes it. The directory is locked for that moment.
+A process that is killed while it serves leaves only the socket's name. The next server removes
+it, with the directory locked for that moment.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        # In this order: once it does not listen, the name may be another's.
+        # In this order: after closing, the name may belong to another server.
         self.path.unlink(missing_ok=True)
         self.socket.close()
 
@@ -85,13 +85,13 @@ class Listener:
 
 
 class RegionServer:
-    """Hands a region's descriptor to whoever attaches, then goes away.
+    """Sends a region's descriptor to every process that attaches, then ends.
 
     Args:
-        listener: Where they connect; closed in the end.
-        descriptor: The region's memory; closed in the end.
+        listener: The listening socket; closed at the end.
+        descriptor: The region's memory; closed at the end.
         geometry: The region's shape.
-        attachers: How many will attach.
+        attachers: Number of processes that will attach.
         timeout_s: How long to serve.
     """
 
@@ -128,7 +128,7 @@ class RegionServer:
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0 or self._stopping:
                     return
-                # Somebody may have removed the name, and then no knock arrives.
+                # If the name was removed, close() cannot wake this thread.
                 self._listener.socket.settimeout(min(left_s, _LONGEST_ACCEPT_S))
                 try:
                     peer, _ = self._listener.socket.accept()
@@ -140,13 +140,13 @@ class RegionServer:
                     served += self._hand_over(peer)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Give ``peer`` the descriptor, if it belongs to the same user and still listens."""
+        """Send ``peer`` the descriptor if it has the same user; return whether it thanked."""
         if self._stopping or _uid_of(peer) != os.geteuid():
             return False
         try:
             socket.send_fds(peer, [self._hello], [self._descriptor])
             peer.settimeout(_THANKS_TIMEOUT_S)
-            # A process that died before it mapped the region leaves its place to another.
+            # A process that died before it mapped the region does not count.
             return peer.recv(1) == _THANKS
         except OSError:
             return False
@@ -155,17 +155,17 @@ class RegionServer:
 def receive_region(
     name: str, geometry: RegionGeometry | None, deadline: float
 ) -> tuple[int, RegionGeometry]:
-    """Return a descriptor of the region, which is the caller's to close, and its shape.
+    """Return a descriptor of the region, which the caller closes, and the region's shape.
 
     Args:
         name: Unique to the engine on this host.
-        geometry: The shape it must have; None takes it as it is.
+        geometry: The shape it must have; None for any.
         deadline: Time of the monotonic clock at which to give up.
 
     Raises:
-        FileNotFoundError: Nobody serves it yet.
-        ConnectionError: The server went away.
-        EOFError: So it did, before it handed anything over.
+        FileNotFoundError: No process serves it yet.
+        ConnectionError: The server ended.
+        EOFError: The server ended before it sent the descriptor.
         UnsupportedError: Another user serves it, its shape is another one, or there is no
             directory that only this user may enter.
     """
@@ -186,13 +186,13 @@ def receive_region(
             _require_shape(name, served, geometry)
             peer.send(_THANKS)
         except BaseException:
-            os.close(descriptors[0])  # as long as anybody has it, the memory is taken
+            os.close(descriptors[0])  # an open descriptor keeps the memory
             raise
     return descriptors[0], served
 
 
 def _socket_path(name: str) -> Path:
-    """Return where a region's socket is, in a directory that only this user may enter.
+    """Return the path of a region's socket, in a directory that only this user may enter.
 
     Raises:
         UnsupportedError: There is no such directory.
@@ -220,7 +220,7 @@ def _cannot_use(directory: Path, problem: str) -> UnsupportedError:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other engines from making or removing sockets in ``directory``."""
+    """Lock ``directory``: other engines create and remove no sockets in it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     try:
@@ -239,7 +239,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_dead(directory: Path) -> None:
-    """Remove sockets that nobody listens on, which processes that were killed left."""
+    """Remove sockets without a listener, which killed processes left."""
     for path in filter(Path.is_socket, directory.iterdir()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knock:
             knock.setblocking(False)  # noqa: FBT003 - its signature
@@ -248,7 +248,7 @@ def _remove_dead(directory: Path) -> None:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
             except OSError:
-                continue  # it is busy
+                continue  # its server is busy
 
 
 @contextlib.contextmanager
@@ -260,7 +260,7 @@ def _closing_descriptor(descriptor: int) -> Iterator[None]:
 
 
 def _require_shape(name: str, served: RegionGeometry, geometry: RegionGeometry | None) -> None:
-    """Raise unless the region served has the shape that is needed."""
+    """Raise UnsupportedError unless the served region has the required shape."""
     if geometry not in {None, served}:
         raise UnsupportedError(
             f"host region {name!r} has another shape: {served} instead of {geometry}; "
@@ -269,7 +269,7 @@ def _require_shape(name: str, served: RegionGeometry, geometry: RegionGeometry |
 
 
 def _uid_of(peer: socket.socket) -> int:
-    """Return the user at the other end, as the kernel knows it."""
+    """Return the user id of the other end, from the kernel."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return int(uid)

@@ -1,20 +1,19 @@
-"""The RAM tier's memory, shared by the scheduler and every worker of one engine.
+"""The host region: the RAM tier's memory, shared by all processes of an engine.
 
-Workers copy KV blocks in and out of it, the scheduler's side moves whole slots between it and
-slower tiers, and both are different processes. The memory is an anonymous file
-(``memfd_create``) whose descriptor is handed over a socket (:mod:`kvtier.memory.hand_over`):
+Worker processes copy KV blocks in and out of it. The scheduler's process moves whole slots
+between it and slower tiers. The memory is an anonymous file (``memfd_create``) whose descriptor
+is sent over a socket (:mod:`kvtier.memory.hand_over`):
 
-* It has no name in a file system, and vanishes with the last process that uses it, however
-  that ends; a SIGKILL at any moment, also during start, leaves no memory behind.
-* Its size is not limited by how ``/dev/shm`` happens to be mounted, which in containers is
-  64 MiB unless somebody thought of it. What does limit it, available memory and the control
-  group, is checked beforehand (:mod:`kvtier.memory.backing`): the alternative is a SIGBUS or
-  the OOM killer later.
-* It is in no core dump, for it is made from the prompts of users.
+* It has no name in a file system and is freed with the last process that uses it. A SIGKILL at
+  any moment, also during start, leaves no memory behind.
+* Its size does not depend on the size of ``/dev/shm``, which is 64 MiB in most containers. Its
+  real limits, available memory and the control group, are checked first
+  (:mod:`kvtier.memory.backing`). Otherwise a SIGBUS or the OOM killer would follow later.
+* It is excluded from core dumps, because it holds users' prompts.
 
-The first worker creates the region and serves it until everybody else has it; the others
-attach. Layout: ``slots`` slots of ``slot_nbytes`` bytes, then ``bounce_slots`` more that are no
-part of the RAM tier, then the :class:`~kvtier.memory.control.ControlBlock`.
+The first worker creates the region and serves it until the others have attached. The layout is
+``slots`` slots of ``slot_nbytes`` bytes, ``bounce_slots`` bounce slots, and the
+:class:`~kvtier.memory.control.ControlBlock`.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class HostRegion:
 
     Attributes:
         geometry: The region's shape.
-        control: What the workers report about slots.
+        control: Status of the slots, written by the workers.
     """
 
     def __init__(self, geometry: RegionGeometry, descriptor: int) -> None:
         self.geometry = geometry
-        # All of the file, which may be longer: huge pages can only be unmapped as a whole.
+        # The file may be longer than the region: huge pages are unmapped as a whole.
         self._map = map_shared(descriptor)
-        # After what may fail: as long as anybody has it, the memory is taken.
+        # After the calls that may fail, because an open descriptor keeps the memory.
         self._descriptor = os.dup(descriptor)
         self._view = memoryview(self._map)[: geometry.nbytes]
         self.control = ControlBlock(
@@ -74,9 +73,9 @@ class HostRegion:
         Args:
             name: Unique to the engine on this host.
             geometry: The region's shape.
-            attachers: How many other processes or threads will attach.
+            attachers: Number of other processes or threads that will attach.
             timeout_s: How long to serve.
-            huge_pages: Whether to take huge pages.
+            huge_pages: Whether to use huge pages.
 
         Raises:
             CapacityError: There is not enough memory, or not enough huge pages.
@@ -103,13 +102,13 @@ class HostRegion:
 
         Args:
             name: Unique to the engine on this host.
-            geometry: The shape it must have; None takes it as it is.
+            geometry: The shape it must have; None for any.
             timeout_s: How long to wait.
 
         Raises:
-            CapacityError: Nobody served it in time, so its creation failed or is on another
-                host.
-            UnsupportedError: Its shape is another one, another user serves it, or there is no
+            CapacityError: No process served it in time: its creation failed, or happened on
+                another host.
+            UnsupportedError: It has another shape, another user serves it, or there is no
                 directory that only this user may enter.
         """
         deadline = time.monotonic() + timeout_s
@@ -129,17 +128,17 @@ class HostRegion:
             time.sleep(0.02)
 
     def slot(self, number: int) -> memoryview:
-        """Return the writable bytes of slot ``number``; relay slots come after the tier's."""
+        """Return the writable bytes of slot ``number``; bounce slots follow the tier's."""
         nbytes = self.geometry.slot_nbytes
         return self._view[number * nbytes : (number + 1) * nbytes]
 
     @property
     def shared(self) -> SharedMemory:
-        """All slots, for a process that is to map them."""
+        """Memory of all slots, for a process that will map it."""
         return SharedMemory(self._descriptor, self._address, self.geometry.shared_nbytes)
 
     def map_pages(self) -> None:
-        """Map all pages in the background: this process is going to touch every slot."""
+        """Map all pages in the background, because this process will touch every slot."""
         if self._mapper is None:
             self._mapper = PageMapper(self._address, self.geometry.nbytes)
 
@@ -149,13 +148,13 @@ class HostRegion:
 
     @property
     def payload(self) -> memoryview:
-        """The writable bytes of the RAM tier's slots."""
+        """Writable bytes of the RAM tier's slots."""
         return self._view[: self.geometry.payload_nbytes]
 
     def close(self) -> None:
         """Stop serving and unmap. Idempotent.
 
-        The memory itself is freed when the last view onto it is gone, here and elsewhere.
+        The memory is freed when no process has a view of it any more.
         """
         if self._mapper is not None:
             self._mapper.close()
@@ -167,7 +166,6 @@ class HostRegion:
             os.close(descriptor)
         self.control.release()
         self._view.release()
-        # Views handed out (tensors of a worker that is being torn down) keep the mapping alive;
-        # it goes with them.
+        # Tensors of a worker that is being torn down keep the mapping until they are freed.
         with contextlib.suppress(BufferError):
             self._map.close()

@@ -1,4 +1,4 @@
-"""Paged KV memory whose blocks say what they should hold, for engines without a model."""
+"""Paged KV memory with a checkable content, for engines without a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LAYER_STEP: Final = 0x2545F491_4F6CDD1D
 
 
 class PagedMemory:
-    """Blocks of several layers; what a block holds follows from a number, its seed.
+    """Blocks of several layers; a number, the seed, determines a block's content.
 
-    Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64, so a block
-    that holds another one's bytes, or the right ones in the wrong place, is told from a right
-    one. Blocks are filled and compared in the caller's thread alone: torch's own threads wait
-    for each other in busy loops, which takes the processors from a tier's threads.
+    Word ``i`` of layer ``l`` of a block is ``seed + i * a + l * b`` modulo 2**64. So bytes of
+    another block, or in the wrong place, are detected. Blocks are filled and compared in the
+    caller's thread, because torch's threads would busy-wait on the processors of a tier's
+    threads.
 
     Args:
         layers: Layers, each a tensor of its own as engines have them.
@@ -56,13 +56,13 @@ class PagedMemory:
         self.kv = KVBlocks(tensors, [pages])
 
     def fill(self, blocks: Sequence[int], seeds: Sequence[int]) -> None:
-        """Write what ``blocks`` hold when they were computed."""
+        """Write the content of ``blocks``, as if they had been computed."""
         for layer, memory in enumerate(self._words):
             for block, seed in zip(blocks, seeds, strict=True):
                 np.add(self._places, _first_word(layer, seed), out=memory[block])
 
     def holds(self, blocks: Sequence[int], seeds: Sequence[int]) -> bool:
-        """Return whether every byte of ``blocks`` is as it should be."""
+        """Return whether every byte of ``blocks`` is right."""
         return all(
             np.array_equal(memory[block], self._places + _first_word(layer, seed))
             for layer, memory in enumerate(self._words)

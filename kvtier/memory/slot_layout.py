@@ -1,30 +1,29 @@
-"""Where the bytes of each rank lie in a slot, so that they need not depend on the ranks.
+"""The layout of a slot: where each rank's bytes are, independent of the number of ranks.
 
-With tensor parallelism every rank keeps the KV of its own attention heads. The plain way is to
-give each rank one stretch of the slot, its *shard*, in which it puts blocks and layers in the
-order it likes. Bytes in a shard mean something only to an engine with as many ranks.
+With tensor parallelism every rank keeps the KV of its own attention heads. The simple layout
+gives each rank one contiguous range of the slot, its *shard*, with blocks and layers in any
+order. Only an engine with as many ranks can read a shard.
 
-A page holds one layer of one block. Put the pages of all ranks together and one gets the
-*canonical page*, which a single rank without parallelism would have. Where an engine keeps
-heads outermost within a page (vLLM's ``LBHNC``), the canonical page is simply the ranks' pages
-one after the other. So its first eighth is the same bytes for one, two, four and eight ranks,
-and belongs to the first of them. Hence *stripes*: the slot is cut in eight, and stripe ``s``
-holds the ``s``-th eighth of every canonical page, block after block and layer after layer::
+A page holds one layer of one block. The pages of all ranks together form the *canonical page*,
+which an engine with one rank has. If an engine keeps heads outermost within a page (vLLM's
+``LBHNC``), the canonical page is the ranks' pages in order. Then its first eighth has the same
+bytes for one, two, four and eight ranks. Hence *stripes*: a slot has eight, and stripe ``s``
+holds the ``s``-th eighth of every canonical page, by block and then by layer::
 
     slot | stripe 0: block 0 [layer 0 | layer 1 | ...] block 1 [...] | ... | stripe 7 | padding
 
-This keeps what shards are good for. A rank's stripes lie together, so its part of a slot is
-one stretch of memory and of disk; and a shard is a special case, one stripe for each rank. An
-order with the heads innermost, ``[block][layer][rank]``, would be as portable, but would tear a
-rank's part into one piece for each layer.
+Stripes keep the advantage of shards: a rank's stripes are adjacent, so its part of a slot is
+one contiguous range of memory and disk. A shard is the special case of one stripe per rank. An
+order with the heads innermost, ``[block][layer][rank]``, would be as portable, but would split
+a rank's part into one range per layer.
 
-Eight, and not the number of heads, because the engine describes its pages by bytes: which bytes
-are a head it does not say. What has to fit is that every rank's part of every page is whole
-eighths. It does for 1, 2, 4 and 8 ranks with heads outermost; for heads that several ranks hold
-alike, as there are more ranks than heads; and for KV that all ranks hold alike (multi-head
-latent attention), which is then stored once and not by every rank. It does not for three ranks,
-for sixteen with a head each, or where tokens are outermost. :func:`share_pages` says so, and
-such slots have shards.
+There are eight stripes, and not one per head, because the engine describes its pages by bytes
+and does not say which bytes are a head. Every rank's part of every page must be whole eighths.
+That holds for 1, 2, 4 and 8 ranks with heads outermost. It holds if there are more ranks than
+heads, so that several ranks have the same head. It also holds if all ranks have the same KV
+(multi-head latent attention), which is then stored once. It does not hold for three ranks, for
+sixteen with a head each, or with tokens outermost. :func:`share_pages` refuses these, and their
+slots have shards.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ __all__ = [
 ]
 
 STRIPES: Final = 8
-"""Stripes of a slot whose bytes do not depend on the number of ranks."""
+"""Number of stripes of a slot whose bytes do not depend on the number of ranks."""
 
 
 class CopyRun(Protocol):
-    """Fragments of a rank's page and where they lie in the canonical page, in bytes.
+    """Fragments of a rank's page and their places in the canonical page, in bytes.
 
     Fragment ``i`` spans ``fragment_size`` bytes from ``local_offset + i * local_stride`` and
     from ``canonical_offset + i * canonical_stride``.
@@ -73,10 +72,10 @@ class CopyRun(Protocol):
 
 
 class PageMapping(Protocol):
-    """How a rank's page of one layer lies in the canonical page.
+    """Place of a rank's page of one layer in the canonical page.
 
-    What vLLM calls ``CanonicalPageMapping``. Ranks that hold the same bytes take turns writing
-    them: ``num_writers`` is how many do, ``writer_index`` this rank's number among them.
+    vLLM's ``CanonicalPageMapping``. Ranks that have the same bytes take turns writing them:
+    ``num_writers`` ranks do, and this one has number ``writer_index``.
     """
 
     @property
@@ -143,9 +142,9 @@ class RankShare:
     """One rank's part of every slot.
 
     Attributes:
-        stripes: The slot's stripes that the rank reads and writes, in the order in which their
-            bytes lie in the rank's own pages.
-        writers: How many ranks hold the same bytes; they take turns, block by block.
+        stripes: The slot's stripes that the rank reads and writes, in the order of their bytes
+            in the rank's own pages.
+        writers: Number of ranks that have the same bytes; they take turns by block.
         writer: This rank's number among them.
     """
 
@@ -154,7 +153,7 @@ class RankShare:
     writer: int = 0
 
     def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (parts of the rank's pages, stripes) that lie together in both."""
+        """Yield (parts of the rank's pages, stripes) that are contiguous in both."""
         breaks = [at for at, (a, b) in enumerate(pairwise(self.stripes), 1) if b != a + 1]
         for start, end in pairwise([0, *breaks, len(self.stripes)]):
             first = self.stripes[start]
@@ -170,8 +169,8 @@ def share_pages(mappings: Sequence[PageMapping | None]) -> RankShare:
     """Return a rank's share of slots whose bytes do not depend on the number of ranks.
 
     Args:
-        mappings: How the rank's page of each layer lies in the layer's canonical page; None
-            where the engine cannot tell.
+        mappings: Place of the rank's page of each layer in the layer's canonical page; None
+            if the engine does not say.
 
     Raises:
         UnsupportedError: There is no such share; the message says why.
@@ -195,7 +194,7 @@ def _share_page(mapping: PageMapping | None) -> RankShare:
             f"a page of {mapping.canonical_page_size_bytes} bytes has no {STRIPES} equal parts"
         )
     stripes: list[int] = []
-    for local, canonical, nbytes in sorted(_stretches(mapping.runs)):
+    for local, canonical, nbytes in sorted(_contiguous_ranges(mapping.runs)):
         if canonical % stripe_nbytes or nbytes % stripe_nbytes:
             raise UnsupportedError(
                 f"a rank's part of a page is not whole {STRIPES}ths of it: {nbytes} bytes from "
@@ -210,8 +209,8 @@ def _share_page(mapping: PageMapping | None) -> RankShare:
     return RankShare(tuple(stripes), mapping.num_writers, mapping.writer_index)
 
 
-def _stretches(runs: Sequence[CopyRun]) -> list[tuple[int, int, int]]:
-    """Return (local offset, canonical offset, bytes) of all runs, joined where both go on."""
+def _contiguous_ranges(runs: Sequence[CopyRun]) -> list[tuple[int, int, int]]:
+    """Return (local offset, canonical offset, bytes), joined where contiguous in both."""
     fragments = sorted(
         (
             run.local_offset + number * run.local_stride,

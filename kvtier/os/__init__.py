@@ -1,1 +1,1 @@
-"""What kvtier asks of the operating system: threads for I/O, memory, limits, ownership."""
+"""Operating system: threads for I/O, memory, limits, file ownership."""

@@ -1,13 +1,13 @@
-"""Threads for blocking calls, taken by priority.
+"""A pool of threads for blocking calls, with priorities.
 
-asyncio's own executor cannot be used for I/O into borrowed buffers. Cancelling
-``asyncio.to_thread`` *abandons* the thread: the coroutine is told that all is over while the
-thread goes on writing into memory that the caller now gives to somebody else. That is how a
-cache serves one user's tokens to another. Here cancellation waits for the call to return.
+asyncio's own executor is unsafe for I/O into borrowed buffers. Cancelling ``asyncio.to_thread``
+*abandons* the thread: the coroutine ends while the thread still writes into memory that the
+caller reuses. A cache would then serve one user's tokens to another. In this pool, cancellation
+waits until the call returns.
 
-Two more reasons for a pool of our own: the standard one is first-in first-out, so a load that
-a request waits for would queue behind a gigabyte of stores; and its threads are joined at
-interpreter exit, so one stuck system call would hang the engine's shutdown for ever.
+The standard pool has two more problems. It is first-in first-out, so a load that a request
+waits for would queue behind a gigabyte of stores. And its threads are joined at interpreter
+exit, so one stuck system call would block the engine's shutdown for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing_extensions import override
 from kvtier.errors import CapacityError, ClosedError
 from kvtier.logs import get_logger
 
-__all__ = ["IoPool", "Kept", "settled", "start_thread"]
+__all__ = ["IoPool", "UncancellableFuture", "start_thread", "wait_uncancelled"]
 
 logger = get_logger(__name__)
 
@@ -46,12 +46,12 @@ def start_thread(thread: threading.Thread) -> None:
         ) from error
 
 
-class Kept(asyncio.Future[T]):
-    """A future that cannot be cancelled, because its work goes on in borrowed memory.
+class UncancellableFuture(asyncio.Future[T]):
+    """A future that cannot be cancelled, because its work uses borrowed memory.
 
-    A task that awaits it and is cancelled learns so when the work is done. Nothing stands
-    between the two, no shield and no second future: each of those is one more turn of the loop,
-    and beside a thread that computes in Python every turn costs 5 ms.
+    A cancelled task that awaits it is cancelled when the work is done. There is no shield or
+    second future in between: each would be one more turn of the loop, and beside a thread that
+    runs Python code every turn costs 5 ms.
     """
 
     @override
@@ -59,8 +59,8 @@ class Kept(asyncio.Future[T]):
         return False
 
 
-async def settled(work: Kept[T]) -> T:
-    """Wait for ``work``, which goes on in the caller's memory until it is done.
+async def wait_uncancelled(work: UncancellableFuture[T]) -> T:
+    """Wait for ``work``, which uses the caller's memory until it is done.
 
     Cancellation:
         Deferred until ``work`` is done.
@@ -72,18 +72,18 @@ async def settled(work: Kept[T]) -> T:
             work.exception()  # retrieved, so asyncio does not report it as lost
         raise
     finally:
-        # An error's traceback names this frame, and the future names the error: a circle, which
-        # would keep the callers' buffers until the garbage collector comes by.
+        # An error's traceback refers to this frame, and the future to the error. The cycle
+        # would keep the callers' buffers until the garbage collector runs.
         del work
 
 
 class _Round:
-    """Calls that are waited for together, and the future that waits for them."""
+    """Calls that are awaited together, and their future."""
 
     __slots__ = ("_errors", "_left", "_lock", "_loop", "_results", "future")
 
     def __init__(self, calls: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: Kept[list[Any]] = Kept(loop=loop)
+        self.future: UncancellableFuture[list[Any]] = UncancellableFuture(loop=loop)
         self._loop = loop
         self._left = calls
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class _Round:
         self._results[number], error = _attempt(call)
         if error is not None:
             self._errors.append(error)
-            del error  # it is the loop's, whose traceback must not lead back to it
+            del error  # its traceback must not refer to this frame
         with self._lock:
             self._left -= 1
             if self._left:
@@ -103,7 +103,7 @@ class _Round:
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: close() gave up on this round, so nobody waits for it.
+            # The loop is closed: close() gave up on this round, so nothing waits for it.
             return
 
     def _deliver(self) -> None:
@@ -114,10 +114,10 @@ class _Round:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return what ``call`` returned, or what it raised; in a frame that knows of no future."""
+    """Return the result of ``call``, or its error; this frame refers to no future."""
     try:
         return call(), None
-    except StopIteration as raised:  # which no future takes, so nobody would ever be told
+    except StopIteration as raised:  # no future accepts it, so the waiter would hang
         error = RuntimeError("a blocking call raised StopIteration")
         error.__cause__ = raised
         return None, error
@@ -126,7 +126,7 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 class _Call(NamedTuple):
-    """One blocking call; ordered by urgency, then by age."""
+    """One blocking call, ordered by urgency and then by age."""
 
     priority: int
     sequence: int
@@ -138,19 +138,19 @@ class _Call(NamedTuple):
 class IoPool:
     """A fixed number of daemon threads that run blocking calls, most urgent first.
 
-    Where the system does not allow so many, those that there are do all of the work.
+    If the system does not allow so many threads, fewer do all of the work.
 
     Args:
-        threads: How many calls may be in progress at once.
+        threads: Most calls in progress at once.
         name: Prefix of the threads' names.
-        prepare: What each thread does first; with it the constructor waits until all have.
+        prepare: Called first in each thread; the constructor waits until all have returned.
 
     Raises:
-        CapacityError: Not one thread could be started.
-        BrokenBarrierError: ``prepare`` raised, in its thread.
+        CapacityError: Not even one thread could be started.
+        BrokenBarrierError: ``prepare`` raised in its thread.
 
     Attributes:
-        threads: How many there are.
+        threads: Number of threads.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class IoPool:
         self._wakeup = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
-        with self._wakeup:  # until it is known how many there are
+        with self._wakeup:  # until the number of threads is known
             self._start(threads, name)
             self.threads = len(self._threads)
             self._prepared = threading.Barrier(self.threads + 1)
@@ -176,22 +176,22 @@ class IoPool:
             ClosedError: The pool was closed.
 
         Cancellation:
-            Deferred until the call returned. The thread may be filling a buffer that the
-            caller owns, and the caller is free to reuse it the moment this raises.
+            Deferred until the call returned. The thread may be filling a buffer of the caller,
+            who may reuse it as soon as this raises.
         """
         return (await self.run_all([call], priority=priority))[0]
 
     async def run_all(self, calls: Sequence[Callable[[], T]], *, priority: int) -> list[T]:
-        """Run ``calls`` on threads of the pool, side by side, and wait for all of them.
+        """Run ``calls`` concurrently on threads of the pool and wait for all of them.
 
-        The loop is woken once, when the last has returned, and not once for each.
+        The loop is woken once, when the last call has returned.
 
         Returns:
-            Their results, in the order of the calls.
+            The results, in the order of the calls.
 
         Raises:
-            ClosedError: The pool was closed; none was run.
-            BaseException: The first that a call raised; all have returned.
+            ClosedError: The pool was closed; no call was run.
+            BaseException: The first error of a call, after all have returned.
 
         Cancellation:
             Deferred until all calls returned.
@@ -207,16 +207,16 @@ class IoPool:
                 heapq.heappush(self._heap, _Call(priority, order, number, call, together))
             self._wakeup.notify(len(calls))
         try:
-            return await settled(together.future)
+            return await wait_uncancelled(together.future)
         finally:
-            del together  # as in settled()
+            del together  # as in wait_uncancelled()
 
     def close(self, *, timeout_s: float) -> bool:
-        """Let queued calls finish, then end the threads.
+        """Finish the queued calls, then end the threads.
 
         Returns:
-            Whether every thread ended in time. One that did not is stuck in a system call; it
-            is a daemon and dies with the process.
+            Whether every thread ended in time. Otherwise one is stuck in a system call; it is
+            a daemon and dies with the process.
         """
         with self._wakeup:
             self._closed = True
@@ -248,7 +248,7 @@ class IoPool:
                     return
                 job = heapq.heappop(self._heap)
             job.round.execute(job.number, job.call)
-            # Without this the thread keeps the last call, and the buffers it captured, alive.
+            # Otherwise the thread keeps the last call and its buffers alive.
             del job
 
     def _get_ready(self, prepare: Callable[[], None]) -> None:
@@ -257,6 +257,6 @@ class IoPool:
         try:
             prepare()
         except BaseException:
-            prepared.abort()  # the pool's owner learns that it has no such thread
+            prepared.abort()  # so that the constructor raises
             raise
         prepared.wait()

@@ -1,17 +1,17 @@
-"""Memory files, their mappings, and the heap, as the kernel and the C library provide them.
+"""Memory files, shared mappings, and the heap.
 
-**Mappings.** The RAM tier is made from the prompts of users, and a core dump goes to whoever
-looks into crashes. So no process that maps the tier has it in its dump.
+**Mappings.** The RAM tier holds users' prompts, and core dumps are read by people who debug
+crashes. So every mapping of the tier is excluded from core dumps.
 
-**Page faults.** The pages of the RAM tier exist from the start. A process that maps the file
-still meets a fault when it first touches a page, and so does the kernel when it reads from
-disk into one. On a virtual machine such a fault took 2 us, half a second per GiB; the kernel
-maps the same pages in 0.08 s per GiB when it is asked for many at once. So processes that
-touch the tier have its pages mapped in the background, before the first loads need them.
+**Page faults.** The pages of the RAM tier exist from the start. But a process that maps the
+file has a page fault at its first access to each page, and so does a disk read into the page.
+On a virtual machine a fault took 2 us, half a second per GiB. The kernel maps many pages at
+once in 0.08 s per GiB. So processes that use the tier map its pages in the background, before
+the first loads need them.
 
-**Garbage collection.** Python's collector looks for cycles whenever enough objects were made,
-and takes longer the more objects live. To open a store of a million chunks makes millions of
-objects that all stay, which is its worst case.
+**Garbage collection.** Python's collector looks for cycles after every so many new objects, and
+takes longer the more objects exist. Opening a store of a million chunks makes millions of
+objects that all stay, which is the worst case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLOEXEC: Final = 1  # linux/memfd.h, as the next one
 _HUGETLB: Final = 4
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of linux/mman.h, since 5.14
 _PIECE_NBYTES: Final = 64 << 20
-"""Takes some milliseconds, and as long may :meth:`PageMapper.close` wait."""
+"""Mapping it takes some milliseconds, the longest that :meth:`PageMapper.close` waits."""
 _M_MMAP_THRESHOLD: Final = -3  # malloc.h
 _LARGE_NBYTES: Final = 1 << 20
 
@@ -45,15 +45,15 @@ _LARGE_NBYTES: Final = 1 << 20
 def open_anonymous(name: str, *, huge_pages: bool = False) -> int:
     """Create an empty memory file and return its descriptor, which no child inherits.
 
-    Python has ``memfd_create`` only if the C library that it was built with had it. The Python
-    that uv and conda install is built with an old one, so the C library at hand is asked then.
+    A Python built with an old C library, like those of uv and conda, has no ``memfd_create``.
+    Then the C library of this machine is called.
 
     Args:
         name: Shown in ``/proc/PID/maps``.
-        huge_pages: Whether it is to have huge pages.
+        huge_pages: Whether to use huge pages.
 
     Raises:
-        OSError: The kernel refuses.
+        OSError: The kernel refused.
     """
     flags = _CLOEXEC | (_HUGETLB if huge_pages else 0)
     if hasattr(os, "memfd_create"):
@@ -68,9 +68,9 @@ def open_anonymous(name: str, *, huge_pages: bool = False) -> int:
 
 
 def map_shared(descriptor: int) -> mmap.mmap:
-    """Map all of a memory file that other processes map too; no core dump has it.
+    """Map a whole memory file that other processes map too, and exclude it from core dumps.
 
-    The file may be longer than what is used of it: huge pages are unmapped as a whole.
+    The file may be longer than its used part, because huge pages are unmapped as a whole.
 
     Raises:
         OSError: It cannot be mapped.
@@ -81,13 +81,13 @@ def map_shared(descriptor: int) -> mmap.mmap:
 
 
 class PageMapper:
-    """Maps the pages of a shared mapping in a thread of its own.
+    """Maps the pages of a shared mapping in a background thread.
 
-    Where the kernel cannot do this, or no thread starts, a page is mapped when it is touched.
+    If the kernel cannot do this or no thread starts, each page is mapped at its first access.
 
     Args:
-        address: Address of the mapping's first byte; a page begins there.
-        nbytes: Length of the mapping. It must stay mapped until :meth:`close` returns.
+        address: Address of the mapping's first byte, at a page boundary.
+        nbytes: Length of the mapping, which must exist until :meth:`close` returns.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -101,18 +101,18 @@ class PageMapper:
             self._thread = thread
 
     def join(self) -> None:
-        """Wait until every page is mapped, or cannot be."""
+        """Wait until the thread has mapped all pages or given up."""
         if self._thread is not None:
             self._thread.join()
 
     def close(self) -> None:
-        """Map no more pages. Idempotent."""
+        """Stop mapping pages. Idempotent."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        # mmap.madvise would hold the interpreter's lock meanwhile.
+        # mmap.madvise would hold the interpreter lock.
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for start in range(0, self._nbytes, _PIECE_NBYTES):
@@ -122,9 +122,10 @@ class PageMapper:
 
 
 def set_malloc_mmap_threshold() -> None:
-    """Have large blocks returned to the kernel whenever they are freed, in this process.
+    """Make malloc return large blocks to the kernel when they are freed.
 
-    GNU's malloc learns from the first large blocks that are freed to keep the next ones.
+    Without this, GNU's malloc raises its threshold when large blocks are freed, and keeps later
+    ones.
     """
     with contextlib.suppress(AttributeError):  # another C library than GNU's
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
@@ -132,7 +133,7 @@ def set_malloc_mmap_threshold() -> None:
 
 @contextlib.contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Stop the garbage collector meanwhile, and return free memory to the kernel afterwards."""
+    """Pause the garbage collector in the body; afterwards return free memory to the kernel."""
     enabled = gc.isenabled()
     gc.disable()
     try:

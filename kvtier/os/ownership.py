@@ -1,9 +1,9 @@
-"""Who else could put files where kvtier keeps its own.
+"""Ownership checks: whether other users can replace kvtier's files.
 
-Whoever writes into a store decides what a model answers, and a checksum proves nothing: it is
-stored beside the bytes. So what kvtier opens must belong to its user, and nobody else may be
-able to put another directory in its place. These are the rules of sshd's ``StrictModes``, and
-they hold for root too, which would otherwise serve what any user planted.
+A user who can write into a store decides what a model answers. Checksums do not help, because
+they are stored beside the bytes. So kvtier's files must belong to its user, and no other user
+may be able to replace their directory. These are the rules of sshd's ``StrictModes``. They hold
+for root too, which would otherwise serve files that any user planted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ALL_USERS: Final = ["0", "0", "4294967295"]
 
 
 class Exposure(NamedTuple):
-    """How others can replace what is in a directory.
+    """A way for other users to replace a directory's content.
 
     Attributes:
-        problem: What is wrong, beginning with the directory's name.
+        problem: The problem, beginning with the directory's name.
         remedy: What to do.
     """
 
@@ -36,12 +36,12 @@ class Exposure(NamedTuple):
 
 
 def find_exposure(directory: Path) -> Exposure | None:
-    """Return how another user can replace what is in ``directory``; None if nobody can.
+    """Return how another user can replace the content of ``directory``; None if none can.
 
     Parts of the path that do not exist yet are ignored. Symbolic links are followed.
 
     Raises:
-        OSError: A part of the path may not be looked at.
+        OSError: Permission is missing to look at a part of the path.
     """
     uid = os.geteuid()
     if is_ambiguous(uid):
@@ -58,12 +58,12 @@ def find_exposure(directory: Path) -> Exposure | None:
 
 
 def find_foreign_owner(paths: Iterable[Path]) -> str:
-    """Return which of ``paths`` may belong to another user, in words; empty if none does.
+    """Return a message if one of ``paths`` may belong to another user; else empty.
 
-    Absent ones are ignored. Symbolic links are not followed.
+    Absent paths are ignored. Symbolic links are not followed.
 
     Raises:
-        OSError: A path may not be looked at.
+        OSError: Permission is missing to look at a path.
     """
     uid = os.geteuid()
     if is_ambiguous(uid):
@@ -79,13 +79,13 @@ def find_foreign_owner(paths: Iterable[Path]) -> str:
 def is_ambiguous(uid: int) -> bool:
     """Return whether the kernel reports ``uid`` for several users.
 
-    In a user namespace that does not map all users, the kernel shows each of the others as one
-    and the same number, mostly 65534.
+    In a user namespace that does not map all users, the kernel shows all others as one number,
+    usually 65534.
     """
     try:
         is_overflow = uid == int(_OVERFLOW_UID.read_text("ascii"))
         return is_overflow and _UID_MAP.read_text("ascii").split() != _ALL_USERS
-    except OSError:  # no /proc, so no answer: 65534 is the number in every kernel's sources
+    except OSError:  # no /proc; 65534 is the default in the kernel's sources
         return uid == 65534
 
 
@@ -100,7 +100,7 @@ def _judge(
     place: Path, status: os.stat_result, uid: int, *, is_parent: bool
 ) -> Exposure | None:
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
-    # Whoever set up the user namespace vouches for parents of unmapped owners.
+    # Parents with unmapped owners are trusted like the user namespace itself.
     if is_parent and owner not in {uid, _ROOT} and not is_ambiguous(owner):
         return Exposure(
             f"{place} belongs to user {owner}, who can replace what is in it",

@@ -135,7 +135,7 @@ STREAMS = [
         differs=frozenset({Reason.ENDS_IN_BLOCK, Reason.SHORT, Reason.DROPPED}),
     ),
     Stream("large blocks for the window", 1),
-    Stream("chunks of two sizes", 1, frozenset({"flushes"})),
+    Stream("chunks of two sizes", 5, frozenset({"flushes"})),
 ]
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from kvtier.config import TierConfig
 from kvtier.keys import ChunkKey
-from kvtier.os.iopool import Kept, settled
+from kvtier.os.iopool import UncancellableFuture, wait_uncancelled
 from kvtier.tiers.base import SlotOutcomes, StorageTier, TierContext
 from kvtier.types import Outcome, Purpose
 from tests.stateful.stepping import Stage
@@ -63,7 +63,7 @@ class Batch:
 
     moves: list[Move]
     writes: bool
-    answer: Kept[SlotOutcomes]
+    answer: UncancellableFuture[SlotOutcomes]
     dying: bool = False
 
 
@@ -91,7 +91,7 @@ class MoodyTier(StorageTier):
         self.moody = not stage.calm
         self._stage = stage
         self._batches: list[Batch] = []
-        self._resets: list[Kept[None]] = []
+        self._resets: list[UncancellableFuture[None]] = []
         stage.actors += [self._go_on] * 4
 
     @classmethod
@@ -156,9 +156,9 @@ class MoodyTier(StorageTier):
     async def reset(self) -> None:
         if self._batches:
             self._stage.format_problem("a tier is reset while chunks move")
-        answer: Kept[None] = Kept(loop=asyncio.get_running_loop())
+        answer: UncancellableFuture[None] = UncancellableFuture(loop=asyncio.get_running_loop())
         self._resets.append(answer)
-        await settled(answer)
+        await wait_uncancelled(answer)
 
     @override
     async def aclose(self) -> None:
@@ -174,13 +174,13 @@ class MoodyTier(StorageTier):
 
     async def _begin(self, moves: list[Move], *, writes: bool) -> SlotOutcomes:
         self._watch(moves, writes=writes)
-        batch = Batch(moves, writes, Kept(loop=asyncio.get_running_loop()))
+        batch = Batch(moves, writes, UncancellableFuture(loop=asyncio.get_running_loop()))
         self._batches.append(batch)
         for move in moves:
             if self.moody and self._stage.chance(HANGS):
                 hang_s = LONGEST_HANG_S * self._stage.draw.random() ** 3
                 move.stuck_until_s = self._stage.now_s + hang_s
-        return await settled(batch.answer)
+        return await wait_uncancelled(batch.answer)
 
     def _watch(self, moves: Sequence[Move], *, writes: bool) -> None:
         """Complain of moves that another batch does not go well with."""

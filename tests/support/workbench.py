@@ -35,7 +35,7 @@ def prefix(chunks: int, *, of: int = 0, group: int = 0) -> list[ChunkKey]:
 
 
 class Workbench:
-    """A manager over tiers of a few slots, with a truth that can be told to lie.
+    """A manager over tiers of a few slots, with a slot status that a test can set.
 
     Args:
         *capacities: Slots per tier, fastest first.

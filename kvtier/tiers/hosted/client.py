@@ -39,10 +39,10 @@ __all__ = ["HostedTier"]
 logger = get_logger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 30.0
-_NOTES_DELAY_S: Final = 1.0
+_QUEUE_DELAY_S: Final = 1.0
 _RESET_LOST: Final = (
-    "; the reset was not carried out, and a restart brings back what it was to remove: remove "
-    "the tier's directory before"
+    "; the reset was not carried out, and a restart recovers the chunks from before it: remove "
+    "the tier's directory first"
 )
 
 
@@ -52,10 +52,10 @@ class HostedTier(StorageTier):
     Buffers given to :meth:`read` and :meth:`write` must lie in the context's shared memory.
 
     Args:
-        options: Options of the tier that is hosted.
+        options: Options of the hosted tier.
         context: Its context, with ``memory``.
-        host: The process; owned by this object from now on.
-        opened: What it said until the tier was open.
+        host: The process; this object owns it from now on.
+        opened: The host's report on the open tier.
     """
 
     Options: ClassVar[type[TierConfig]] = TierConfig
@@ -75,12 +75,12 @@ class HostedTier(StorageTier):
         self._connecting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._reset_owed = False
+        self._reset_due = False
         self._was_reset = False
         self._start_failed = False
-        self._notes: list[Frame] = []
-        self._notes_lock = threading.Lock()
-        self._notes_due = False
+        self._queued: list[Frame] = []
+        self._queue_lock = threading.Lock()
+        self._queue_timer_set = False
 
     @classmethod
     @override
@@ -97,7 +97,7 @@ class HostedTier(StorageTier):
 
     @property
     def host_pid(self) -> int | None:
-        """Process id of the host, None while there is none."""
+        """Process id of the host; None while there is none."""
         return None if self._host is None else self._host.process.pid
 
     @override
@@ -159,43 +159,41 @@ class HostedTier(StorageTier):
 
     @override
     def forget(self, slots: Sequence[int]) -> None:
-        self._note("forget", slots)
+        self._queue("forget", slots)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._send_notes)
+            self._loop.call_soon_threadsafe(self._send_queued)
 
     @override
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; sent with the next call, or soon.
 
-        Waiting saves a message for each job of a busy tier. Waiting for a call alone would
-        keep the latest uses of an engine at rest out of the index, and give them the time of
-        whatever request comes next.
+        Sending uses with the next call saves a message per job. The timer commits the latest
+        uses of an idle engine as well, with about the right time.
         """
         lost = self._connection is not None and not self._connection.usable
-        if self._host is not None and not lost:  # not worth keeping for another host
-            self._note("touch", slots)
-            self._send_notes_soon()
+        if self._host is not None and not lost:  # a new host does not need it
+            self._queue("touch", slots)
+            self._send_queued_soon()
 
     @override
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
-        One that fails is owed: it is done before anything else is, by this host or another.
+        A reset that fails stays due: it is done before anything else, by this host or another.
 
         Raises:
             ClosedError: The tier was closed.
-            TierUnavailableError: It is still owed. Nothing is readable now, but a restart
-                brings back what was there, unless a later call or :meth:`aclose` makes up
-                for it.
+            TierUnavailableError: The reset is still due. Nothing is readable now, but a restart
+                recovers the old chunks unless a later call or :meth:`aclose` does the reset.
         """
         self._require_open()
         self._recovered.clear()
-        self._reset_owed = self._was_reset = True
+        self._reset_due = self._was_reset = True
         try:
             await self._connect()
         except TierUnavailableError:
             self._require_open()
-            await self._connect()  # once more: by another host if this one died
+            await self._connect()  # again, by another host if this one died
 
     @override
     async def aclose(self) -> None:
@@ -208,14 +206,14 @@ class HostedTier(StorageTier):
                 await self._close(connection)
         except (TimeoutError, KvtierError) as error:
             problem = str(error) or f"no answer within {_CLOSE_TIMEOUT_S:.0f} s"
-            owed = _RESET_LOST if self._reset_owed else ""
+            owed = _RESET_LOST if self._reset_due else ""
             logger.warning("tier %s: not closed cleanly: %s%s", self.name, problem, owed)
-        self._reset_owed = False  # or a call that still waits would start a host for it
+        self._reset_due = False  # or a waiting call would start a host for it
 
     def _move(
         self, op: str, batch: Batch, purpose: Purpose
     ) -> Coroutine[Any, Any, SlotOutcomes]:
-        """Send ``batch`` now if there is a host, and return what waits for the outcomes."""
+        """Send ``batch`` now if a host is ready, and return a coroutine for the outcomes."""
         connection = self._ready
         if connection is None:
             return self._outcomes(self._send_later(op, batch, purpose), batch)
@@ -223,9 +221,9 @@ class HostedTier(StorageTier):
 
     @property
     def _ready(self) -> Connection | None:
-        """The connection, if there is one through which chunks may be moved now."""
+        """The connection if chunks can be moved through it now."""
         connection = self._connection
-        if connection is None or not connection.usable or self._reset_owed:
+        if connection is None or not connection.usable or self._reset_due:
             return None
         return connection
 
@@ -235,7 +233,7 @@ class HostedTier(StorageTier):
     def _send(
         self, connection: Connection, op: str, batch: Batch, purpose: Purpose
     ) -> Coroutine[Any, Any, Frame]:
-        self._send_notes()
+        self._send_queued()
         return connection.call(op, lambda header: batch.frame({**header, "why": int(purpose)}))
 
     async def _outcomes(
@@ -249,33 +247,33 @@ class HostedTier(StorageTier):
         return SlotOutcomes(outcomes, answer.header["words"])
 
     async def _connect(self) -> Connection:
-        """Return a usable connection to a tier that owes no reset.
+        """Return a usable connection after doing a reset that is due.
 
         Raises:
-            ClosedError: The tier was closed, and closing it sees to the reset.
+            ClosedError: The tier was closed, and closing it does the reset.
             TierUnavailableError: There is no host and none can be started, or the reset failed.
         """
         if self._ready is not None:
             return self._ready
         async with self._connecting:
             connection = await self._reach_host()
-            if self._reset_owed:
+            if self._reset_due:
                 self._require_open()
-                self._send_notes()
+                self._send_queued()
                 await connection.call("reset")
-                self._reset_owed = False
+                self._reset_due = False
         return connection
 
     async def _reach_host(self) -> Connection:
-        """Return a usable connection, starting a host again if the last one is gone.
+        """Return a usable connection; start a new host if the last one died.
 
         Raises:
-            TierUnavailableError: There is none and none can be started.
+            TierUnavailableError: There is no host and none can be started.
         """
         if self._connection is not None and self._connection.usable:
             return self._connection
         if self._connection is not None:
-            await self._connection.bury()  # or its successor would find the store locked
+            await self._connection.wait_ended()  # until then the store is locked
             self._connection = self._host = None
         host = self._host or await self._start_wanted()
         connection = Connection(self.name, host)
@@ -283,7 +281,7 @@ class HostedTier(StorageTier):
         try:
             await connection.open()
         except asyncio.CancelledError:
-            self._connection = connection  # it is open all the same
+            self._connection = connection  # it is open nevertheless
             raise
         self._connection = connection
         return connection
@@ -291,42 +289,42 @@ class HostedTier(StorageTier):
     async def _connect_to_close(self) -> Connection | None:
         """Return the connection through which to close; None if there is nothing to do.
 
-        A reset that is owed is worth starting a host for. One that hangs in it has a
-        connection, and keeps nobody waiting here.
+        A host is started for a reset that is due. If the reset hangs, its connection exists and
+        this does not wait for it.
 
         Raises:
-            TierUnavailableError: It is not to be had.
+            TierUnavailableError: There is no host and none can be started.
         """
         connection = self._connection
-        if connection is not None and (connection.usable or not self._reset_owed):
+        if connection is not None and (connection.usable or not self._reset_due):
             return connection
-        if self._host is None and not self._reset_owed:
+        if self._host is None and not self._reset_due:
             return None
         async with self._connecting:
-            if self._host is None and not self._reset_owed:
-                return None  # it was started too late, and is ended
+            if self._host is None and not self._reset_due:
+                return None  # the host was started too late and was ended
             return await self._reach_host()
 
     async def _close(self, connection: Connection) -> None:
-        """Close the tier, after the reset if one is owed, and see its host end.
+        """Close the tier, after a reset if one is due, and wait until its host has ended.
 
         Raises:
             TimeoutError: It took too long.
-            KvtierError: The host ended before, or could not do it.
+            KvtierError: The host ended early or failed.
         """
-        self._send_notes()
-        closing = connection.close_tier(reset=self._reset_owed)
+        self._send_queued()
+        closing = connection.close_tier(reset=self._reset_due)
         try:
             await asyncio.wait_for(closing, _CLOSE_TIMEOUT_S)
-            self._reset_owed = False
+            self._reset_due = False
         finally:
             await connection.aclose()
 
     async def _start_wanted(self) -> HostProcess:
-        """Start a host again, and end it if the tier was closed meanwhile: nobody else would.
+        """Start a new host; end it if the tier was closed meanwhile.
 
         Raises:
-            TierUnavailableError: It was, or there is none to be had.
+            TierUnavailableError: The tier was closed, or no host can be started.
         """
         if not self._is_over():
             host = await self._start_again()
@@ -339,13 +337,13 @@ class HostedTier(StorageTier):
         raise TierUnavailableError(self.name, "it is closed")
 
     def _is_over(self) -> bool:
-        """Whether the tier was closed and has nothing to make up for."""
-        return self._closed and not self._reset_owed
+        """Return whether the tier was closed and no reset is due."""
+        return self._closed and not self._reset_due
 
     async def _start_again(self) -> HostProcess:
-        """Start a host in place of one that died; what it recovers is known already.
+        """Start a host in place of one that died, and ignore the chunks it recovers.
 
-        Said once, however often it fails: whoever wanted it is told why.
+        The log says so once per series of failures; callers get the reason of each.
         """
         if not self._start_failed:
             logger.warning("tier %s: starting its I/O process again", self.name)
@@ -360,36 +358,36 @@ class HostedTier(StorageTier):
         return host
 
     def _host_again(self) -> HostProcess:
-        # Kept from here on: who waits for it may be cancelled.
+        # Stored here, because the waiting task may be cancelled.
         context = dataclasses.replace(self._context, was_reset=self._was_reset)
         self._host, _ = _start(self._options, context)
         return self._host
 
-    def _note(self, op: str, slots: Sequence[int]) -> None:
-        """Keep a frame that nobody waits for until something else is sent."""
+    def _queue(self, op: str, slots: Sequence[int]) -> None:
+        """Queue a frame without an answer; it is sent with the next call."""
         frame = Frame({"op": op}, np.asarray(slots, dtype=np.int64).tobytes())
-        with self._notes_lock:
-            self._notes.append(frame)
+        with self._queue_lock:
+            self._queued.append(frame)
 
-    def _send_notes(self) -> None:
+    def _send_queued(self) -> None:
         if self._connection is None or not self._connection.usable:
-            return  # what is to be forgotten is kept for the next host
-        with self._notes_lock:
-            notes, self._notes = self._notes, []
-        for frame in notes:
+            return  # queued frames are kept for the next host
+        with self._queue_lock:
+            queued, self._queued = self._queued, []
+        for frame in queued:
             self._connection.send(frame)
 
-    def _send_notes_soon(self) -> None:
-        if self._loop is not None and not self._notes_due:
-            self._notes_due = True
+    def _send_queued_soon(self) -> None:
+        if self._loop is not None and not self._queue_timer_set:
+            self._queue_timer_set = True
             self._loop.call_soon_threadsafe(
-                self._loop.call_later, _NOTES_DELAY_S, self._send_due_notes
+                self._loop.call_later, _QUEUE_DELAY_S, self._send_queued_now
             )
 
-    def _send_due_notes(self) -> None:
-        self._notes_due = False
+    def _send_queued_now(self) -> None:
+        self._queue_timer_set = False
         if not self._closed:
-            self._send_notes()
+            self._send_queued()
 
     def _batch(
         self, keys: Sequence[ChunkKey], slots: Sequence[int], views: Sequence[memoryview]
@@ -399,7 +397,7 @@ class HostedTier(StorageTier):
         return Batch(keys, np.asarray(slots, dtype=np.int64), self._offsets(views))
 
     def _offsets(self, views: Sequence[memoryview]) -> npt.NDArray[np.int64]:
-        """Return where ``views`` are in the shared memory."""
+        """Return the offsets of ``views`` in the shared memory."""
         first = ctypes.c_char.from_buffer
         addresses = [ctypes.addressof(first(view)) for view in views]
         offsets = np.array(addresses, dtype=np.int64) - self._memory.address

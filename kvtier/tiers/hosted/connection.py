@@ -1,9 +1,8 @@
-"""Calls to a host and their answers, on the loop that uses the tier.
+"""A connection to a host: calls and their answers, on the loop that uses the tier.
 
-Turns of that loop are what a call costs in an engine that is busy with Python of its own:
-whenever the loop waits or makes a system call, it gives up the interpreter lock and gets it
-back 5 ms later. So a call is sent at once when it is made and not when it is first awaited, and
-an answer is taken where its bytes arrive.
+In an engine that runs Python code, each turn of the loop costs time: whenever the loop waits or
+makes a system call, it releases the interpreter lock and gets it back 5 ms later. So a call is
+sent when it is made, not when it is awaited, and an answer is handled where its bytes arrive.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from kvtier.errors import TierUnavailableError
 from kvtier.logs import get_logger
-from kvtier.os.iopool import Kept, settled
+from kvtier.os.iopool import UncancellableFuture, wait_uncancelled
 from kvtier.tiers.hosted.frames import Frame, decode_error
 from kvtier.tiers.hosted.process import HostProcess, aend, relog
 
@@ -26,8 +25,8 @@ __all__ = ["Connection"]
 
 logger = get_logger(__name__)
 
-_BURIAL_TIMEOUT_S: Final = 15.0
-"""Longer than a host that ends, or can be killed, takes for it."""
+_END_TIMEOUT_S: Final = 15.0
+"""Longer than a host takes to end or to be killed, unless it is stuck."""
 
 
 class Connection(asyncio.Protocol):
@@ -37,12 +36,12 @@ class Connection(asyncio.Protocol):
         self._tier = tier
         self._host = host
         self._transport: asyncio.WriteTransport
-        self._burial: asyncio.Task[None]
-        self._buried = asyncio.Event()
+        self._ending: asyncio.Task[None]
+        self._ended = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
         self._calls = itertools.count()
         self._gone = False
-        self._burial_deadline_s = 0.0
+        self._end_deadline_s = 0.0
 
     @property
     def usable(self) -> bool:
@@ -53,7 +52,7 @@ class Connection(asyncio.Protocol):
         """Begin to listen for answers on the running loop.
 
         Cancellation:
-            Deferred until it does, which takes a turn of the loop; others may use it.
+            Deferred until it listens, which takes a turn of the loop; others may use it.
         """
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
@@ -65,32 +64,33 @@ class Connection(asyncio.Protocol):
             self._transport, _ = await opening
 
     def send(self, frame: Frame) -> None:
-        """Send ``frame``, to which there is no answer."""
+        """Send a frame that gets no answer."""
         if not self._gone:
             self._transport.write(frame.encode())
 
     def call(
         self, op: str, make: Callable[[dict[str, Any]], Frame] = Frame
     ) -> Coroutine[Any, Any, Frame]:
-        """Send a frame now, and return what waits for its answer.
+        """Send a frame now, and return a coroutine for its answer.
 
         Args:
             op: The operation.
-            make: Completes the frame that begins with this header.
+            make: Returns the frame for a header.
 
         Raises:
-            KvtierError: What the tier raised, or TierUnavailableError when the host is gone.
+            KvtierError: The tier's error, or TierUnavailableError if the host is gone.
 
         Cancellation:
-            Deferred until the answer is there: the host may be using the caller's memory.
+            Deferred until the answer arrives: the host may be using the caller's memory.
         """
         if self._gone:
             raise TierUnavailableError(self._tier, "its I/O process is gone")
         number = next(self._calls)
-        answer: Kept[Frame] = Kept(loop=asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        answer: UncancellableFuture[Frame] = UncancellableFuture(loop=loop)
         self._waiting[number] = answer
         self.send(make({"op": op, "call": number}))
-        return settled(answer)
+        return wait_uncancelled(answer)
 
     async def close_tier(self, *, reset: bool) -> None:
         """Close the tier in the host, which then ends.
@@ -99,11 +99,11 @@ class Connection(asyncio.Protocol):
             reset: Whether to reset it first.
 
         Raises:
-            TierUnavailableError: The host ended without saying that all is committed.
-            KvtierError: It was closed, and not reset.
+            TierUnavailableError: The host ended without confirming that all is committed.
+            KvtierError: The tier was closed, but the reset failed.
 
         Cancellation:
-            At once; nothing of the caller's is in use.
+            Immediate; the host uses no memory of the caller.
         """
         if self._gone:
             raise TierUnavailableError(self._tier, "its I/O process is gone")
@@ -113,29 +113,26 @@ class Connection(asyncio.Protocol):
         await answer
 
     async def aclose(self) -> None:
-        """Close the socket and wait until the host has ended, one way or the other.
-
-        Not for ever: a host that the operating system holds on to is left to it.
-        """
-        # Not close(), which first waits until a host that may hang has taken what it was sent.
+        """Close the socket and wait until the host has ended; give up if it is stuck."""
+        # Not close(), which waits until the host, which may hang, has read everything.
         self._transport.abort()
-        self._go()
+        self._mark_gone()
         with contextlib.suppress(TierUnavailableError):
-            await self.bury()
+            await self.wait_ended()
 
-    async def bury(self) -> None:
-        """Wait until the host has ended, which is gone as far as calls are concerned.
+    async def wait_ended(self) -> None:
+        """Wait until the host has ended, after the connection was lost.
 
-        However many wait, and however often: not for longer than it may take since it is gone.
+        The deadline counts from that loss, however often this is called.
 
         Raises:
-            TierUnavailableError: It has not, and what it has open stays so.
+            TierUnavailableError: The host has not ended and keeps its files open.
         """
-        if self._buried.is_set():
-            return  # wait_for() of Python 3.11 would not even look once no time is left
-        left_s = self._burial_deadline_s - asyncio.get_running_loop().time()
+        if self._ended.is_set():
+            return  # in Python 3.11 wait_for() with no time left always times out
+        left_s = self._end_deadline_s - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait_for(self._buried.wait(), left_s)
+            await asyncio.wait_for(self._ended.wait(), left_s)
         except TimeoutError as error:
             raise TierUnavailableError(
                 self._tier,
@@ -144,27 +141,27 @@ class Connection(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Take the answers that are whole."""
+        """Handle the frames that are complete."""
         try:
             for frame in self._host.parser.feed(data):
                 self._take(frame)
         except Exception:
-            logger.exception("tier %s: its I/O process sent something strange", self._tier)
+            logger.exception("tier %s: its I/O process sent an invalid frame", self._tier)
             self._transport.abort()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the calls that wait, once the host has ended."""
-        self._go()
-        self._burial = asyncio.get_running_loop().create_task(self._end())
+        """Fail the waiting calls once the host has ended."""
+        self._mark_gone()
+        self._ending = asyncio.get_running_loop().create_task(self._end())
 
-    def _go(self) -> None:
+    def _mark_gone(self) -> None:
         if not self._gone:
             self._gone = True
-            self._burial_deadline_s = asyncio.get_running_loop().time() + _BURIAL_TIMEOUT_S
+            self._end_deadline_s = asyncio.get_running_loop().time() + _END_TIMEOUT_S
 
     async def _end(self) -> None:
-        """Fail the calls that wait, once the host's threads leave callers' memory alone."""
+        """Fail the waiting calls once the host's threads use no memory of the callers."""
         process = self._host.process
         try:
             if not await aend(process):
@@ -175,13 +172,13 @@ class Connection(asyncio.Protocol):
                 )
                 while not await aend(process):
                     pass
-        finally:  # this is cancelled when the loop ends, and nobody uses the memory again
+        finally:  # also when the loop ends, after which nothing uses the memory
             error = f"its I/O process ended with exit code {process.returncode}"
             for answer in self._waiting.values():
                 if not answer.cancelled():
                     answer.set_exception(TierUnavailableError(self._tier, error))
             self._waiting.clear()
-        self._buried.set()
+        self._ended.set()
 
     def _take(self, frame: Frame) -> None:
         if frame.header["op"] == "log":

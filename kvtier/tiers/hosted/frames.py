@@ -1,16 +1,15 @@
-"""What travels between an engine and the host of its tier.
+"""Frames: the messages between an engine and the host of its tier.
 
-A frame is a JSON object followed by packed arrays: the two lengths, the object, the arrays. The
-JSON carries what there is one of, the arrays what there is one of per chunk. Both ends are the
-same version of kvtier on the same machine, so there is no negotiation; nothing here is ever
-kept.
+A frame has two lengths, a JSON object and packed arrays. The JSON has single values, the arrays
+have one value per chunk. Both ends are the same version of kvtier on the same machine, so there
+is no negotiation, and no frame is ever stored.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,14 +35,14 @@ __all__ = [
 ]
 
 READ_NBYTES: Final = 1 << 18
-"""Bytes to ask a socket for: the arrays of some thousand chunks."""
+"""Bytes to read from a socket at once: the arrays of some thousand chunks."""
 
 _LENGTHS: Final = struct.Struct("<IQ")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _ALL_DONE: Final = "done"
 _ATTRIBUTES: Final = {"tier": TierError, "holder": StoreLockedError}
-"""What errors of these classes have besides their words; all of it is text."""
+"""Text attributes of errors of these classes, besides the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Frame:
     """One message.
 
     Attributes:
-        header: What there is one of; ``op`` says what the message is.
+        header: Single values; ``op`` is the kind of message.
         arrays: Packed arrays, in an order that ``op`` implies.
     """
 
@@ -65,13 +64,13 @@ class Frame:
 
 
 class FrameParser:
-    """Cuts a stream of bytes into frames; there is one for each direction of a connection."""
+    """Splits a stream of bytes into frames; one object per direction of a connection."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that are whole with ``data``; what is not taken comes next time."""
+        """Yield the frames that ``data`` completes; keep the rest for the next call."""
         self._data += data
         while len(self._data) >= _LENGTHS.size:
             text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._data)
@@ -91,7 +90,7 @@ class Batch:
     Attributes:
         keys: The chunks' keys.
         slots: Their slots in the tier.
-        offsets: Where their bytes are in the shared memory.
+        offsets: Offsets of their bytes in the shared memory.
     """
 
     keys: Sequence[ChunkKey]
@@ -99,7 +98,7 @@ class Batch:
     offsets: npt.NDArray[np.int64]
 
     def frame(self, header: dict[str, Any]) -> Frame:
-        """Return ``header`` with this batch."""
+        """Return a frame with ``header`` and this batch."""
         widths, packed = pack_keys(self.keys)
         arrays = b"".join((self.slots.tobytes(), self.offsets.tobytes(), packed))
         return Frame({**header, "count": len(self.keys), "widths": widths}, arrays)
@@ -114,14 +113,14 @@ class Batch:
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> tuple[int | list[int], bytes]:
-    """Return the length of the keys, or of each if they differ, and the keys end to end."""
+    """Return the keys' common length, or each length, and the concatenated keys."""
     widths = set(map(len, keys))
     width = widths.pop() if len(widths) == 1 else None
     return (list(map(len, keys)) if width is None else width), b"".join(keys)
 
 
 def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[ChunkKey]:
-    """Undo :func:`pack_keys`.
+    """Return the keys that :func:`pack_keys` packed.
 
     >>> unpack_keys(*((lambda w, p: (w, 2, p))(*pack_keys([b"ab", b"c"]))))
     [b'ab', b'c']
@@ -133,49 +132,49 @@ def unpack_keys(widths: int | list[int], count: int, packed: bytes) -> list[Chun
 
 
 def encode_outcomes(outcomes: Sequence[Outcome]) -> tuple[str, bytes]:
-    """Return a word that stands for all ``outcomes``, or an empty one and a byte for each."""
+    """Return a word for all-done ``outcomes``; else an empty word and a byte for each."""
     if outcomes.count(Outcome.DONE) == len(outcomes):
         return _ALL_DONE, b""
     return "", bytes([_CODES[outcome] for outcome in outcomes])
 
 
 def decode_outcomes(word: str, codes: bytes, count: int) -> list[Outcome]:
-    """Undo :func:`encode_outcomes`."""
+    """Return the outcomes that :func:`encode_outcomes` encoded."""
     if word == _ALL_DONE:
         return [Outcome.DONE] * count
     return [_OUTCOMES[code] for code in codes]
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Return what :func:`decode_error` needs; an error that is not kvtier's becomes words.
+    """Encode an error for :func:`decode_error`.
 
-    A class that a plugin made, which the engine's process may not know, becomes the nearest one
-    of :mod:`kvtier.errors` that is whole with the attributes there are.
+    An error of another package becomes a KvtierError with its message. A plugin's class, which
+    the engine's process may not know, becomes its nearest base class in :mod:`kvtier.errors`
+    whose attributes it has.
     """
     if not isinstance(error, KvtierError):
         return {"kind": "KvtierError", "text": f"{type(error).__name__}: {error}"}
-    there = {
+    present = {
         name: value
         for name in _ATTRIBUTES
         if isinstance(value := getattr(error, name, None), str)
     }
-    kind = next(kind for kind in type(error).__mro__ if _is_whole(kind, there))
-    needed = {name: there[name] for name in _attributes_of(kind)}
-    return {"kind": kind.__name__, "text": str(error), **needed}
+    kind = next(
+        kind
+        for kind in type(error).__mro__
+        if getattr(errors, kind.__name__, None) is kind and present.keys() >= _needed(kind)
+    )
+    values = {name: present[name] for name in _needed(kind)}
+    return {"kind": kind.__name__, "text": str(error), **values}
 
 
-def _is_whole(kind: type, there: Container[str]) -> bool:
-    ours = getattr(errors, kind.__name__, None) is kind
-    return ours and all(name in there for name in _attributes_of(kind))
-
-
-def _attributes_of(kind: type) -> list[str]:
-    """Return the attributes that an error of ``kind``, one of ours, has."""
-    return [name for name, owner in _ATTRIBUTES.items() if issubclass(kind, owner)]
+def _needed(kind: type) -> set[str]:
+    """Return the attributes of errors of ``kind``."""
+    return {name for name, owner in _ATTRIBUTES.items() if issubclass(kind, owner)}
 
 
 def decode_error(found: dict[str, str]) -> KvtierError:
-    """Rebuild an error of the other process, with its words and attributes."""
+    """Return an error of the other process with its message and attributes."""
     kind = getattr(errors, found["kind"])
     # The constructors compose the text that is already composed here.
     error: KvtierError = kind.__new__(kind, found["text"])

@@ -1,9 +1,9 @@
-"""The process that runs a hosted tier; started by :class:`~kvtier.tiers.hosted.HostedTier`.
+"""The host: the process of a hosted tier, started by :class:`~kvtier.tiers.hosted.HostedTier`.
 
-It inherits two descriptors, the socket to the engine and the shared memory, and is told the
-engine's process id. It ends when the engine asks it to, closes the socket or dies; a signal
-that a terminal or a supervisor sends to the whole group does not end it, because the engine
-still has chunks to bring down then.
+It inherits two descriptors, the socket to the engine and the shared memory, and gets the
+engine's process id as an argument. It ends when the engine asks it to, closes the socket or
+dies. It ignores signals that a terminal or a supervisor sends to the whole process group,
+because the engine still demotes chunks then.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = ["main"]
 _CLOSE_TIMEOUT_S: Final = 30.0
 _NICENESS: Final = 5
 _RECOVERED_AT_ONCE: Final = 1 << 16
-_LOOK_EVERY_S: Final = 1.0
+_PARENT_POLL_S: Final = 1.0
 _STDERR: Final = "(kvtier I/O process pid=%(process)d) %(levelname)s %(asctime)s %(message)s"
-"""Of what packages log and of what nobody can be sent any more."""
+"""Format of records that cannot be sent to the engine, and of other packages' records."""
 _FIELDS: Final = (
     "name",
     "levelno",
@@ -67,13 +67,13 @@ _FIELDS: Final = (
     "process",
     "processName",
 )
-"""What a line of a log may show of where and when it was made."""
+"""Fields of a log record that say when and where it was made."""
 
 Send = Callable[[Frame], None]
 
 
 class _LogToEngine(logging.Handler):
-    """Hands log records to the engine, whose log is the one somebody reads."""
+    """Sends log records to the engine, which logs them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _LogToEngine(logging.Handler):
         fields = {name: getattr(record, name) for name in _FIELDS}
         try:
             fields["msg"] = self.format(record)
-        except Exception:  # noqa: BLE001 - a message that cannot be formatted ends no I/O
+        except Exception:  # noqa: BLE001 - a bad message must not end the I/O
             self.handleError(record)
             return
         module = record.name.removeprefix(f"{ENGINE}.")
@@ -104,7 +104,7 @@ class _Server:
         self._calls: set[asyncio.Task[None]] = set()
 
     def take(self, frame: Frame) -> None:
-        """Act on ``frame``; what takes time goes on in a task of its own."""
+        """Handle ``frame``; calls that take time run in tasks of their own."""
         match frame.header["op"]:
             case "forget":
                 self._tier.forget(np.frombuffer(frame.arrays, dtype=np.int64).tolist())
@@ -120,7 +120,7 @@ class _Server:
                 raise ValueError(f"no such operation: {unknown}")
 
     async def drain(self) -> None:
-        """Wait until every call that was started is over."""
+        """Wait until every started call has ended."""
         while self._calls:
             await asyncio.wait(self._calls)
 
@@ -163,7 +163,7 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
     frames = _frames(reader)
     opening = await anext(frames, None)
     if opening is None:
-        return  # the engine went away
+        return  # the engine ended
     try:
         pool = IoPool(opening.header["threads"], name="kvtier-io")
         tier = await pool.run(functools.partial(_open, opening, pool, engine_pid), priority=0)
@@ -171,8 +171,8 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
         send(Frame({"op": "refused", "error": encode_error(error)}))
         await writer.drain()
         return
-    with contextlib.suppress(ConnectionError):  # an engine that went away is noticed below
-        await _tell_recovered(tier, writer)
+    with contextlib.suppress(ConnectionError):  # an engine that ended is noticed below
+        await _send_recovered(tier, writer)
     send(Frame({"op": "opened", "capacity_slots": tier.capacity_slots}))
     closing = await _until_closed(frames, _Server(tier, memory, send))
     outcome = await _close(tier, reset=closing is not None and closing.header["reset"])
@@ -184,13 +184,13 @@ async def _serve(connection: socket.socket, memory: memoryview, engine_pid: int)
 
 
 def _answer_to(call: Frame, answer: Frame) -> Frame:
-    """Return ``answer`` with what tells the engine which call it is for."""
+    """Return ``answer`` with the number of ``call``."""
     header = {"op": "answer", "call": call.header["call"]}
     return Frame({**header, **answer.header}, answer.arrays)
 
 
 async def _close(tier: StorageTier, *, reset: bool) -> dict[str, Any]:
-    """Close ``tier``, after resetting it if asked to; returns what to say of that."""
+    """Close ``tier``, after a reset if requested; return the header of the answer."""
     outcome: dict[str, Any] = {}
     if reset:
         try:
@@ -226,10 +226,9 @@ def _log_to_engine(send: Send) -> None:
 
 
 def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
-    """Close ``transport`` when the engine dies, whoever else may hold the socket.
+    """Close ``transport`` when the engine dies, even if another process holds the socket.
 
-    The transport alone ends its reader: one that is told the end and then fed what still
-    arrives fails.
+    Only the transport may end its reader: a reader that gets data after its end fails.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -238,8 +237,8 @@ def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
         transport.abort()
         return
     except (OSError, AttributeError):
-        # A sandbox's kernel may not have it, nor a Python that was compiled on an old one.
-        _look_for_parent(engine_pid, transport)
+        # A sandbox's kernel or a Python built on an old kernel may lack it.
+        _poll_parent(engine_pid, transport)
         return
 
     def engine_died() -> None:
@@ -249,16 +248,16 @@ def _end_with(engine_pid: int, transport: asyncio.WriteTransport) -> None:
     loop.add_reader(engine, engine_died)
 
 
-def _look_for_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
-    """Close ``transport`` soon after the engine died: this process is somebody else's then."""
+def _poll_parent(engine_pid: int, transport: asyncio.WriteTransport) -> None:
+    """Poll for the engine's death, which changes this process's parent."""
     if os.getppid() != engine_pid:
         transport.abort()
         return
     loop = asyncio.get_running_loop()
-    loop.call_later(_LOOK_EVERY_S, _look_for_parent, engine_pid, transport)
+    loop.call_later(_PARENT_POLL_S, _poll_parent, engine_pid, transport)
 
 
-async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
+async def _send_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> None:
     chunks = 0
     with paused_garbage_collection():
         for frame in _recovered(tier):
@@ -266,13 +265,13 @@ async def _tell_recovered(tier: StorageTier, writer: asyncio.StreamWriter) -> No
             writer.write(frame.encode())
             await writer.drain()
         if chunks > _RECOVERED_AT_ONCE:
-            # What Python keeps of them for reuse lies all over the heap and holds its pages. It
-            # takes a while, so it is done before the tier is open.
+            # Objects that Python keeps for reuse are spread over the heap and hold its pages.
+            # Collecting takes a while, so do it before the tier is open.
             gc.collect()
 
 
 def _recovered(tier: StorageTier) -> Iterator[Frame]:
-    """Yield what survived, some at a time: a million objects leave holes in the heap."""
+    """Yield the recovered chunks, some at a time, to avoid fragmenting the heap."""
     recovered = tier.recovered()
     while found := list(islice(recovered, _RECOVERED_AT_ONCE)):
         keys, places = zip(*found, strict=True)
@@ -283,7 +282,7 @@ def _recovered(tier: StorageTier) -> Iterator[Frame]:
 
 
 async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
-    """Yield what the engine sends, until it is gone."""
+    """Yield the frames that the engine sends, until it ends."""
     parser = FrameParser()
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(READ_NBYTES):
@@ -292,7 +291,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
 
 
 async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame | None:
-    """Serve until the engine closes the tier; returns that call, None if the engine is gone."""
+    """Serve until the engine closes the tier; return that call, None if the engine ended."""
     try:
         async for frame in frames:
             if frame.header["op"] == "close":
@@ -304,11 +303,11 @@ async def _until_closed(frames: AsyncIterator[Frame], server: _Server) -> Frame 
 
 
 def main() -> None:
-    """Serve the engine that started this process until it is gone."""
+    """Serve the engine that started this process until it ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format=_STDERR)
-    # Where processors are short the engine goes first: it waits for its model, not for a disk.
+    # The engine goes first where processors are short, because its model computes.
     os.nice(_NICENESS)
     set_malloc_mmap_threshold()
     descriptor, memory_descriptor, engine_pid = map(int, sys.argv[1:])
@@ -316,7 +315,7 @@ def main() -> None:
     os.close(memory_descriptor)
     PageMapper(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes)
     connection = socket.socket(fileno=descriptor)
-    with contextlib.suppress(ConnectionError):  # the engine went away
+    with contextlib.suppress(ConnectionError):  # the engine ended
         asyncio.run(_serve(connection, memory, engine_pid))
 
 

@@ -1,4 +1,4 @@
-"""Starting and ending the process that hosts a tier."""
+"""Start and end the process of a hosted tier."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _REMEDIES: Final[dict[int | None, str]] = {
 
 
 class Opened(NamedTuple):
-    """What a host says of a tier that it opened.
+    """A host's report on the tier that it opened.
 
     Attributes:
-        capacity_slots: How many slots the tier has.
-        recovered: Frames of what survived from earlier runs, least recently used first.
+        capacity_slots: Number of slots.
+        recovered: Frames with the recovered chunks, least recently used first.
     """
 
     capacity_slots: int
@@ -55,7 +55,7 @@ class HostProcess:
     Attributes:
         process: The process.
         connection: The socket to it.
-        parser: What came through it and was not taken yet.
+        parser: Parser of the frames from the socket.
     """
 
     process: subprocess.Popen[bytes]
@@ -74,10 +74,10 @@ class HostProcess:
             memory: The memory that both processes map.
 
         Returns:
-            The process, and what it said until the tier was open.
+            The process, and its report on the open tier.
 
         Raises:
-            KvtierError: What the tier raised when it was opened.
+            KvtierError: The tier's error when it was opened.
             TierUnavailableError: The process could not be started, ended, or took too long.
         """
         try:
@@ -102,17 +102,17 @@ class HostProcess:
     def open(
         self, opening: dict[str, Any], *, clock: Callable[[], float] = time.monotonic
     ) -> Opened:
-        """Say what to open and wait until it is; blocks.
+        """Make the host open its tier and wait until it is open; blocks.
 
         Args:
             opening: Options and context, as JSON.
             clock: Seconds that never go backwards.
 
         Raises:
-            KvtierError: What the tier raised.
-            TimeoutError: It was not open in time, whatever was heard meanwhile.
+            KvtierError: The tier's error.
+            TimeoutError: It was not open in time.
             EOFError: The process ended.
-            OSError: So it did, while it was talked to.
+            OSError: The process ended during a system call on the socket.
         """
         deadline_s = clock() + _OPEN_TIMEOUT_S
         self.connection.settimeout(_OPEN_TIMEOUT_S)
@@ -133,21 +133,20 @@ class HostProcess:
         raise EOFError
 
     def abandon(self) -> None:
-        """Close the connection and see that the process ends, if it can; blocks."""
+        """Close the connection and end the process, if it can be ended; blocks."""
         self.connection.close()
         end(self.process)
 
     @classmethod
     def _spawn(cls, memory: SharedMemory) -> Self:
-        """Start a process that waits to be told what to open."""
+        """Start a process that waits for an ``open`` frame."""
         with contextlib.ExitStack() as stack:
             here, there = socket.socketpair()
             stack.enter_context(here)
             with there:
                 descriptors = (there.fileno(), memory.descriptor)
                 arguments = [*map(str, descriptors), str(os.getpid())]
-                # Without -P a module in the working directory would go before ours, such as
-                # the kvtier of a checkout in which an installed one is started.
+                # Without -P, modules in the working directory would shadow installed ones.
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "kvtier.tiers.hosted.host", *arguments],
                     stdin=subprocess.DEVNULL,
@@ -160,7 +159,7 @@ class HostProcess:
 
 @contextlib.contextmanager
 def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
-    """End ``host`` before what went wrong is told: how it ended is part of that."""
+    """End ``host`` if the body raises, so that the message can contain its exit code."""
     try:
         yield
     except BaseException:
@@ -169,13 +168,13 @@ def _abandoned_on_failure(host: HostProcess) -> Iterator[None]:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> bytes:
-    """Return what comes next, nothing at the end.
+    """Return the next bytes, empty at the end.
 
     Raises:
-        TimeoutError: Neither came in time.
+        TimeoutError: Nothing came in time.
         OSError: The other end is gone.
     """
-    if timeout_s <= 0:  # which the socket would take for not waiting at all
+    if timeout_s <= 0:  # a socket does not wait at all with a timeout of 0
         raise TimeoutError
     connection.settimeout(timeout_s)
     return connection.recv(READ_NBYTES)
@@ -200,7 +199,7 @@ def _took_too_long(process: subprocess.Popen[bytes]) -> str:
 
 
 def relog(frame: Frame) -> None:
-    """Log what the host logged, as its line: with its time, its place and its process id."""
+    """Log a record of the host with its original time, place and process id."""
     record = logging.makeLogRecord(frame.header["record"])
     logger = get_logger(frame.header["module"])
     if logger.isEnabledFor(record.levelno):
@@ -208,9 +207,9 @@ def relog(frame: Frame) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait a while for ``process`` to end, kill it otherwise; blocks.
+    """Wait a while for ``process`` to end, then kill it; blocks.
 
-    One that is stuck in a system call lives on.
+    A process that is stuck in a system call lives on.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_EXIT_TIMEOUT_S)
@@ -221,12 +220,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 async def aend(process: subprocess.Popen[bytes]) -> bool:
-    """Wait a while for ``process`` to end, kill it otherwise.
+    """Wait a while for ``process`` to end, then kill it; uses no thread.
 
-    It needs no thread: those of the engine may be closed by now, or hang on a disk.
+    The engine's threads may be closed by now, or hang on a disk.
 
     Returns:
-        Whether it ended. False means that it is stuck in a system call.
+        Whether it ended; False means that it is stuck in a system call.
     """
     if await _has_ended_within(process, _EXIT_TIMEOUT_S):
         return True

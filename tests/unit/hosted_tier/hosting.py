@@ -44,4 +44,4 @@ def let_no_host_end(
         return await process.aend(ending)
 
     monkeypatch.setattr(connection, "aend", ends_late)
-    monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", patience_s)
+    monkeypatch.setattr(connection, "_END_TIMEOUT_S", patience_s)

@@ -130,7 +130,7 @@ async def test_a_use_is_told_to_the_host_soon_although_nothing_else_is_asked_of_
         told.put_nowait(frame.header["op"])
 
     monkeypatch.setattr(connection.Connection, "send", overheard)
-    monkeypatch.setattr(client, "_NOTES_DELAY_S", 0.0)
+    monkeypatch.setattr(client, "_QUEUE_DELAY_S", 0.0)
     for _ in range(2):  # the second time as well
         shelf.tier.touch([1])
         assert await asyncio.wait_for(told.get(), 10) == "touch"
@@ -182,7 +182,7 @@ async def test_where_processes_cannot_be_watched_a_host_looks_whether_its_engine
     parents = [4711, 4711, 1]
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
-    monkeypatch.setattr(host, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(host, "_PARENT_POLL_S", 0)
     there, here = socket.socketpair()
     with there:
         reader, writer = await asyncio.open_unix_connection(sock=here)

@@ -154,7 +154,7 @@ async def test_the_host_cleans_its_heap_only_of_what_many_chunks_left_there(
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     engine = CountingWriter()
-    await host._tell_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
+    await host._send_recovered(cast("Any", Survivors(chunks)), cast("Any", engine))
     assert (engine.frames, len(collected)) == (frames, cleanings)
 
 

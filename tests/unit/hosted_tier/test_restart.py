@@ -42,7 +42,7 @@ def lose(tier: HostedTier) -> connection.Connection:
     lost = tier._connection
     assert lost is not None
     lost._transport.abort()
-    lost._go()
+    lost._mark_gone()
     return lost
 
 
@@ -71,7 +71,7 @@ async def test_a_host_that_does_not_end_is_waited_for_once_and_not_replaced(
     for _ in range(2):
         assert await asyncio.wait_for(shelf.get(keys, [0]), 10) == [FAILED]
         assert f"process {held.process.pid} is stuck in the operating" in shelf.error
-        monkeypatch.setattr(connection, "_BURIAL_TIMEOUT_S", 600)  # the wait is over
+        monkeypatch.setattr(connection, "_END_TIMEOUT_S", 600)  # the wait is over
     await asyncio.wait_for(shelf.tier.aclose(), 10)
     await pool.run(lambda: held.process.wait(10), priority=0)
 
@@ -90,7 +90,7 @@ async def test_of_a_host_that_is_stuck_the_log_tells_once(
 
     monkeypatch.setattr(connection, "aend", ends_at_last)
     await shelf.put(make_keys([1]), [0])
-    await lose(shelf.tier).bury()
+    await lose(shelf.tier).wait_ended()
     assert tries == 4
     assert caplog.text.count("is stuck in the operating system") == 1
 
@@ -105,7 +105,7 @@ async def test_a_host_that_ends_after_all_is_replaced(
     assert await shelf.get(keys, [0]) == [FAILED]
     assert "is stuck in the operating system" in shelf.error
     answers.set()
-    await asyncio.wait_for(lost._buried.wait(), 10)
+    await asyncio.wait_for(lost._ended.wait(), 10)
     assert await shelf.get(keys, [0]) == [DONE]
 
 
@@ -114,7 +114,7 @@ async def test_a_host_for_which_nobody_waits_any_more_serves_the_next_call(
 ) -> None:
     keys = make_keys([1])
     await shelf.put(keys, [0])
-    await lose(shelf.tier).bury()
+    await lose(shelf.tier).wait_ended()
     cancelled = asyncio.ensure_future(shelf.get(keys, [0]))
     hosts = call_at_start(monkeypatch, cancelled.cancel)
     with pytest.raises(asyncio.CancelledError):
@@ -129,7 +129,7 @@ async def test_a_tier_that_is_closed_when_its_host_has_just_started_leaves_none_
     closing: list[asyncio.Future[None]] = []
     keys = make_keys([1])
     await shelf.put(keys, [0])
-    await lose(shelf.tier).bury()
+    await lose(shelf.tier).wait_ended()
     hosts = call_at_start(
         monkeypatch, lambda: closing.append(asyncio.ensure_future(shelf.tier.aclose()))
     )
