@@ -46,26 +46,28 @@ def own_names(scope: ast.ClassDef) -> set[str]:
     return names
 
 
-def names_read(node: ast.AST, own: set[str]) -> Iterator[str]:
-    """Yield the names that one node reads of an object or takes from vLLM."""
-    match node:
-        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if name in own:
-            return
-        case ast.Attribute(attr=name):
-            yield name
-        case ast.Call(func=ast.Name(id=call), args=[_, ast.Constant(value=str(name)), *_]):
-            yield from [name] * (call in BY_NAME)
-        case ast.ImportFrom(module=str(module), names=names) if module.startswith("vllm"):
-            yield from (each.name for each in names)
-
-
 def foreign_reads(tree: ast.Module) -> Iterator[str]:
     """Yield the private names that a module reads of objects which it does not define."""
     own: dict[int, set[str]] = {}
     for scope in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         own |= dict.fromkeys(map(id, ast.walk(scope)), own_names(scope))
     for node in ast.walk(tree):
-        yield from filter(is_private, names_read(node, own.get(id(node), set())))
+        yield from filter(is_private, foreign_names(node, own.get(id(node), set())))
+
+
+def foreign_names(node: ast.AST, own: set[str]) -> Iterator[str]:
+    """Yield the names that ``node`` reads, other than ``own`` ones of its class."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+            if name not in own:
+                yield name
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.Call(func=ast.Name(id=call), args=[_, ast.Constant(value=str(name)), *_]):
+            if call in BY_NAME:
+                yield name
+        case ast.ImportFrom(module=str(module), names=names) if module.startswith("vllm"):
+            yield from (each.name for each in names)
 
 
 def test_only_the_spec_names_vllms_offloading_package() -> None:
