@@ -43,7 +43,7 @@ little late moved its bytes in vain."""
 
 
 class SkipCause(enum.Enum):
-    """Purpose stored chunks are computed."""
+    """Reasons to compute stored chunks."""
 
     SLOWER = enum.auto()
     """Computing was expected to be faster."""
@@ -58,7 +58,7 @@ class LoadChoice:
     """A load that is skipped, or cut to a head.
 
     Attributes:
-        cause: Purpose.
+        cause: Why.
         kept: Leading chunks of the request that are loaded.
         tokens_per_chunk: Prompt tokens per chunk, on average.
         skipped: Skipped chunks of each slower tier, by its index.
@@ -261,7 +261,7 @@ class CostModel:
         )
 
     def _proven_head(self, candidate: _Candidate, best: int) -> int:
-        """Return the part of a head of ``best`` chunks that is loaded from measured tiers.
+        """Return how many of the ``best`` leading chunks to load from tiers that were measured.
 
         From a tier whose cost is only a bound, a sample is loaded if nothing else is.
         """

@@ -160,7 +160,7 @@ class Demoter:
                 yield copy
 
     def _before(self, copy: ChunkCopy) -> list[ChunkCopy]:
-        """Return the chunks before ``copy`` that RAM has without a gap, root to leaf."""
+        """Return the unbroken chain of RAM copies before ``copy``, root to leaf."""
         before: list[ChunkCopy] = []
         while copy.depth and copy.parent is not None:
             parent = self._ram.copies.get(copy.parent)

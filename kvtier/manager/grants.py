@@ -176,7 +176,7 @@ class Grants:
 
     @property
     def budget_use(self) -> BudgetUse:
-        """What uses the pin budget: while it is constant, so is every slot's purpose."""
+        """A value that changes whenever the use of the pin budget changes."""
         return self._changes, self.direct, self._stack.jobs.late_slots
 
     # -- phases -----------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Grants:
             members[request] = None
 
     def _settle(self, request: RequestState) -> None:
-        """Show ``request`` what is in RAM, and nothing else, from now on."""
+        """Let later lookups of ``request`` see RAM only."""
         request.looked_up_at = self._stack.step
         self._enter(request, Phase.SETTLED)
 

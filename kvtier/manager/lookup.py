@@ -149,7 +149,7 @@ class _Reservation(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots that are available now and will not be after the load is planned."""
+        """Available slots that the load will use up."""
         return self.fills + sum(map(is_idle, self.reads))
 
 

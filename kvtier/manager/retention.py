@@ -43,7 +43,7 @@ class Retention:
         return len(self._deadlines)
 
     def retain(self, copies: Iterable[ChunkCopy], until: float) -> int:
-        """Retain resident ``copies``; a deadline is only ever extended.
+        """Retain resident ``copies`` until a deadline; an earlier deadline is extended.
 
         Args:
             copies: Root to leaf; beyond the quota the tail is refused.

@@ -1,4 +1,4 @@
-"""Policies: who leaves a full tier, which tiers a chunk should be in, what may enter one."""
+"""Policies: which chunk leaves a full tier, which tiers it should be in, what may enter one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from kvtier.policies.base import (
     PolicyContext,
     Promotion,
 )
-from kvtier.policies.conditional import ConditionalPlacement
-from kvtier.policies.placement import LadderPlacement
+from kvtier.policies.placement import ConditionalPlacement, LadderPlacement
 from kvtier.policies.registry import build_admission, build_eviction, build_placement
 
 __all__ = [

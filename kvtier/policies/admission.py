@@ -1,8 +1,8 @@
-"""Which chunks are worth writing to a slower tier.
+"""Conditions for writing a chunk to a slower tier.
 
-Conditions, each with one reason to refuse, asked one after the other until one refuses. A
-refused chunk stays where it is and is gone when its room is needed, so every condition trades
-hits for wear: on chat traffic second-touch writes a fifth and loses a quarter of the hits.
+Each condition has one reason to refuse. A refused chunk stays where it is until its room is
+needed and is then lost, so every condition trades hits for wear: on chat traffic second-touch
+writes a fifth and loses a quarter of the hits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SAMPLE_PER_SLOT = 2
 class Admission(ABC):
     """One condition for entering a slower tier.
 
-    One object serves all tiers of a cache, and judges each by itself: what it was asked for
-    one says nothing about another. It reads the copies, writes to none and keeps none.
+    One object serves all tiers of a cache and judges each tier by itself. It reads the copies,
+    writes to none and keeps none.
 
     Args:
-        capacity: Chunks of RAM and of the largest tier together, for what is remembered to be
-            in proportion to: at most one key for each, and that for each tier.
+        capacity: Chunks of RAM and of the largest tier together. A condition remembers at most
+            that many keys for each tier.
 
     Attributes:
         capacity: That number.
@@ -46,22 +46,21 @@ class Admission(ABC):
     def admits(self, copy: ChunkCopy, tier: int, ctx: PolicyContext) -> bool:
         """Return whether ``copy`` may enter ``tier``.
 
-        Asked when the copy is about to be written, once the placement and the conditions
-        before this one agreed. It is asked again about a chunk that was refused, when that is
-        to be written again; and about one that was admitted and found no room, or was evicted
-        there since. Nobody says which of these it is: ``copy.generation`` differs for another
-        copy of the chunk in RAM, and is 0 for one in a slower tier.
+        Called right before the copy is written, after the placement and earlier conditions
+        agreed. It is called again for a chunk that was refused, found no room, or was evicted
+        from ``tier`` since. ``copy.generation`` differs for another copy of the chunk in RAM,
+        and is 0 for a copy in a slower tier.
 
         Args:
-            copy: The copy it is written from, in RAM or in a slower tier.
-            tier: Index of the tier that it would enter, 1 or more.
-            ctx: What else may be known.
+            copy: The source, in RAM or in a slower tier.
+            tier: Index of the target tier, 1 or more.
+            ctx: The context.
         """
 
     def admits_many(
         self, copies: Sequence[ChunkCopy], tier: int, ctx: PolicyContext
     ) -> Sequence[bool]:
-        """Do :meth:`admits` for ``copies``, in this order."""
+        """Call :meth:`admits` for ``copies``, in this order."""
         return [self.admits(copy, tier, ctx) for copy in copies]
 
 
@@ -74,11 +73,11 @@ class AdmitAll(Admission):
 
 
 class SecondTouch(Admission):
-    """Refuses a chunk that was used only once as far as anybody remembers.
+    """Refuses a chunk until its second use.
 
-    It was used again if its copy was loaded, or if an earlier copy of it was asked for. This is
-    CacheLib's reject-first with the keys themselves. What comes from a slower tier than RAM was
-    admitted there before, so it is not asked again.
+    A chunk was used again if its copy was loaded, or if an earlier copy came up for writing.
+    This is CacheLib's reject-first with whole keys. A copy in a slower tier was admitted
+    before, so it passes.
 
     Args:
         capacity: Most keys to remember for each tier, the latest ones.
@@ -94,7 +93,7 @@ class SecondTouch(Admission):
             return True
         asked = self._asked.setdefault(tier, OrderedDict())
         last = asked.pop(copy.key, None)
-        # One copy is asked for several times if the tier has no room: that is not another use.
+        # A copy comes up several times if the tier has no room: that is not another use.
         again = last is not None and (last[0] != copy.generation or last[1])
         asked[copy.key] = (copy.generation, again)
         if len(asked) > self.capacity:
@@ -103,14 +102,14 @@ class SecondTouch(Admission):
 
 
 class TinyLfu(Admission):
-    """Refuses a chunk that was wanted less than twice lately, by a sketch that fades.
+    """Refuses a chunk with fewer than two recent uses, counted in a sketch that ages.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
     Transactions on Storage 13(4), 2017. A store's traffic has no single victim to compare with,
     hence a threshold. Unlike :class:`SecondTouch` it keeps no keys and forgets old uses.
 
     Args:
-        capacity: Chunks of the tiers together; twice as many uses are looked back on.
+        capacity: Chunks of the tiers together; the sketch covers twice as many uses.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -128,14 +127,14 @@ class TinyLfu(Admission):
 
 
 class WriteBudget(Admission):
-    """Refuses what would wear the medium faster than it may.
+    """Refuses writes above a daily budget of bytes.
 
-    A token bucket for each tier that holds a 25th of the day's budget and is filled by the rest
-    within a day, so no 24 hours, whenever they begin, see more written than the budget, and a
-    quiet night does not pay for a burst. It holds one chunk at least: a budget of less than 25
-    is spent in whole chunks, evenly, and one of less than a chunk a day is a chunk every few
-    days. What was written is not remembered across restarts, and the bucket is full at a start:
-    each start can cost a 25th of the budget more.
+    Each tier has a token bucket that holds a 25th of the day's budget and refills with the rest
+    within a day. So any 24 hours stay within the budget, and a quiet night does not pay for a
+    burst. The bucket holds at least one chunk: a budget below 25 chunks is spent evenly in
+    whole chunks, and one below a chunk a day allows a chunk every few days. Restarts forget
+    what was written, and the bucket is full at start: each start can cost a 25th of the budget
+    more.
 
     Args:
         bytes_per_day: Bytes that may be written to each slower tier in a day.
@@ -143,12 +142,12 @@ class WriteBudget(Admission):
     """
 
     def __init__(self, *, bytes_per_day: int, chunk_nbytes: int) -> None:
-        super().__init__(capacity=0)  # of chunks it remembers nothing
+        super().__init__(capacity=0)  # it remembers no keys
         per_day = bytes_per_day / chunk_nbytes
         self._most = max(per_day / _BURSTS_PER_DAY, 1.0)
         refill = per_day - self._most
         if per_day <= _BURSTS_PER_DAY:
-            # The chunk that a day begins with was saved up on the day before.
+            # The first chunk of a day was saved up on the day before.
             refill = floor(per_day) or per_day
         self._chunks_per_s = refill / _DAY_S
         self._filled: dict[int, tuple[float, float]] = {}

@@ -1,12 +1,11 @@
-"""How often keys were asked for lately: exactly, or in a sketch.
+"""Counters of recent uses by key, exact or in a sketch.
 
-Both halve everything once a sample of uses was counted, by default ten times as many as the
-tier has slots, so that old fame fades. The exact counter holds a key until it was halved to
-nothing, up to ten keys a slot. The sketch is a count-min sketch (Cormode and Muthukrishnan,
-J. Algorithms 55, 2005): four rows of one-byte counters, a key's estimate being the least of
-its four, and only those that are least are raised, so that keys which share a counter inflate
-each other less (Estan and Varghese, SIGCOMM 2002). It takes 16 to 32 bytes a slot and keeps no
-keys.
+Both halve all counts after a sample of uses, by default ten per slot of the tier, so that old
+uses fade. The exact counter keeps a key until its count is zero, up to ten keys a slot. The
+sketch is a count-min sketch (Cormode and Muthukrishnan, J. Algorithms 55, 2005): four rows of
+one-byte counters, and a key's estimate is the least of its four. Only the least are raised, so
+keys that share a counter inflate each other less (Estan and Varghese, SIGCOMM 2002). It takes
+16 to 32 bytes a slot and keeps no keys.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Frequency(Protocol):
     """Counts uses of keys."""
 
     def count(self, key: ChunkKey) -> None:
-        """Note one use of ``key``."""
+        """Count one use of ``key``."""
 
     def of(self, key: ChunkKey) -> int:
-        """Return how often ``key`` was used lately, or an estimate."""
+        """Return the recent uses of ``key``, or an estimate."""
 
 
 class ExactFrequency:
@@ -50,7 +49,7 @@ class ExactFrequency:
         self._counts: dict[ChunkKey, int] = {}
 
     def count(self, key: ChunkKey) -> None:
-        """Note one use of ``key``."""
+        """Count one use of ``key``."""
         self._counts[key] = self._counts.get(key, 0) + 1
         self._uses += 1
         if self._uses == self._sample:
@@ -58,7 +57,7 @@ class ExactFrequency:
             self._counts = {key: uses // 2 for key, uses in self._counts.items() if uses > 1}
 
     def of(self, key: ChunkKey) -> int:
-        """Return how often ``key`` was used lately."""
+        """Return the recent uses of ``key``."""
         return self._counts.get(key, 0)
 
 
@@ -67,8 +66,8 @@ class SketchFrequency:
 
     Args:
         capacity: Slots of the tier.
-        sample_per_slot: Uses after which everything is halved, in capacities. What a key that
-            was never used is taken for grows with it: at 10 once or twice, at 2 hardly ever.
+        sample_per_slot: Uses per slot after which all counts are halved. The estimate for an
+            unused key grows with it: one or two at 10, almost always zero at 2.
     """
 
     __slots__ = ("_cells", "_mask", "_sample", "_uses", "_width")
@@ -81,7 +80,7 @@ class SketchFrequency:
         self._cells = bytearray(_ROWS * self._width)
 
     def count(self, key: ChunkKey) -> None:
-        """Note one use of ``key``."""
+        """Count one use of ``key``."""
         cells, places = self._cells, self._places(key)
         least = min([cells[place] for place in places])
         if least < _MOST:
@@ -94,7 +93,7 @@ class SketchFrequency:
             self._cells = cells.translate(_HALVED)
 
     def of(self, key: ChunkKey) -> int:
-        """Return an estimate of how often ``key`` was used lately, never too low below 255."""
+        """Return an estimate of the recent uses of ``key``; it is never too low below 255."""
         cells = self._cells
         return min([cells[place] for place in self._places(key)])
 

@@ -1,4 +1,4 @@
-"""The ladder: new chunks go down, wanted chunks come up."""
+"""The built-in placement, and admission conditions in front of any placement."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Final, Literal
 
 from typing_extensions import override
 
+from kvtier.policies.admission import Admission
 from kvtier.policies.base import ChunkCopy, Placement, PolicyContext, Promotion
 from kvtier.types import Purpose
 
-__all__ = ["LadderPlacement"]
+__all__ = ["ConditionalPlacement", "LadderPlacement"]
 
 _COPY: Final = Promotion()
 _MOVE: Final = Promotion(keep_source=False)
@@ -18,18 +19,18 @@ _PASS: Final = Promotion(stay=False)
 
 
 class LadderPlacement(Placement):
-    """Write-through, selective or on evict; promotion on every n-th hit, by copy or by move.
+    """Demotes chunks when stored or when evicted; promotes every n-th hit, by copy or by move.
 
-    Keeping the slower copy on promotion costs nothing on the medium, where moving it means
-    writing it again at the next demotion: on agent traffic an exclusive pair writes four to ten
-    times as much for at most 1.6 points of hit ratio. Moving pays where the tiers are of like
-    size, for then two copies of a chunk waste much of the room.
+    Keeping the slower copy on promotion costs nothing on the medium. Moving it means writing it
+    again at the next demotion: on agent traffic an exclusive pair writes four to ten times as
+    much for at most 1.6 points of hit ratio. Moving pays where the tiers have similar sizes,
+    because two copies of a chunk then waste much of the room.
 
     Args:
         tiers: Number of tiers, RAM included.
-        write: ``through`` copies a chunk to every slower tier as soon as it is stored, which is
-            what makes it survive a killed process; ``evict`` copies it to the next tier when
-            its room is needed and no slower tier has it.
+        write: ``through`` copies a chunk to every slower tier as soon as it is stored, so it
+            survives a killed process; ``evict`` copies it to the next tier when its room is
+            needed and no slower tier has it.
         write_after: With ``through``, a chunk is copied at its n-th use, its storing included.
         promote: ``copy`` leaves the slower copy where it is, ``move`` takes it away.
         promote_after: A chunk stays in RAM from every n-th hit in the slower tier on; otherwise
@@ -125,3 +126,84 @@ class LadderPlacement(Placement):
     def _has_own(self, name: str) -> bool:
         """Return whether ``name`` is this class's method and no derived one's."""
         return getattr(type(self), name) is getattr(LadderPlacement, name)
+
+
+class ConditionalPlacement(Placement):
+    """A placement with conditions on what is written to slower tiers.
+
+    A budget then holds whatever the placement decides. Each condition is asked only about the
+    chunks that the conditions before it admitted.
+
+    Args:
+        placement: Decides everything else.
+        conditions: The conditions, in order.
+    """
+
+    def __init__(self, placement: Placement, conditions: Sequence[Admission]) -> None:
+        super().__init__(placement.tiers)
+        self._placement = placement
+        self._conditions = tuple(conditions)
+
+    @property
+    @override
+    def places_used(self) -> bool:
+        return self._placement.places_used
+
+    @property
+    @override
+    def min_chunks(self) -> int:
+        return self._placement.min_chunks
+
+    @override
+    def place(self, copy: ChunkCopy, ctx: PolicyContext) -> Sequence[int]:
+        return self._placement.place(copy, ctx)
+
+    @override
+    def place_many(
+        self, copies: Sequence[ChunkCopy], ctx: PolicyContext
+    ) -> Sequence[Sequence[int]]:
+        return self._placement.place_many(copies, ctx)
+
+    @override
+    def admit(self, copy: ChunkCopy, tier: int, purpose: Purpose, ctx: PolicyContext) -> bool:
+        return self._placement.admit(copy, tier, purpose, ctx) and all(
+            condition.admits(copy, tier, ctx) for condition in self._conditions
+        )
+
+    @override
+    def admit_many(
+        self, copies: Sequence[ChunkCopy], tier: int, purpose: Purpose, ctx: PolicyContext
+    ) -> Sequence[bool]:
+        answers = list(self._placement.admit_many(copies, tier, purpose, ctx))
+        for condition in self._conditions:
+            left = [at for at, admitted in enumerate(answers) if admitted]
+            if not left:
+                break
+            verdicts = condition.admits_many([copies[at] for at in left], tier, ctx)
+            for at, admitted in zip(left, verdicts, strict=True):
+                answers[at] = admitted
+        return answers
+
+    @override
+    def promote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> Promotion:
+        return self._placement.promote(copy, source, ctx)
+
+    @override
+    def promote_many(
+        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
+    ) -> Sequence[Promotion]:
+        return self._placement.promote_many(copies, source, ctx)
+
+    @override
+    def demotion_targets(self, source: int, tiers: int) -> Sequence[int]:
+        return self._placement.demotion_targets(source, tiers)
+
+    @override
+    def demote(self, copy: ChunkCopy, source: int, ctx: PolicyContext) -> int | None:
+        return self._placement.demote(copy, source, ctx)
+
+    @override
+    def demote_many(
+        self, copies: Sequence[ChunkCopy], source: int, ctx: PolicyContext
+    ) -> Sequence[int | None]:
+        return self._placement.demote_many(copies, source, ctx)

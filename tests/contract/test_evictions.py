@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvtier.keys import ChunkKey, make_key
 from kvtier.policies import ChunkCopy, CopyState, Eviction, PolicyContext, build_eviction
-from kvtier.policies.eviction import Lru, PrefixLru
+from kvtier.policies.eviction import Lru
+from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.registry import EVICTIONS
 from kvtier.testing.eviction_contract import EvictionContract
 from kvtier.testing.model_tier import ModelTier

@@ -8,7 +8,10 @@ from typing import ClassVar, NamedTuple
 from typing_extensions import override
 
 from kvtier.policies import ChunkCopy, Eviction, PolicyContext
-from kvtier.policies.eviction import Gdsf, Lru, PrefixLru, Slru4
+from kvtier.policies.eviction import Lru
+from kvtier.policies.eviction.prefix_lru import PrefixLru
+from kvtier.policies.eviction.scored import Gdsf
+from kvtier.policies.eviction.slru import Slru4
 
 __all__ = ["EARS", "PlainEar", "Told"]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from kvtier.keys import make_key
 from kvtier.manager import TierState
 from kvtier.policies import ChunkCopy, PolicyContext
-from kvtier.policies.eviction import HedgedLhd, Lru, _stake
+from kvtier.policies.eviction import Lru, _lhd_history
 from kvtier.policies.eviction._hit_density import HitDensity
-from kvtier.policies.eviction._runs import Timeline
-from kvtier.policies.eviction._stake import Stake
+from kvtier.policies.eviction._lhd_history import RegretBudget, Timeline
+from kvtier.policies.eviction.hedged_lhd import HedgedLhd
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import Trace, generate, read_trace
 from kvtier.testing.model_tier import ModelTier
@@ -77,10 +77,10 @@ def test_where_prompts_share_their_beginning_it_learns_to_keep_that() -> None:
     assert lead_over_lru(trace, 0.1) > 0.03
 
 
-def test_without_a_stake_it_is_exactly_lru(
+def test_without_a_budget_it_is_exactly_lru(
     chat: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stake, "_SHARE", 0.0)
+    monkeypatch.setattr(_lhd_history, "_SHARE", 0.0)
     assert lead_over_lru(chat, 0.2) == 0.0
     monkeypatch.undo()
     assert lead_over_lru(chat, 0.2) != 0.0
@@ -186,8 +186,8 @@ def test_chunks_of_unknown_prompts_enter_in_bulk_as_one_by_one() -> None:
         else:
             for copy in survivors:
                 policy.on_insert(copy, ctx)
-        policy._settle()
-    ours, theirs = batch._books.stake, single._books.stake
+        policy._flush()
+    ours, theirs = batch._history.regret_budget, single._history.regret_budget
     assert (ours.uses, ours.depths) == (theirs.uses, theirs.depths)
     orders = [
         [copy.slot for copy in policy.pick_many(600, lambda _: True, ctx)]
@@ -215,18 +215,22 @@ def test_recovered_chunks_cost_no_more_however_they_stand(downwards: bool) -> No
     assert orders[0] == orders[1] == [copy.slot for copy in _way(chain(512), downwards)]
 
 
-def test_a_victim_that_stays_is_neither_lost_nor_a_departure() -> None:
+def test_a_victim_that_stays_is_neither_lost_nor_an_early_eviction() -> None:
     policy, ctx, copies = HedgedLhd(16), PolicyContext(), chain(16)
     policy.on_insert_many(copies, ctx)
-    books = policy._books
+    history = policy._history
     for _ in range(3):
         victims = policy.pick_many(4, lambda _: True, ctx)
         for copy in reversed(victims):
             policy.on_stay(copy, ctx)
-        policy._settle()
-        assert (books.stake.lead, books.timeline.departures, books.members) == (0.0, 0, 16)
-        assert books.clock == 16
-        assert not books.ghosts
+        policy._flush()
+        assert (
+            history.regret_budget.lead,
+            history.timeline.early_evictions,
+            history.members,
+        ) == (0.0, 0, 16)
+        assert history.clock == 16
+        assert not history.ghosts
     assert set(policy.pick_many(16, lambda _: True, ctx)) == set(copies)
 
 
@@ -237,9 +241,9 @@ def test_a_tier_says_of_a_leaving_copy_that_is_wanted_that_it_stays() -> None:
     tier.publish(copies, ctx)
     assert tier.pick_leaving(3, ctx) == copies[:4:-1]
     tier.restore(tier.leading(keys), ctx)
-    policy._settle()
-    assert policy._books.stake.lead == 0.0
-    assert policy._books.clock == policy._books.members == 8
+    policy._flush()
+    assert policy._history.regret_budget.lead == 0.0
+    assert policy._history.clock == policy._history.members == 8
 
 
 def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
@@ -251,7 +255,7 @@ def test_a_victim_may_stay_after_its_key_was_forgotten() -> None:
         policy.on_insert(copy, ctx)
         assert policy.pick(lambda _: True, ctx) is copy
     policy.on_stay(first, ctx)
-    assert policy._books.members == 1
+    assert policy._history.members == 1
     assert policy.pick_many(2, lambda _: True, ctx) == [first]
 
 
@@ -332,12 +336,12 @@ def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -
         if step in removals:
             tier.remove(next(iter(tier.members)))
     policy._stop()
-    timeline = policy._books.timeline
+    timeline = policy._history.timeline
     within = [run for run in timeline.runs if not run.beyond]
     # The run at the edge counts as a whole, and the tier's own removals leave room.
     assert timeline._held == sum(run.live + run.away for run in within)
     assert sum(run.live + run.away for run in within[1:]) <= capacity
-    assert timeline.departed == sum(run.away for run in within)
+    assert timeline.early_evicted == sum(run.away for run in within)
     assert sum(run.live for run in timeline.runs) == len(tier.members)
     held = [copy for run in timeline.runs for copy in run.copies if copy is not None]
     assert len(held) == len(tier.members)
@@ -350,13 +354,13 @@ def test_it_knows_whom_lru_would_hold(accesses: list[int], removals: set[int]) -
 def test_what_lru_misses_as_well_is_not_taken_for_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_stake, "_SHARE", 0.0)
+    monkeypatch.setattr(_lhd_history, "_SHARE", 0.0)
     policy = HedgedLhd(64)
     tier = ModelTier(policy)
     for number in range(1000):
         tier.access(make_key((number % 66).to_bytes(8, "big"), 0))
-        policy._settle()
-        assert policy._books.stake.lead == 0.0
+        policy._flush()
+        assert policy._history.regret_budget.lead == 0.0
     assert not tier.hits
 
 
@@ -369,24 +373,24 @@ def test_the_reach_of_lru_moves_on_with_every_key_from_beyond_it() -> None:
     assert [run.beyond for run in runs] == [True, False, False]
 
 
-def stake_after(capacity: int, lead: float) -> Stake:
-    """Return a stake that saw 10,000 uses in prompts of ten chunks."""
-    stake = Stake(capacity, KEEP)
-    stake.uses, stake.depths, stake.lead = 10_000.0, 100_000.0, lead
-    return stake
+def budget_after(capacity: int, lead: float) -> RegretBudget:
+    """Return a regret_budget that saw 10,000 uses in prompts of ten chunks."""
+    regret_budget = RegretBudget(capacity, KEEP)
+    regret_budget.uses, regret_budget.depths, regret_budget.lead = 10_000.0, 100_000.0, lead
+    return regret_budget
 
 
-def test_what_was_won_is_staked_and_what_was_lost_is_not_staked_again() -> None:
-    at_first = stake_after(1000, 0.0).limit
+def test_wins_raise_the_budget_and_losses_lower_it() -> None:
+    at_first = budget_after(1000, 0.0).limit
     assert 0 < at_first <= MOST_LOST * 10_000
-    assert stake_after(1000, 100.0).limit > at_first + 100
-    assert stake_after(1000, -10.0).limit == at_first - 10
-    assert stake_after(1000, -at_first).limit == 0.0
+    assert budget_after(1000, 100.0).limit > at_first + 100
+    assert budget_after(1000, -10.0).limit == at_first - 10
+    assert budget_after(1000, -at_first).limit == 0.0
 
 
 def test_a_tier_of_few_prompts_stays_with_lru() -> None:
-    assert stake_after(159, 100.0).limit == 0.0
-    assert stake_after(160, 100.0).limit > 0.0
+    assert budget_after(159, 100.0).limit == 0.0
+    assert budget_after(160, 100.0).limit > 0.0
 
 
 @settings(max_examples=15, deadline=None)
@@ -402,7 +406,7 @@ def test_losses_are_bounded_by_counting_whatever_comes(
     capacity, rng, uses = 32, random.Random(seed), 0
     policy = HedgedLhd(capacity)
     ours, theirs = ModelTier(policy), ModelTier(Lru(capacity))
-    stake, seen, most_lead = policy._books.stake, [0], 0.0
+    regret_budget, seen, most_lead = policy._history.regret_budget, [0], 0.0
     for regime, length in regimes:
         for _ in range(10 * length):
             if regime == "new":
@@ -415,27 +419,29 @@ def test_losses_are_bounded_by_counting_whatever_comes(
             key, uses = make_key(number.to_bytes(8, "big"), 0), uses + 1
             ours.access(key)
             theirs.access(key)
-            most_lead = max(most_lead, stake.lead)
+            most_lead = max(most_lead, regret_budget.lead)
             # Runs blur where LRU's reach ends, by a run's length.
-            allowed = _stake._SHARE * uses + _stake._ODDS * most_lead + 2 * policy._span
+            allowed = (
+                _lhd_history._SHARE * uses + _lhd_history._ODDS * most_lead + 2 * policy._span
+            )
             assert theirs.hits - ours.hits <= allowed
 
 
 def test_density_prefers_the_class_that_is_used_and_the_young() -> None:
     density = HitDensity(64, [[], []], KEEP, interval=64)
     for kind in (0, 1):
-        density.came(kind, 0, 200)
-    density.used(1, 0, 20, 100)
+        density.add(kind, 0, 200)
+    density.record_uses(1, 0, 20, 100)
     for now in range(60, 1000, 60):
-        density.grow_older(now)
-    density.learn()
+        density.advance(now)
+    density.renew()
     assert density.table[1][0] > 2 * density.table[0][0]
     assert density.table[0][7] > density.table[0][-1]
 
 
 def test_a_prefix_is_worth_no_less_than_what_continues_it() -> None:
     density = HitDensity(64, [[], [0]], KEEP, interval=64)
-    density.came(0, 0, 100)
-    density.used(0, 0, 20, 100)
-    density.learn()
+    density.add(0, 0, 100)
+    density.record_uses(0, 0, 20, 100)
+    density.renew()
     assert all(map(float.__le__, density.table[0], density.table[1]))

@@ -1,4 +1,4 @@
-"""What a tier's loads and the engine's computing are thought to take."""
+"""Estimates of load and compute times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.manager import CostModel
 from kvtier.types import Outcome, TransferResult
-from tests.unit.load_gates import CHUNK, TOKENS, cost_model, expire, kept, measure
+from tests.unit.cost_models import CHUNK, TOKENS, cost_model, expire, kept, measure
 
 
 def test_a_start_up_time_is_told_from_a_rate() -> None:

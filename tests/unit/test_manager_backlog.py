@@ -1,4 +1,4 @@
-"""What happens to new chunks while the disk does not keep up."""
+"""The backlog of a tier that is slower than the stores."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from kvtier.manager import ManagerLimits, RequestTerms
 from kvtier.manager.hits import GroupReach, Prompt, Reach
 from kvtier.types import Outcome
 from tests.support.workbench import Workbench, prefix
-from tests.unit.load_gates import CHUNK_S, cost_model, measure
+from tests.unit.cost_models import CHUNK_S, cost_model, measure
 
 FULL = GroupReach(1)
 

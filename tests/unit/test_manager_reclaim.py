@@ -1,4 +1,4 @@
-"""Making room ahead of need while the tier below is short of it for a moment."""
+"""Demoting victims to free slots while the slower tier lacks free slots itself."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies import ChunkCopy, PolicyContext
-from kvtier.policies.eviction import Lru, PrefixLru
+from kvtier.policies.eviction import Lru
+from kvtier.policies.eviction.prefix_lru import PrefixLru
 from kvtier.policies.registry import EVICTIONS
 from tests.support.workbench import Workbench, prefix
 

@@ -20,7 +20,8 @@ from kvtier.policies import (
     build_placement,
 )
 from kvtier.policies.admission import WriteBudget
-from kvtier.policies.eviction import Belady, Lru
+from kvtier.policies.eviction import Lru
+from kvtier.policies.eviction.scored import Belady
 from kvtier.policies.registry import (
     ADMISSIONS,
     EVICTIONS,

@@ -1,22 +1,26 @@
-"""How many hits a slot earns with a chunk of some class and age, learned from every use.
+"""Classes of chunks, and the hits that a slot earns with each class at each age.
 
-The age of a chunk is the number of uses of any chunk since its own last one, so it needs no
-clock and means the same at any load. Ages are counted in octaves. For every class and octave
-two things are counted: the uses that came at that age, and the chunks that passed through it
-unused. Their ratio is the hazard. What an eviction wants to know is the *hit density*: the
-hits to be had per slot and unit of time, if the chunk is kept until the best moment to give it
-up. It is the largest mean hazard over any stretch of ages from the present one on, which for
-a chunk whose time has not come yet looks ahead to it. The idea and the name are LHD's
-(Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI
-2018), which takes the mean over the whole rest of life instead.
+**Classes.** A chunk that was used twice comes back more often than one used once, the tail of a
+prompt hardly ever, a short prompt more often than a long one. So used chunks are classed by
+number of uses, which survives an eviction while the key is remembered (as in ARC: Megiddo and
+Modha, FAST 2003). New chunks are classed by length of the prompt, in steps of four, and the
+last new chunk of a prompt has its own class: the next turn continues in the middle of it.
 
-Classes are ordered: a prefix is used whenever what continues it is, so the class that a prefix
-can be in must never be worth less than one its continuations can be in, or noise would strand
-these. Estimates that say otherwise are raised to the lower class's.
+A prefix is used whenever its continuation is. So its class never earns less (:data:`BELOW`),
+and among equals the deepest chunk of a prompt stands first: a prefix outlives its continuations
+without a rule about parents and children.
 
-Where little was seen a prior speaks. It falls with one over the age, which makes recency the
-best guess, with the weight of :data:`_PRIOR` observations; classes with little data are drawn
-to the mean of all in the same way.
+**Density.** The age of a chunk is the number of uses of any chunk since its own last one, so it
+needs no clock and means the same at any load. For every class and octave of ages two things are
+counted: the uses at that age, and the chunks that passed through it unused. Their ratio is the
+hazard. The *hit density* is the largest mean hazard over any range of ages from the present one
+on: the hits per slot and unit of time if the chunk is kept until the best moment. Idea and name
+are LHD's (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density",
+NSDI 2018), which takes the mean over the whole rest of life instead.
+
+Where little was counted a prior decides. It falls with one over the age, which makes recency
+the best guess, and weighs :data:`_PRIOR` observations; classes with little data are drawn to
+the mean of all in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +32,28 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HitDensity"]
+__all__ = ["AFTER", "BELOW", "KINDS", "NOWHERE", "TAIL", "HitDensity", "kind_of_new"]
+
+NOWHERE: Final = -1
+"""The class of chunks that are not in the tier."""
+TAIL: Final = 0
+"""The class of the last new chunk of a prompt."""
+_NEW: Final = 1
+_LENGTHS: Final = 5
+_USED: Final = _NEW + _LENGTHS
+_MOST_USES: Final = 4
+KINDS: Final = _USED + _MOST_USES
+"""Number of classes."""
+
+AFTER: Final = [max(_USED, min(kind + 1, KINDS - 1)) for kind in range(KINDS)]
+"""The class of a chunk after a use, by its class before."""
+BELOW: Final = [
+    [],
+    *([TAIL] for _ in range(_NEW, _USED)),
+    list(range(_USED)),
+    *([kind - 1] for kind in range(_USED + 1, KINDS)),
+]
+"""For each class, the lower classes that a continuation may have; others follow from these."""
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -37,12 +62,12 @@ _FIRST: Final = 4
 """Bits of the ages that share the first octave."""
 _YOUNG: Final = 1 << _FIRST
 _TURNS: Final = 4
-"""Longest age that is told apart, in turns of the tier."""
+"""Longest age with an octave of its own, in turns of the tier."""
 _BITS: Final = 64
 _PARTS: Final = 16
-"""Parts of an interval that are told apart by age."""
+"""Parts of an interval with ages of their own."""
 _SLACK: Final = 48
-"""Parts that an interval may be longer than it should."""
+"""Parts by which an interval may exceed its length."""
 
 
 def _octave_of(age: int) -> int:
@@ -51,19 +76,19 @@ def _octave_of(age: int) -> int:
 
 
 class HitDensity:
-    """Learns from uses; answers with a table.
+    """Counts uses by class and age, and keeps a table of hit densities.
 
     Args:
         capacity: Slots of the tier.
-        below: For each class the lower classes it must not be worth less than.
-        keep: What a count keeps of itself each time the table is renewed.
-        interval: Uses between two times that it is renewed, or little more.
+        below: For each class the lower classes that it must not earn less than.
+        keep: Share of a count that survives a renewal.
+        interval: Uses between two renewals, or little more.
 
     Attributes:
         octaves: Octaves of the table.
-        table: Hit density by class and bits of the age; as it was at the last :meth:`learn`.
+        table: Hit density by class and bits of the age, as of the last :meth:`renew`.
             Ages beyond the last octave count as the last.
-        lowest: The least of it by class.
+        lowest: The lowest density by class.
     """
 
     def __init__(
@@ -88,7 +113,7 @@ class HitDensity:
         self._prior = self._weights / bounds[1:]
         self._octave_of_bits = np.clip(np.arange(_BITS) - _FIRST, 0, self.octaves - 1)
         self._sums, self._times = np.zeros((2, len(below), self.octaves + 1))
-        # What is added to the time of a stretch that ends before the octave after its first.
+        # What is added to the time of a moves that ends before the octave after its first.
         ends = np.arange(self.octaves + 1)
         least = np.minimum(ends[:-1, None] + 2, self.octaves)
         self._too_short = np.where(ends < least, np.inf, 0.0)
@@ -100,38 +125,38 @@ class HitDensity:
         )
         self.table: list[array[float]] = []
         self.lowest: list[float] = []
-        self.learn()
+        self.renew()
 
-    def came(self, kind: int, now: int, count: int) -> None:
-        """Note that ``count`` chunks are of class ``kind`` since ``now``."""
+    def add(self, kind: int, now: int, count: int) -> None:
+        """Add ``count`` chunks that enter class ``kind`` at ``now``."""
         self._waiting[now // self._width % self._parts * self._classes + kind] += count
 
-    def went(self, kind: int, since: int, count: int) -> None:
-        """Note that ``count`` chunks of class ``kind`` since ``since`` are so no more."""
+    def remove(self, kind: int, since: int, count: int) -> None:
+        """Remove ``count`` chunks that entered class ``kind`` at ``since``."""
         if since > self._past:
             self._waiting[since // self._width % self._parts * self._classes + kind] -= count
 
-    def used(self, kind: int, since: int, age: int, count: int) -> None:
-        """Note that ``count`` chunks that were of class ``kind`` since ``since`` were used.
+    def record_uses(self, kind: int, since: int, age: int, count: int) -> None:
+        """Remove ``count`` chunks from their class because they were used.
 
         Args:
             kind: The class they had.
-            since: When they came to it.
-            age: How long ago that is.
-            count: How many.
+            since: The use at which they entered it.
+            age: Uses since then.
+            count: Number of chunks.
         """
-        self.went(kind, since, count)
+        self.remove(kind, since, count)
         place = kind * self.octaves
         if age < _YOUNG:
-            # Those that are used that soon are not there to be counted when they grow older.
+            # Chunks used that soon are gone before they are counted at a higher age.
             self._entered[place] += count
         else:
             octave = age.bit_length() - _FIRST
             place += octave if octave < self.octaves else self.octaves - 1
         self._uses[place] += count
 
-    def grow_older(self, now: int) -> None:
-        """Note which chunks came to another octave unused since the last time."""
+    def advance(self, now: int) -> None:
+        """Count the chunks that reached another octave unused since the last call."""
         part = now // self._width
         parts = np.arange(part - self._parts + 1, part + 1)
         ages = np.array((self._looked, now))[:, None] - (parts + 1) * self._width
@@ -140,14 +165,14 @@ class HitDensity:
         crossed[:, 0] = crossed[:, 1]
         waiting = self._waiting_seen
         self._entered_seen += waiting[parts % self._parts].T @ crossed
-        # Room for the parts until the next time, which must be sooner than they take.
+        # Room for the parts until the next call, which must come before they are full.
         ahead = np.arange(part + 1, part + 1 + self._ahead)
         waiting[ahead % self._parts] = 0.0
         self._past = (part - self._parts + self._ahead + 1) * self._width - 1
         self._looked = now
 
-    def learn(self) -> None:
-        """Bring the table up to date and let what was seen count a little less."""
+    def renew(self) -> None:
+        """Recompute the table and reduce the weight of past counts."""
         uses, entered, weights = self._uses_seen, self._entered_seen, self._weights
         spent = np.maximum(entered - 0.5 * uses, 0.0) * self._widths
         hazards = (uses.sum(0) + self._prior) / (spent.sum(0) + weights)
@@ -174,3 +199,8 @@ class HitDensity:
         gained /= times[:, None, :] - times[:, :-1, None] + self._too_short
         best: FloatArray = gained.max(2)
         return best
+
+
+def kind_of_new(length: int) -> int:
+    """Return the class of new chunks in a prompt of ``length`` chunks, except the last."""
+    return _NEW + min(length.bit_length() // 2, _LENGTHS - 1)

@@ -17,13 +17,12 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._ghosts import Ghosts
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, Ghosts, NextVictimEviction
 
 __all__ = ["Arc"]
 
 
-class Arc(TakingEviction):
+class Arc(NextVictimEviction):
     """The Adaptive Replacement Cache, with real-valued ``p``.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, fig. 4.
@@ -31,8 +30,8 @@ class Arc(TakingEviction):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._once: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._again: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._once: CopyOrder = OrderedDict()
+        self._again: CopyOrder = OrderedDict()
         self._left_once: OrderedDict[ChunkKey, None] = OrderedDict()
         self._left_again: OrderedDict[ChunkKey, None] = OrderedDict()
         self._returning = Ghosts(capacity)
@@ -76,14 +75,13 @@ class Arc(TakingEviction):
             self._again[copy] = None
 
     @override
-    def on_remove(self, copy: ChunkCopy) -> None:
-        order = self._again if copy in self._again else self._once
-        del order[copy]
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._once, self._again)
 
     @override
     def _take(self) -> ChunkCopy | None:
         once, target = len(self._once), self._target
-        take_once = once > target or (once == target and self._missed_again) or self._shy
+        take_once = once > target or (once == target and self._missed_again) or self._backoff
         order = self._once if once and (take_once or not self._again) else self._again
         if not order:
             return None
@@ -96,7 +94,7 @@ class Arc(TakingEviction):
         self._again[copy] = None
 
     @override
-    def _remember(self, copy: ChunkCopy) -> None:
+    def _record_evicted(self, copy: ChunkCopy) -> None:
         ghosts = self._left_once if copy.policy is self._once else self._left_again
         ghosts[copy.key] = None
         copy.policy = None

@@ -19,14 +19,14 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, NextVictimEviction
 
 __all__ = ["Lirs"]
 
 _LOW, _HIGH = True, False
 
 
-class Lirs(TakingEviction):
+class Lirs(NextVictimEviction):
     """Low Inter-reference Recency Set, with 1 % for HIR copies.
 
     Jiang and Zhang, "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to
@@ -38,7 +38,7 @@ class Lirs(TakingEviction):
         self._low_limit = capacity - max(1, int(0.01 * capacity))
         self._low = 0
         self._stack: OrderedDict[ChunkKey, ChunkCopy | None] = OrderedDict()
-        self._queue: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._queue: CopyOrder = OrderedDict()
         self._left: OrderedDict[ChunkKey, None] = OrderedDict()
 
     @override
@@ -75,7 +75,11 @@ class Lirs(TakingEviction):
             self._low -= 1
             self._prune()
         else:
-            del self._queue[copy]
+            super().on_remove(copy)
+
+    @override
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._queue,)
 
     @override
     def _take(self) -> ChunkCopy | None:
@@ -90,7 +94,7 @@ class Lirs(TakingEviction):
         self._raise(copy)
 
     @override
-    def _remember(self, copy: ChunkCopy) -> None:
+    def _record_evicted(self, copy: ChunkCopy) -> None:
         if copy.key in self._stack:
             self._stack[copy.key] = None
             self._left[copy.key] = None

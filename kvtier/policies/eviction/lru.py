@@ -42,7 +42,7 @@ from kvtier.policies.base import (
     is_unpinned,
 )
 
-__all__ = ["Lru"]
+__all__ = ["Fifo", "Lru"]
 
 _SLACK: Final = 64
 """Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
@@ -225,6 +225,23 @@ class Lru(Eviction):
             self._waiting += len(prompt)
             if not prompt:
                 del self._prompts[last]
+
+
+class Fifo(Lru):
+    """Evicts the copy that came first, whether it was used or not."""
+
+    @override
+    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        for copy in copies:
+            self.on_insert(copy, ctx)
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        pass
+
+    @override
+    def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
+        pass
 
 
 def _places(entries: Iterable[ChunkCopy]) -> list[ChunkCopy]:

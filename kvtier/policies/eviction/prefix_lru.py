@@ -15,29 +15,46 @@ brings back one copy at most, so the cost is O(1) amortised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Final
 
 from typing_extensions import override
 
 from kvtier.keys import ChunkKey
-from kvtier.policies.base import ChunkCopy, Evictable, PolicyContext
-from kvtier.policies.eviction._lazy_queue import GONE, SLACK, LazyQueue
+from kvtier.policies.base import ChunkCopy, CopyState, Evictable, Eviction, PolicyContext
 
 __all__ = ["PrefixLru"]
 
+_GONE: Final = CopyState.GONE
+_SLACK: Final = 64
+"""Stale entries tolerated in a tiny tier, where rebuilding would be all it does."""
 _ASIDE: Final = -1
 """The ``queued`` of a copy without an entry; a touch makes it 0: one, and it is not stale."""
 
 
-class PrefixLru(LazyQueue):
+class PrefixLru(Eviction):
     """Evicts, of the copies without children, the one whose last use is longest ago."""
 
     leaf_only: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
+        self._queue: deque[ChunkCopy] = deque()
+        self._members = 0
         self._aside: dict[ChunkKey, ChunkCopy] = {}
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self._members += 1
+        copy.queued = 0
+        self._queue.append(copy)
+
+    @override
+    def on_insert_many(self, copies: Sequence[ChunkCopy], ctx: PolicyContext) -> None:
+        # Nobody wrote to ``queued`` before: what is inserted is new, or was picked.
+        self._members += len(copies)
+        self._queue.extend(copies)
 
     @override
     def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -46,8 +63,7 @@ class PrefixLru(LazyQueue):
         copy.queued += 1
         queue = self._queue
         queue.append(copy)
-        if len(queue) > 2 * self._members + SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def on_hit_many(self, copies: Iterable[ChunkCopy], ctx: PolicyContext) -> None:
@@ -57,8 +73,7 @@ class PrefixLru(LazyQueue):
                 del self._aside[copy.key]
             copy.queued += 1
         self._queue.extend(touched)
-        if len(self._queue) > 2 * self._members + SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def on_remove(self, copy: ChunkCopy) -> None:
@@ -66,8 +81,7 @@ class PrefixLru(LazyQueue):
         if copy.queued == _ASIDE:
             del self._aside[copy.key]
         self._bring_back(copy.parent)
-        if len(self._queue) > 2 * self._members + SLACK:
-            self._tidy()
+        self._bound()
 
     @override
     def pick(self, evictable: Evictable, ctx: PolicyContext) -> ChunkCopy | None:
@@ -78,7 +92,7 @@ class PrefixLru(LazyQueue):
             if copy.queued:
                 copy.queued -= 1
                 continue
-            if copy.state == GONE:
+            if copy.state == _GONE:
                 continue
             if copy.child_count > 0:
                 copy.queued = _ASIDE
@@ -97,3 +111,15 @@ class PrefixLru(LazyQueue):
         if key is not None and (copy := self._aside.pop(key, None)) is not None:
             copy.queued = 0
             self._queue.appendleft(copy)
+
+    def _bound(self) -> None:
+        """Drop every entry that is not its copy's last, when there are too many."""
+        if len(self._queue) <= 2 * self._members + _SLACK:
+            return
+        kept: deque[ChunkCopy] = deque()
+        for copy in self._queue:
+            if copy.queued:
+                copy.queued -= 1
+            elif copy.state != _GONE:
+                kept.append(copy)
+        self._queue = kept

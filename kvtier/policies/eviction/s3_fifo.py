@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._ghosts import Ghosts
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, Ghosts, NextVictimEviction
 
 __all__ = ["S3Fifo"]
 
@@ -23,7 +22,7 @@ _MOVE_ON = 2
 _MOST_USES = 3
 
 
-class S3Fifo(TakingEviction):
+class S3Fifo(NextVictimEviction):
     """Small queue of 10 %, main queue and ghosts of 90 %.
 
     Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023, with the details
@@ -35,8 +34,8 @@ class S3Fifo(TakingEviction):
         super().__init__(capacity)
         self._small_limit = int(0.1 * capacity)
         self._main_limit = capacity - self._small_limit
-        self._small: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._main: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._small: CopyOrder = OrderedDict()
+        self._main: CopyOrder = OrderedDict()
         self._left = Ghosts(int(0.9 * capacity))
         self._returning = Ghosts(capacity)
         self._warm = False
@@ -59,14 +58,13 @@ class S3Fifo(TakingEviction):
         copy.queued += 1
 
     @override
-    def on_remove(self, copy: ChunkCopy) -> None:
-        order = self._main if copy in self._main else self._small
-        del order[copy]
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._small, self._main)
 
     @override
     def _take(self) -> ChunkCopy | None:
         self._warm = True
-        if self._small and (self._shy or len(self._main) <= self._main_limit):
+        if self._small and (self._backoff or len(self._main) <= self._main_limit):
             victim = self._take_small()
             if victim is not None:
                 return victim
@@ -78,7 +76,7 @@ class S3Fifo(TakingEviction):
         self._main[copy] = None
 
     @override
-    def _remember(self, copy: ChunkCopy) -> None:
+    def _record_evicted(self, copy: ChunkCopy) -> None:
         if copy.policy is not None:
             self._left.add(copy.key)
             copy.policy = None

@@ -15,12 +15,12 @@ from collections import OrderedDict
 from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, NextVictimEviction
 
 __all__ = ["Sieve"]
 
 
-class Sieve(TakingEviction):
+class Sieve(NextVictimEviction):
     """Evicts the first copy from the hand on that was not used since the hand last passed.
 
     Where newcomers are not used again before the hand reaches them the hand follows the head
@@ -32,8 +32,8 @@ class Sieve(TakingEviction):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._passed: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._ahead: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._passed: CopyOrder = OrderedDict()
+        self._ahead: CopyOrder = OrderedDict()
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -45,9 +45,8 @@ class Sieve(TakingEviction):
         copy.queued = 1
 
     @override
-    def on_remove(self, copy: ChunkCopy) -> None:
-        order = self._ahead if copy in self._ahead else self._passed
-        del order[copy]
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._ahead, self._passed)
 
     @override
     def _take(self) -> ChunkCopy | None:

@@ -1,18 +1,21 @@
-"""Segmented LRU: what was used again is kept apart from what was not."""
+"""Segmented LRU: chunks that were used again stand apart from new ones."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import ClassVar
 
 from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, NextVictimEviction
 
-__all__ = ["Slru"]
+__all__ = ["Slru", "Slru4"]
+
+_SEGMENTS = 4
 
 
-class Slru(TakingEviction):
+class Slru(NextVictimEviction):
     """A probationary and a protected LRU list, the latter at most 80 % of the tier.
 
     A newcomer is on probation. A use protects it; the least recently used protected copy then
@@ -25,8 +28,8 @@ class Slru(TakingEviction):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._protected_limit = int(0.8 * capacity)
-        self._probation: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._protected: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._probation: CopyOrder = OrderedDict()
+        self._protected: CopyOrder = OrderedDict()
 
     @override
     def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
@@ -41,9 +44,8 @@ class Slru(TakingEviction):
             self._spare(copy)
 
     @override
-    def on_remove(self, copy: ChunkCopy) -> None:
-        order = self._protected if copy in self._protected else self._probation
-        del order[copy]
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._probation, self._protected)
 
     @override
     def _take(self) -> ChunkCopy | None:
@@ -56,3 +58,74 @@ class Slru(TakingEviction):
         protected[copy] = None
         if len(protected) > self._protected_limit:
             self._probation[protected.popitem(last=False)[0]] = None
+
+
+class Slru4(NextVictimEviction):
+    """Four LRU lists of a quarter of the tier each.
+
+    A newcomer goes to the lowest list with room, or the lowest. A use moves a copy to the list
+    above; what that list has no room for cools down to the list below. The victim is the least
+    recently used copy of the lowest list that is not empty.
+
+    Huang et al., "An Analysis of Facebook Photo Caching", SOSP 2013 (S4LRU), with the details
+    of libCacheSim: the rule for newcomers, which matters while the tier is not full, and one
+    that sheds: if the capacity is no multiple of four the lowest list may be too long, and
+    what cools down into it then pushes another copy out.
+    """
+
+    sheds: ClassVar[bool] = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._limit = capacity // _SEGMENTS
+        self._lists: list[CopyOrder] = [OrderedDict() for _ in range(_SEGMENTS)]
+
+    @override
+    def on_insert(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        level = 0
+        for number, order in enumerate(self._lists):
+            if len(order) < self._limit:
+                level = number
+                break
+        copy.policy = level
+        self._lists[level][copy] = None
+
+    @override
+    def on_hit(self, copy: ChunkCopy, ctx: PolicyContext) -> None:
+        self.surplus = 0
+        level = copy.policy
+        if level == _SEGMENTS - 1:
+            self._lists[level].move_to_end(copy)
+        else:
+            del self._lists[level][copy]
+            self._put(copy, level + 1)
+
+    @override
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return tuple(self._lists)
+
+    @override
+    def _take(self) -> ChunkCopy | None:
+        self.surplus = max(self.surplus - 1, 0)
+        for order in self._lists:
+            if order:
+                return order.popitem(last=False)[0]
+        return None
+
+    @override
+    def _spare(self, copy: ChunkCopy) -> None:
+        self._put(copy, _SEGMENTS - 1)
+
+    def _put(self, copy: ChunkCopy, level: int) -> None:
+        """Make ``copy`` the newest of ``level``, and let what is too much cool down."""
+        copy.policy = level
+        order = self._lists[level]
+        order[copy] = None
+        while level and len(order) > self._limit:
+            level -= 1
+            cooled = order.popitem(last=False)[0]
+            cooled.policy = level
+            order = self._lists[level]
+            order[cooled] = None
+            if not level:
+                self.surplus = max(len(order) - self._limit, 0)

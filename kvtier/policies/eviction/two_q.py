@@ -14,13 +14,12 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._ghosts import Ghosts
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, Ghosts, NextVictimEviction
 
 __all__ = ["TwoQ"]
 
 
-class TwoQ(TakingEviction):
+class TwoQ(NextVictimEviction):
     """The full version of 2Q, with A1in a quarter and A1out half of the tier.
 
     Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement
@@ -30,8 +29,8 @@ class TwoQ(TakingEviction):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._in_limit = int(0.25 * capacity)
-        self._newcomers: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._main: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._newcomers: CopyOrder = OrderedDict()
+        self._main: CopyOrder = OrderedDict()
         self._left = Ghosts(int(0.5 * capacity))
         self._returning = Ghosts(capacity)
 
@@ -53,14 +52,13 @@ class TwoQ(TakingEviction):
             self._main.move_to_end(copy)
 
     @override
-    def on_remove(self, copy: ChunkCopy) -> None:
-        order = self._main if copy in self._main else self._newcomers
-        del order[copy]
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._newcomers, self._main)
 
     @override
     def _take(self) -> ChunkCopy | None:
         newcomers = self._newcomers
-        if self._main and len(newcomers) <= (0 if self._shy else self._in_limit):
+        if self._main and len(newcomers) <= (0 if self._backoff else self._in_limit):
             copy = self._main.popitem(last=False)[0]
             copy.policy = None
             return copy
@@ -75,6 +73,6 @@ class TwoQ(TakingEviction):
         self._main[copy] = None
 
     @override
-    def _remember(self, copy: ChunkCopy) -> None:
+    def _record_evicted(self, copy: ChunkCopy) -> None:
         if copy.policy is not None:
             self._left.add(copy.key)

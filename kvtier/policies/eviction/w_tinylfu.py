@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from kvtier.keys import ChunkKey
 from kvtier.policies.base import ChunkCopy, PolicyContext
-from kvtier.policies.eviction._taking import TakingEviction
+from kvtier.policies.eviction._next_victim import CopyOrder, NextVictimEviction
 from kvtier.policies.frequency import ExactFrequency, Frequency, SketchFrequency
 
 __all__ = ["WTinyLfu", "WTinyLfuExact"]
 
 
-class WTinyLfu(TakingEviction):
+class WTinyLfu(NextVictimEviction):
     """Window of 1 %, main part of 99 %, of which 80 % are protected; counts in a sketch.
 
     Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
@@ -39,9 +39,9 @@ class WTinyLfu(TakingEviction):
         main = int(0.99 * capacity)
         self._window_limit = capacity - main
         self._protected_limit = int(0.8 * main)
-        self._window: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._probation: OrderedDict[ChunkCopy, None] = OrderedDict()
-        self._protected: OrderedDict[ChunkCopy, None] = OrderedDict()
+        self._window: CopyOrder = OrderedDict()
+        self._probation: CopyOrder = OrderedDict()
+        self._protected: CopyOrder = OrderedDict()
         self._frequency = self._make_frequency()
 
     def _make_frequency(self) -> Frequency:
@@ -70,11 +70,8 @@ class WTinyLfu(TakingEviction):
             self._spare(copy)
 
     @override
-    def on_remove(self, copy: ChunkCopy) -> None:
-        for order in (self._window, self._probation, self._protected):
-            if copy in order:
-                del order[copy]
-                return
+    def _orders(self) -> tuple[CopyOrder, ...]:
+        return (self._window, self._probation, self._protected)
 
     @override
     def _take(self) -> ChunkCopy | None:
@@ -90,8 +87,8 @@ class WTinyLfu(TakingEviction):
         if len(protected) > self._protected_limit:
             self._probation[protected.popitem(last=False)[0]] = None
 
-    def _candidate_loses(self, main: OrderedDict[ChunkCopy, None]) -> bool:
-        if self._shy:
+    def _candidate_loses(self, main: CopyOrder) -> bool:
+        if self._backoff:
             return bool(self._window)
         if len(self._window) < self._window_limit:
             return False

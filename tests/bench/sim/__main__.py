@@ -44,7 +44,7 @@ BARS = {
     "hedged-lhd": 500_000,
 }
 ORDERS: Final[tuple[TouchOrder, ...]] = ("forward", "reverse")
-LADDER_BAR = 250_000
+TIERS_BAR = 250_000
 SWEEP_BAR_S = 60.0
 SWEPT = (
     *(policy for policy in BARS if policy != "hedged-lhd"),
@@ -99,7 +99,7 @@ def singles(trace: Trace, rounds: int) -> Iterator[Figure]:
             )
 
 
-def ladders(trace: Trace, rounds: int) -> Iterator[Figure]:
+def several_tiers(trace: Trace, rounds: int) -> Iterator[Figure]:
     ram, nvme = (trace.distinct * share // 100 * CHUNK // (1 << 20) for share in (1, 10))
     for write in ("through", "evict"):
         text = (
@@ -111,8 +111,8 @@ def ladders(trace: Trace, rounds: int) -> Iterator[Figure]:
         )
         config = parse_config(text, source="bench")
         run = partial(simulate_cache, trace, config, chunk_bytes=CHUNK)
-        what = f"ladder 1 % + 10 %, write: {write}"
-        yield Figure(what, refs_per_s(trace, run, rounds), LADDER_BAR, "refs/s")
+        what = f"tiers of 1 % + 10 %, write: {write}"
+        yield Figure(what, refs_per_s(trace, run, rounds), TIERS_BAR, "refs/s")
 
 
 def swept(trace: Trace) -> Figure:
@@ -125,8 +125,8 @@ def swept(trace: Trace) -> Figure:
 def measure(trace: Trace, rounds: int, only: str | None) -> Iterator[Figure]:
     if only in (None, "singles"):
         yield from singles(trace, rounds)
-    if only in (None, "ladders"):
-        yield from ladders(trace, rounds)
+    if only in (None, "tiers"):
+        yield from several_tiers(trace, rounds)
     if only in (None, "sweep"):
         yield swept(trace)
 
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs per figure; the best counts"
     )
-    parts = ["singles", "ladders", "sweep", "default", "replay"]
+    parts = ["singles", "tiers", "sweep", "default", "replay"]
     parser.add_argument("--only", choices=parts, help="this part alone")
     parser.add_argument("--markdown", action="store_true", help="print rows of a table")
     parser.add_argument("--dir", type=Path, default=Path(), help="on the disk that replays use")

@@ -22,7 +22,7 @@ __all__ = ["AIM", "Prediction", "predictions"]
 
 AIM: Final = 0.15
 _LIMIT_S: Final = 600.0
-_LADDERS: Final = {
+_TIERS: Final = {
     "RAM": "tiers:\n- {kind: ram, capacity: 48MiB}\n",
     "RAM, NVMe": (
         "tiers:\n- {kind: ram, capacity: 16MiB}\n"
@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
     """One figure, replayed and predicted.
 
     Attributes:
-        what: Trace, ladder and figure.
+        what: Trace, tiers and figure.
         replayed: As it was, in ``unit``.
         predicted: As the simulator says.
         apart: How far the latter is from the former, as a share of it; None if it says
@@ -62,11 +62,11 @@ def predictions(directory: Path) -> Iterator[Prediction]:
     """Replay, and compare; ``directory`` is on the disk to use."""
     with tempfile.TemporaryDirectory(prefix="kvtier-replayed-", dir=directory) as scratch:
         for part in _parts(Path(scratch)):
-            for ladder, text in _LADDERS.items():
+            for tiers, text in _TIERS.items():
                 config = Path(scratch) / "kvtier.yaml"
                 config.write_text(text.replace("DIRECTORY", scratch))
                 result = _replay(part, config)
-                yield from _figures(f"{part.name}, {ladder}", result)
+                yield from _figures(f"{part.name}, {tiers}", result)
 
 
 def _parts(scratch: Path) -> Iterator[_Part]:

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.manager import SkipCause
 from kvtier.types import Outcome, TransferResult
-from tests.unit.load_gates import (
+from tests.unit.cost_models import (
     CHUNK,
     CHUNK_S,
     TOKENS,

@@ -1,4 +1,4 @@
-"""What holds of the choice of loads whatever was measured."""
+"""Properties of the choice of loads, for any measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.manager import CostModel
-from tests.unit.load_gates import TOKENS, cost_model, kept, measure
+from tests.unit.cost_models import TOKENS, cost_model, kept, measure
 
 LOADS = st.lists(
     st.tuples(st.integers(1, 2), st.integers(1, 64), st.floats(1e-6, 100.0)), max_size=8

@@ -18,13 +18,13 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections import deque
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
 from kvtier.policies.base import ChunkCopy, Evictable, Eviction, PolicyContext
 
-__all__ = ["ScoredEviction"]
+__all__ = ["Belady", "Gdsf", "Lfu", "ScoredEviction"]
 
 _SLACK = 64
 _NOWHERE = 0
@@ -143,3 +143,56 @@ class ScoredEviction(Eviction):
         self._heap = [entry for entry in self._heap if self._counts(entry)]
         heapq.heapify(self._heap)
         self._parked = deque(entry for entry in self._parked if self._counts(entry))
+
+
+class Lfu(ScoredEviction):
+    """Evicts the copy with the fewest uses since it came; among equals the least recent.
+
+    Nothing ages, so what was popular once stays: on agent traffic the cache freezes. It is a
+    yardstick rather than a choice; :class:`~kvtier.policies.eviction.Gdsf` ages.
+    """
+
+    @override
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        return uses
+
+
+class Gdsf(ScoredEviction):
+    """Evicts the lowest ``L + uses``; among equals the least recently used.
+
+    Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching
+    Policy", HP Laboratories HPL-98-69R1, 1998; after Cao and Irani, USITS 1997.
+    """
+
+    insert_first: ClassVar[bool] = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._inflation = 0.0
+
+    @override
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        return self._inflation + uses
+
+    @override
+    def _settle(self, score: float) -> None:
+        self._inflation = score
+
+
+class Belady(ScoredEviction):
+    """Evicts the copy whose next use is farthest away; the newcomer always comes in.
+
+    No policy that must let every newcomer in has more hits. It counts chunks one by one: hits
+    behind a missing ancestor count too, so it does not bound the prefix hits of every policy.
+
+    Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
+    Journal 5(2), 1966.
+    """
+
+    needs_future: ClassVar[bool] = True
+    falling: ClassVar[bool] = True
+    touch_order: ClassVar[Literal["reverse", "forward"]] = "forward"
+
+    @override
+    def _score(self, uses: int, ctx: PolicyContext) -> float:
+        return -ctx.next_use

@@ -1,4 +1,4 @@
-"""A manager that leaves loads alone which are not worth their time."""
+"""Loads that the cost model cuts or skips."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvtier.manager import ManagerLimits
 from kvtier.manager.hits import GroupReach, Reach
 from kvtier.types import Job, Outcome, TransferResult
 from tests.support.workbench import Workbench, prefix
-from tests.unit.load_gates import CHUNK_S, cost_model
+from tests.unit.cost_models import CHUNK_S, cost_model
 
 
 def slow_bench(*, ram: int = 16, seconds: float = 1.0, window: int = 0) -> Workbench:

@@ -1,4 +1,4 @@
-"""What judges loads, and times it is told of."""
+"""Cost models, and the measurements they are given."""
 
 from __future__ import annotations
 
