@@ -344,7 +344,7 @@ class _Bench:
 
 
 def _geometry(config: KvtierConfig, chunk_bytes: int) -> RegionGeometry:
-    """Return the shape of the RAM tier and of the relay, for an engine of one rank."""
+    """Return the shape of the RAM tier and the bounce buffer, for an engine of one rank."""
     slot_bytes = slot_nbytes(chunk_bytes)
     return RegionGeometry(
         slots=config.ram.capacity_bytes // slot_bytes,
