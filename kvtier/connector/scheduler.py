@@ -2,8 +2,8 @@
 
 An engine's scheduler asks how much of a waiting request can be loaded, reports which blocks
 the request got, and sends the step's jobs to the workers. The workers' results come back
-through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives
-(:class:`~kvtier.connector.protocols.Cache`) knows which tier has the bytes.
+through :meth:`ConnectorScheduler.update_connector_output`. The cache that it drives knows which
+tier has the bytes.
 
 Calls of one step:
 
@@ -31,11 +31,11 @@ from kvtier.connector.protocols import (
     AllocatedBlocks,
     BlockTables,
     BoundaryState,
-    Cache,
     EngineRequest,
     Step,
 )
 from kvtier.connector.requests import OfferQueue, TrackedRequest
+from kvtier.connector.service import CacheService
 from kvtier.connector.stores import StoreRules, computed_tokens
 from kvtier.connector.transfers import Transfers
 from kvtier.errors import KvtierError
@@ -74,7 +74,7 @@ class ConnectorScheduler:
 
     tables: BlockTables
 
-    def __init__(self, cache: Cache, options: SchedulerOptions) -> None:
+    def __init__(self, cache: CacheService, options: SchedulerOptions) -> None:
         self._cache = cache
         self._options = options
         self._layouts = build_layouts(options)
