@@ -359,10 +359,10 @@ class BytesWorld:
         for disk in disks:
             ways["ram", disk.name] = ToTier(region, disk)
             ways[disk.name, "ram"] = FromTier(region, disk, region.control)
-        if relay := self._geometry.relay:
+        if bounce_range := self._geometry.bounce_range:
             upper, lower = disks
             ways[upper.name, lower.name] = BetweenTiers(
-                upper, lower, BounceBuffer(region, relay)
+                upper, lower, BounceBuffer(region, bounce_range)
             )
         slot_nbytes = self._geometry.slot_nbytes
         least = self._geometry.slots if self.stage.calm else 6

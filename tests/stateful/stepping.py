@@ -152,14 +152,14 @@ class SteppedEngine(TransferEngine):
     @override
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float) -> bool:
         def ended() -> bool:
-            return self._answers.wait(job_ids, timeout_s=0)
+            return self._results.wait(job_ids, timeout_s=0)
 
         return self._stage.wait(ended, timeout_s=timeout_s)
 
     @override
     def wait_any(self, *, timeout_s: float) -> bool:
         return self._stage.wait(
-            lambda: self._answers.wait_any(timeout_s=0), timeout_s=timeout_s
+            lambda: self._results.wait_any(timeout_s=0), timeout_s=timeout_s
         )
 
     @override
