@@ -1,10 +1,10 @@
-"""Everything kvtier raises on purpose.
+"""Errors that kvtier raises on purpose.
 
 ::
 
     KvtierError
-     +- ConfigError              a YAML file, an option or an environment that cannot work
-     +- UnsupportedError         an engine, a layout or a platform kvtier does not know
+     +- ConfigError              an invalid file, option or environment
+     +- UnsupportedError         an engine, a layout or a platform kvtier does not support
      +- ClosedError              used after close
      +- CapacityError            something does not fit
      +- TierError                a tier could not do its work; has .tier
@@ -35,21 +35,21 @@ __all__ = [
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean x?``, or nothing if no known word is close."""
+    """Return ``; did you mean x?``, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 class KvtierError(Exception):
-    """Base of everything kvtier raises on purpose."""
+    """Base of all errors that kvtier raises on purpose."""
 
 
 class ConfigError(KvtierError):
-    """Configuration that cannot work; the message names the place and a remedy."""
+    """An invalid configuration; the message names the place and a remedy."""
 
 
 class UnsupportedError(KvtierError):
-    """An engine version, KV layout or platform that kvtier does not know how to serve."""
+    """An engine version, KV layout or platform that kvtier does not support."""
 
 
 class ClosedError(KvtierError):
@@ -57,7 +57,7 @@ class ClosedError(KvtierError):
 
 
 class CapacityError(KvtierError):
-    """Something does not fit where it was asked to go."""
+    """Something does not fit into the room there is."""
 
 
 class TierError(KvtierError):
@@ -80,7 +80,7 @@ class StoreLockedError(TierError):
     """Another process owns the store.
 
     Attributes:
-        holder: What the lock file says about its owner, such as ``pid 4711 on host a``.
+        holder: Owner in the lock file, such as ``pid 4711 on host a``.
     """
 
     def __init__(

@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 ChunkKey = bytes
-"""Names a chunk's content: equal keys mean equal bytes, whoever computed them."""
+"""Identifies a chunk's content: equal keys mean equal bytes."""
 
 GROUP_NBYTES = 4
 ADAPTER_NBYTES = 15
-"""Of the digest that a key has in it if its chunk was computed with a LoRA adapter.
+"""Bytes of the LoRA adapter's digest in a key.
 
-Odd, and what an engine's keys have is even: so a key's length says whether there is one.
+The number is odd and an engine's keys are even, so a key's length tells whether it has one.
 """
 ADAPTER_OFFSET = 8
-"""Where it is: samples and short forms of keys go by what both ends have."""
+"""Offset of the digest, behind the prefix that samples and short forms use."""
 
 
 def make_key(block_hash: bytes, group: int) -> ChunkKey:
@@ -51,7 +51,7 @@ def group_of(key: ChunkKey) -> int:
 
 
 def group_filter(group: int) -> Callable[[ChunkKey], bool]:
-    """Return what says whether a key is of KV cache group ``group``; no Python runs per key.
+    """Return a predicate for keys of KV cache group ``group``, implemented in C.
 
     >>> list(map(group_filter(1), [make_key(b"a", 1), make_key(b"a", 0)]))
     [True, False]
@@ -60,14 +60,13 @@ def group_filter(group: int) -> Callable[[ChunkKey], bool]:
 
 
 def counting_group(reads_all: Mapping[int, bool]) -> int:
-    """Return the index of the *counting group*, whose chunks stand for the tokens of a prompt.
+    """Return the index of the *counting group*, whose chunks count the tokens of a prompt.
 
-    Every group has chunks of the same tokens, so only those of one are to be counted, and of
-    a sliding window only the end of a prompt is loaded. It is the first group whose layers read
-    the whole prefix, or the first of all where there is none.
+    Every group has chunks of the same tokens, so only one group is counted. It is the first
+    group whose layers read the whole prefix, or the first group if there is none.
 
     Args:
-        reads_all: Whether they do, by the index of each group.
+        reads_all: Whether a group's layers read the whole prefix, by its index.
 
     >>> counting_group({1: False, 3: True, 4: True})
     3
@@ -78,11 +77,9 @@ def counting_group(reads_all: Mapping[int, bool]) -> int:
 
 
 def is_single_group(keys: Sequence[ChunkKey]) -> bool:
-    """Return whether all ``keys``, which stand group by group, are of one KV cache group.
+    """Return whether all ``keys``, which are ordered by group, are of one KV cache group.
 
-    Only the first and the last are looked at, for this is asked at every load and store of any
-    length. Both scheduler halves hand over keys group by group. Were they mixed, figures and
-    the order of eviction would be wrong; what a key stands for is in the key, so no bytes.
+    Compares only the first and the last key, because every load and store calls this.
 
     >>> is_single_group([make_key(b"a", 3), make_key(b"b", 3)])
     True
@@ -93,7 +90,7 @@ def is_single_group(keys: Sequence[ChunkKey]) -> bool:
 
 
 def short_key(key: ChunkKey) -> str:
-    """Return a form of ``key`` short enough for a log line.
+    """Return ``key`` in a short form, for log lines.
 
     >>> short_key(make_key(bytes(range(16)), 2))
     '0001020304050607/2'
@@ -102,7 +99,7 @@ def short_key(key: ChunkKey) -> str:
 
 
 def strip_adapter(key: ChunkKey) -> bytes:
-    """Return the engine's key of a chunk, which has no digest of an adapter.
+    """Return ``key`` without its adapter digest, as the engine knows it.
 
     >>> key = bytes(range(36))
     >>> own = key[:ADAPTER_OFFSET] + b"." * ADAPTER_NBYTES + key[ADAPTER_OFFSET:]

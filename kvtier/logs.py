@@ -1,7 +1,7 @@
-"""kvtier's loggers, whose lines an engine's log shows as kvtier's.
+"""Loggers whose lines appear in the engine's log, with kvtier's name.
 
-vLLM configures one logger, and what is not below it has neither a level nor a time in its log,
-or is not shown at all. Its lines name the file that they come from and not the package.
+vLLM configures one logger. Loggers outside it have no level and no time in its log, or do not
+appear. Its lines show the name of the file without the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ENGINE: Final = "vllm"
 
 
 def get_logger(module: str) -> logging.Logger:
-    """Return the logger of a module of kvtier's.
+    """Return the logger of a module of kvtier.
 
     Args:
         module: The module's ``__name__``.
@@ -28,6 +28,6 @@ def get_logger(module: str) -> logging.Logger:
 
 
 def _name_kvtier(record: logging.LogRecord) -> bool:
-    """Let a line begin with ``[kvtier/storage.py:248]``; the record may have passed before."""
+    """Make the line begin with ``[kvtier/storage.py:248]``; idempotent."""
     record.filename = f"kvtier/{Path(record.pathname).name}"
     return True

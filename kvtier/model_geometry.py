@@ -1,4 +1,4 @@
-"""How many bytes of KV cache one token of a model takes, read from its ``config.json``.
+"""Bytes of KV cache per token of a model, from its ``config.json``.
 
 Three shapes of attention matter. With *multi-head* attention (MHA) every query head has a key
 and a value head. With *grouped-query* attention (GQA, and MQA with a single group) several
@@ -35,7 +35,7 @@ class Attention(enum.Enum):
 
 
 class KvDtype(enum.StrEnum):
-    """Element type of the KV cache, in vLLM's words."""
+    """Element type of the KV cache, named as in vLLM."""
 
     AUTO = "auto"
     FLOAT16 = "float16"
@@ -54,7 +54,7 @@ _ELEMENT_NBYTES: Final[Mapping[KvDtype, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """What decides the size of a model's KV cache.
+    """Values that determine the size of a model's KV cache.
 
     Attributes:
         model: The model's type, as ``config.json`` names it.
@@ -63,8 +63,8 @@ class ModelGeometry:
         query_heads: Attention heads.
         kv_heads: Key-value heads; 1 for MLA, where all heads share the latent.
         head_elements: Elements per token, layer and KV head: key plus value, or the latent.
-        dtype: Element type that vLLM's ``auto`` means for this model.
-        notes: What the numbers leave out, one sentence each.
+        dtype: Element type that vLLM's ``auto`` chooses for this model.
+        notes: Sentences about what the numbers leave out.
     """
 
     model: str
@@ -77,7 +77,7 @@ class ModelGeometry:
     notes: tuple[str, ...] = ()
 
     def token_nbytes(self, dtype: KvDtype = KvDtype.AUTO) -> int:
-        """Return the bytes of one token without any copies."""
+        """Return the bytes of one token, copies excluded."""
         return self.layers * self.kv_heads * self.head_elements * self.element_nbytes(dtype)
 
     def rank_token_nbytes(self, tp: int, dtype: KvDtype = KvDtype.AUTO) -> int:
@@ -89,7 +89,7 @@ class ModelGeometry:
         return self.token_nbytes(dtype) * self.copies(tp) // tp
 
     def copies(self, tp: int) -> int:
-        """Return how often ``tp`` ranks together hold each byte.
+        """Return how many of ``tp`` ranks hold each byte.
 
         Raises:
             ConfigError: The heads cannot be split over so many ranks.
@@ -120,7 +120,7 @@ def read_model_geometry(path: Path) -> ModelGeometry:
         path: A Hugging Face model directory, or its ``config.json``.
 
     Raises:
-        ConfigError: There is no such file, or it does not describe a transformer.
+        ConfigError: The file does not exist or does not describe a transformer.
     """
     file = path / "config.json" if _is_directory(path) else path
     fields = _Fields(_read_json(file), str(file))
@@ -164,7 +164,7 @@ class _Fields:
 def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # reading it says why
+    except OSError:  # reading it reports the error
         return False
 
 
@@ -219,7 +219,7 @@ def _head_dim(fields: _Fields, query_heads: int) -> int:
 
 
 def _layers(fields: _Fields) -> tuple[int, list[str]]:
-    """Return the layers that keep KV for every token, and what is special about the others."""
+    """Return the number of layers that keep KV for every token, and notes on the others."""
     layers = fields.count("num_hidden_layers", "n_layer")
     kinds, notes = fields.values.get("layer_types"), []
     if isinstance(kinds, list) and kinds:
@@ -237,20 +237,20 @@ def _layers(fields: _Fields) -> tuple[int, list[str]]:
                 "offers them as groups of their own and may keep less than counted here."
             )
     if fields.optional("num_nextn_predict_layers") is not None:
-        notes.append("Layers for speculative decoding come on top when it is switched on.")
+        notes.append("Layers for speculative decoding are not counted.")
     if fields.optional("index_head_dim") is not None:
-        notes.append("The sparse attention's index cache comes on top.")
+        notes.append("The sparse attention's index cache is not counted.")
     return layers, notes
 
 
 def _dtype(fields: _Fields) -> tuple[KvDtype, list[str]]:
-    """Return the element type that vLLM serves the model with unless told otherwise."""
+    """Return vLLM's default element type for the model, and notes."""
     stated = fields.values.get("dtype") or fields.values.get("torch_dtype")
     name = str(stated).removeprefix("torch.")
     if name in {KvDtype.FLOAT16, KvDtype.BFLOAT16}:
         return KvDtype(name), []
     if name == KvDtype.FLOAT32:
-        note = "The weights are float32; vLLM serves those in 16 bits unless told otherwise."
+        note = "The weights are float32; vLLM serves them in 16 bits by default."
         return KvDtype.FLOAT16, [note]
-    said = f"says dtype {name}" if stated else "does not say its dtype"
+    said = f"has dtype {name}" if stated else "has no dtype"
     return KvDtype.BFLOAT16, [f"config.json {said}: 2 bytes per element are assumed."]

@@ -1,4 +1,4 @@
-"""Names that kvtier did not choose, made fit for a terminal and a log."""
+"""Escape names from outside before they reach a terminal or a log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ __all__ = ["printable"]
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with every character escaped that is no letter, digit, sign or space.
+    r"""Return ``text`` with its unprintable characters escaped.
 
-    A name of a file or of a model may hold sequences that move a terminal's cursor, or a line
-    break that makes one line of a log two.
+    The name of a file or of a model may contain terminal sequences or line breaks.
 
     >>> print(printable("kept\x1b[2Jwhole\n"))
     kept\x1b[2Jwhole\n

@@ -1,4 +1,4 @@
-"""The values that the deciding half and the doing half exchange."""
+"""Values that the manager, the transfer engine and the connector exchange."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ JobId = int
 
 
 class Purpose(enum.IntEnum):
-    """Why a job exists. The smaller value runs first: a waiting request outranks a copy."""
+    """What a job is for. The smaller value runs first."""
 
     LOAD = 0
-    """Tier -> GPU, a request waits for it."""
+    """Tier -> GPU; a request waits."""
     PROMOTE = 1
-    """Slower tier -> faster tier, a request waits or will."""
+    """Slower tier -> faster tier; a request waits or will wait."""
     STORE = 2
     """GPU -> tier."""
     DEMOTE = 3
@@ -38,22 +38,22 @@ class Purpose(enum.IntEnum):
 
 
 class Outcome(enum.Enum):
-    """What became of one chunk of a job."""
+    """Result of one chunk of a job."""
 
     DONE = "done"
     """Every byte is at its destination, verified where it came from a slower tier."""
     FAILED = "failed"
-    """The medium failed; nothing may be assumed about the destination."""
+    """The medium failed; the destination is undefined."""
     CORRUPT = "corrupt"
-    """The source's bytes are not the bytes that were stored there."""
+    """The source does not hold the bytes that were stored there."""
     EXPIRED = "expired"
-    """It did not end by its deadline, or by the time its source had to be overwritten."""
+    """The deadline passed, or the source had to be overwritten first."""
     CANCELLED = "cancelled"
-    """Nobody needs it any more: its request is gone, the cache was reset, the engine closes, or
-    a chunk before it did not arrive. That says nothing of the medium."""
+    """No longer needed: the request ended, the cache was reset, the engine closes, or an
+    earlier chunk did not arrive. The medium is fine."""
     REFUSED = "refused"
-    """Not taken: the queue was full, the tier is out of service for now, or some of the chunk's
-    blocks are gone."""
+    """Not accepted: the queue is full, the tier is out of service, or the chunk's blocks are
+    gone."""
 
 
 class Job(NamedTuple):
@@ -63,14 +63,14 @@ class Job(NamedTuple):
 
     Attributes:
         job_id: Unique among the jobs of one engine.
-        purpose: What the job is for; decides its priority.
+        purpose: What the job is for; its priority.
         source: Name of the tier that is read.
         destination: Name of the tier that is written.
         keys: The chunks' keys.
         source_slots: Slot numbers in the source tier.
         destination_slots: Slot numbers in the destination tier.
-        timeout_s: Seconds after submission at which the job counts as expired.
-        payload: What the route needs besides slots; made and read by the same entry point.
+        timeout_s: Seconds after submission at which the job expires.
+        payload: Data of the route, made and read by the same entry point.
     """
 
     job_id: JobId
@@ -85,16 +85,16 @@ class Job(NamedTuple):
 
 
 class TransferResult(NamedTuple):
-    """What happened to a job, chunk by chunk.
+    """Results of a job, chunk by chunk.
 
     Attributes:
         job_id: The job.
         outcomes: One per chunk, in the job's order.
-        settled: False while a thread may still touch the job's slots: the outcomes are final
-            for whoever waits, but no slot may be reused until the settled result arrives.
+        settled: False while a thread may still use the job's slots. The outcomes are final, but
+            no slot may be reused until the settled result arrives.
         nbytes: Bytes that reached their destination.
-        seconds: From the first byte asked for to the last; queueing excluded.
-        queued_s: From submission to the first byte asked for.
+        seconds: Time of the transfer, without queueing.
+        queued_s: Time in the queue.
         error: The first failure, for a log line; empty when all is done.
     """
 
@@ -109,12 +109,12 @@ class TransferResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Memory of this process that another one can map too.
+    """Memory of this process that another process can map.
 
     Attributes:
-        descriptor: Of the file behind it, mapped from its beginning.
-        address: Where it begins in this process.
-        nbytes: How much of it chunks may lie in.
+        descriptor: File descriptor; the mapping starts at offset 0.
+        address: Start address in this process.
+        nbytes: Bytes that chunks may use.
     """
 
     descriptor: int
@@ -124,14 +124,14 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFingerprint:
-    """Everything that must be equal for stored bytes to mean the same thing.
+    """All values that must be equal for two engines to share stored chunks.
 
-    Two engines with equal fingerprints may read each other's chunks; with different ones they
-    never share a namespace, so bytes of another model, dtype or layout cannot be found.
+    Engines with different fingerprints use different namespaces, so they never find chunks of
+    another model, dtype or layout.
 
     Attributes:
-        fields: What the layout is made of: model, dtype, tokens per chunk, ranks, layout, ...
-        label: The model's name for people; no part of the identity.
+        fields: Model, dtype, tokens per chunk, ranks, layout and others, by name.
+        label: The model's name for messages; not part of the identity.
     """
 
     fields: Mapping[str, str | int]

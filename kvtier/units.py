@@ -1,7 +1,7 @@
-"""Sizes, durations, percentages and rates as people write them: ``64GiB``, ``250ms``, ``50%``.
+"""Sizes, durations, percentages and rates with units: ``64GiB``, ``250ms``, ``50%``.
 
-A number without its unit is refused everywhere, because nobody can tell whether the ``64`` in
-a file means bytes, blocks or gigabytes. Every refusal says what to write instead.
+A number without a unit is refused: ``64`` could be bytes, blocks or gigabytes. Every error
+says what to write instead.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ PERCENTAGE_PATTERN: Final = rf"^{_NUMBER} ?%$"
 
 
 class UnitError(ConfigError, ValueError):
-    """A quantity that cannot be read.
+    """An invalid quantity.
 
-    It is a ``ValueError`` as well, so that pydantic reports it with the key it belongs to.
+    It is also a ``ValueError``, so that pydantic reports it with its key.
 
     Attributes:
         problem: What is wrong.
@@ -77,10 +77,7 @@ class UnitError(ConfigError, ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that ``text`` means.
-
-    Binary (``GiB``) and decimal (``GB``) units differ by 7 % and more, so both are understood
-    and neither stands for the other.
+    """Return the bytes of ``text``, with a binary (``GiB``) or decimal (``GB``) unit.
 
     Raises:
         UnitError: Not a size, no unit, an ambiguous unit, negative, a split byte, or 8 EiB.
@@ -93,18 +90,18 @@ def parse_size(text: str) -> int:
         raise UnitError(*_wrong_size_unit(text, number, unit))
     nbytes = number * _SIZES[unit]
     if nbytes >= _TOO_MANY:
-        raise UnitError(f"{text} is more than any medium holds", "write less than 8192PiB")
+        raise UnitError(f"{text} is too large", "write less than 8192PiB")
     if nbytes != int(nbytes):
         raise UnitError(f"{text} is not a whole number of bytes", f"write {int(nbytes)}B")
     return int(nbytes)
 
 
 def parse_duration(text: str, *, likely_unit: str = "s") -> float:
-    """Return the seconds that ``text`` means.
+    """Return the seconds of ``text``.
 
     Args:
-        text: As a person writes it.
-        likely_unit: The unit to suggest to who left it out.
+        text: A number with a unit.
+        likely_unit: The unit to suggest if there is none.
 
     Raises:
         UnitError: Not a duration, no unit, an unknown unit, negative, or more than ten years.
@@ -124,7 +121,7 @@ def parse_duration(text: str, *, likely_unit: str = "s") -> float:
 
 
 def parse_percentage(text: str) -> float:
-    """Return the share, 0 to 1, that ``text`` means.
+    """Return the share of ``text``, 0 to 1.
 
     Raises:
         UnitError: Not a percentage, no percent sign, or outside 0% to 100%.
@@ -139,12 +136,12 @@ def parse_percentage(text: str) -> float:
         percent = number * 100 if number <= 1 and not unit else number
         raise UnitError(f"{text} has no percent sign", f"write {_plain(percent)}%")
     if number > 100:
-        raise UnitError(f"{text} is more than everything", "write 0% to 100%")
+        raise UnitError(f"{text} is more than 100%", "write 0% to 100%")
     return float(number / 100)
 
 
 def parse_rate(text: str) -> int:
-    """Return the bytes per second that ``text``, such as ``2GiB/s``, means.
+    """Return the bytes per second of ``text``, such as ``2GiB/s``.
 
     Raises:
         UnitError: Not a rate, or not a positive one.
@@ -161,7 +158,7 @@ def parse_rate(text: str) -> int:
     except UnitError as error:
         raise UnitError(error.problem, remedy) from error
     if rate == 0:
-        raise UnitError("a rate of 0 never gets anywhere", "write one such as 2GiB/s")
+        raise UnitError("a rate of 0", "write one such as 2GiB/s")
     return rate
 
 
@@ -201,7 +198,7 @@ def format_percentage(share: float) -> str:
 
 
 def approximate_size(nbytes: float) -> str:
-    """Return ``nbytes`` to three digits or so, for a person to read.
+    """Return ``nbytes`` rounded to about three digits.
 
     >>> approximate_size(4096), approximate_size(55_000_000)
     ('4.00 KiB', '52.5 MiB')
@@ -217,7 +214,7 @@ def approximate_size(nbytes: float) -> str:
 
 
 def approximate_rate(bytes_per_s: float) -> str:
-    """Return a rate for a person to read, in powers of 1000 as data sheets have it.
+    """Return a rate rounded to two decimals, in powers of 1000 like data sheets.
 
     >>> approximate_rate(2_500_000_000), approximate_rate(30_000_000), approximate_rate(2000)
     ('2.50 GB/s', '30.00 MB/s', '2.00 kB/s')
@@ -229,7 +226,7 @@ def approximate_rate(bytes_per_s: float) -> str:
 
 
 def approximate_duration(seconds: float) -> str:
-    """Return ``seconds`` in the two largest units that matter, for a person to read.
+    """Return ``seconds`` rounded, in one or two units.
 
     >>> approximate_duration(0.02), approximate_duration(74), approximate_duration(90_000)
     ('20 ms', '1 min 14 s', '1 d 1 h')
@@ -261,7 +258,7 @@ def _wrong_size_unit(text: str, number: Decimal, unit: str) -> tuple[str, str]:
     if not unit:
         return f"{text} has no unit", f"write {number}GiB, {number}MiB or {number}B"
     if unit in {"b", "bit", "Gb", "Mb", "Tb"}:
-        return f"{unit!r} is bits or bytes, nobody knows", f"write {number}{unit[0].upper()}iB"
+        return f"{unit!r} may be bits or bytes", f"write {number}{unit[0].upper()}iB"
     prefix = unit[0].upper()
     if prefix in "KMGTP":
         decimal = "kB" if prefix == "K" else f"{prefix}B"

@@ -124,23 +124,17 @@ def evict(  # noqa: PLR0913 - each is an option of the command
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all chunks.")] = False,
     namespace: Only = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove chunks from a store that no engine uses.
 
     Give keys, --older-than or --all. The slots are free at the engine's next start; the files
-    keep their size.
+    keep their size. Without --yes the command shows what it would remove and asks.
     """
     from kvtier.cli import _cache_actions as actions  # noqa: PLC0415
 
     selection = actions.Selection(tuple(keys or ()), older_than, everything=everything)
-    if dry_run:
-        actions.show_selected(directory, namespace, selection, as_json=as_json)
-        return
     actions.evict(directory, namespace, selection, ask=not yes, as_json=as_json)
 
 

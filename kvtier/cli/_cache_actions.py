@@ -1,4 +1,4 @@
-"""What ``kvtier cache`` does: ask the store, then show the answer as text or JSON."""
+"""What the commands of ``kvtier cache`` do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import typer
 
 from kvtier.cli import _cache_render as render
-from kvtier.cli._cache_gone import explain_absence
 from kvtier.cli._cache_keys import KeyPattern
 from kvtier.cli._options import quantity
 from kvtier.cli._progress import pulse, show_bars
@@ -31,6 +30,7 @@ from kvtier.tiers.slab.inspect import (
     index_nbytes,
 )
 from kvtier.tiers.slab.namespace import SLOTS
+from kvtier.tiers.slab.removals import Removal, RemovalReason, find_marks
 from kvtier.tiers.slab.schema import (
     IndexDamagedError,
     IndexMissingError,
@@ -46,12 +46,11 @@ __all__ = [
     "evict",
     "explain",
     "ls",
-    "show_selected",
     "stat",
     "verify",
 ]
 
-_MOST_ROWS = (1 << 63) - 1  # what SQLite can count
+_MOST_ROWS = (1 << 63) - 1  # the largest integer of SQLite
 _STOP_FIRST = "stop that engine first"
 _STOP_OR_RESET = (
     f"{_STOP_FIRST}, or empty all tiers: with llm.reset_prefix_cache(reset_connector=True), on "
@@ -67,12 +66,12 @@ _MAKE_ROOM = (
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What ``evict`` is to remove.
+    """The chunks that ``evict`` removes.
 
     Attributes:
-        keys: Keys as they were written.
-        older_than: An age as it was written.
-        everything: Whether all chunks are meant.
+        keys: Keys, as on the command line.
+        older_than: An age, as on the command line.
+        everything: Whether to remove all chunks.
     """
 
     keys: tuple[str, ...]
@@ -82,14 +81,14 @@ class Selection:
     def find(
         self, reader: IndexReader, note: Callable[[str, Entry | None], None]
     ) -> list[Entry]:
-        """Return the chunks of one namespace that are meant.
+        """Return the selected chunks of one namespace.
 
         Args:
             reader: Its index.
-            note: Called with each of the keys and the chunk it means here.
+            note: Called with each key and the chunk that it matches here.
 
         Raises:
-            ConfigError: Not exactly one way to choose was given, or one that cannot be read.
+            ConfigError: Not exactly one kind of selection was given, or an invalid one.
         """
         ways = [bool(self.keys), self.older_than is not None, self.everything]
         if sum(ways) != 1:
@@ -134,7 +133,7 @@ def ls(
 
 
 def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool) -> bool:
-    """See ``kvtier cache verify``. Returns whether all is good."""
+    """See ``kvtier cache verify``. Return whether all chunks are good."""
     checks: list[render.Check] = []
     spaces = find_namespaces(directory, namespace)
     with show_bars() as progress:
@@ -152,7 +151,7 @@ def verify(directory: Path, namespace: str | None, *, limit: int, as_json: bool)
 
 
 def explain(key: str, directory: Path, namespace: str | None, *, as_json: bool) -> bool:
-    """See ``kvtier cache explain``. Returns whether the chunk is there."""
+    """See ``kvtier cache explain``. Return whether the chunk is stored."""
     pattern = KeyPattern.parse(key)
     answers = [_explanation(space, pattern) for space in find_namespaces(directory, namespace)]
     found = [answer for answer in answers if answer.entry]
@@ -162,17 +161,6 @@ def explain(key: str, directory: Path, namespace: str | None, *, as_json: bool) 
     else:
         render.show_explanations(make_console(), key, telling)
     return bool(found)
-
-
-def show_selected(
-    directory: Path, namespace: str | None, selection: Selection, *, as_json: bool
-) -> None:
-    """See ``kvtier cache evict --dry-run``."""
-    chosen = _choose(find_namespaces(directory, namespace), selection)
-    if as_json:
-        show_json(render.removal_document(chosen, removed=False))
-    else:
-        render.show_removal(make_console(), chosen, removed=False)
 
 
 def evict(
@@ -191,9 +179,9 @@ def evict(
             typer.confirm(f"Remove {render.removal_words(chosen)}?", abort=True, err=True)
         _remove(chosen)
     if as_json:
-        show_json(render.removal_document(chosen, removed=True))
+        show_json(render.removal_document(chosen))
     else:
-        render.show_removal(make_console(), chosen, removed=True)
+        render.show_removal(make_console(), chosen)
 
 
 def compact_index(directory: Path, namespace: str | None, *, as_json: bool) -> None:
@@ -228,7 +216,7 @@ def _report(space: StoredNamespace) -> render.Report:
 
 
 def _problem_of_slots(space: StoredNamespace, reader: IndexReader) -> str:
-    """Say what is wrong with a slot file that does not have all chunks of its index."""
+    """Return what is wrong if the slot file ends before some chunks of the index."""
     path = space.directory / SLOTS
     lost = reader.chunks_from(_slots(space))
     if not lost:
@@ -253,15 +241,44 @@ def _explanation(space: StoredNamespace, pattern: KeyPattern) -> render.Explanat
             answer.less_recent = reader.less_recent(entry)
             answer.reset_at = reader.reset_at()
         else:
-            explain_absence(answer, pattern, list(reader.removals()))
+            _explain_absence(answer, pattern, list(reader.removals()))
     return answer
 
 
-def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
-    """Return the newest row of the one key that is meant, None if there is none.
+def _explain_absence(
+    answer: render.Explanation, pattern: KeyPattern, removals: Sequence[Removal]
+) -> None:
+    """Enter into ``answer`` why the chunk that ``pattern`` names was removed.
+
+    Args:
+        answer: The explanation for the namespace of this removal log.
+        pattern: The chunk's key.
+        removals: The removal log, newest first.
 
     Raises:
-        ConfigError: Several keys are meant.
+        ConfigError: Several keys match.
+    """
+    marks = pattern.of_marks()
+    found = find_marks(removals, marks)
+    if len(found) > 1:
+        some = ", ".join(sorted(map(marks.short_of, found))[:3])
+        raise ConfigError(
+            f"the keys of {len(found)} chunks that are gone begin with {pattern.digits}: "
+            f"{some}; give one of them"
+        )
+    for mark, removal in found.items():
+        answer.short_key = marks.short_of(mark)
+        answer.left_at, answer.reason = removal.at, removal.reason
+    answer.removal_log_begins_at = removals[-1].at if removals else 0
+    damaged = RemovalReason.DAMAGED.value
+    answer.damaged_at = next((row.at for row in removals if row.reason == damaged), 0)
+
+
+def _one_entry(pattern: KeyPattern, reader: IndexReader) -> Entry | None:
+    """Return the newest entry of the key that matches; None if there is none.
+
+    Raises:
+        ConfigError: Several keys match.
     """
     found: dict[ChunkKey, Entry] = {}
     for entry in reader.entries_of_prefix(pattern.common_digits):
@@ -314,7 +331,7 @@ def _held(spaces: Sequence[StoredNamespace], remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(space: StoredNamespace) -> Iterator[None]:
-    """Turn what goes wrong in a store into one line that names the place and a remedy."""
+    """Turn errors of a store into one line that names the place and a remedy."""
     try:
         yield
     except IndexMissingError as error:

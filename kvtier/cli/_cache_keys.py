@@ -1,4 +1,4 @@
-"""Keys as people write them: hex, the beginning of it, and ``/GROUP`` as in the log."""
+"""Keys on the command line: hex digits, a prefix of them, and ``/GROUP`` as in the log."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PATTERN: Final = re.compile(r"([0-9a-fA-F]{8,})(?:/([0-9]{1,9}))?")
 
 @dataclass(frozen=True, slots=True)
 class KeyPattern:
-    """Which keys are meant.
+    """A pattern for keys.
 
     Attributes:
-        digits: How the key begins, in lower-case hex.
+        digits: Prefix of the key, in lower-case hex.
         group: Its KV cache group; None for any.
     """
 
@@ -35,10 +35,10 @@ class KeyPattern:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a key as :func:`kvtier.keys.short` or ``bytes.hex`` writes it, or its beginning.
+        """Read a key, or a prefix, in the form of ``short_key`` or of ``bytes.hex``.
 
         Raises:
-            ConfigError: It is not one.
+            ConfigError: The text is not a key.
 
         >>> KeyPattern.parse("00010203ab/2")
         KeyPattern(digits='00010203ab', group=2)
@@ -52,13 +52,13 @@ class KeyPattern:
 
     @property
     def common_digits(self) -> str:
-        """What every key that is meant begins with, with an adapter in it or without."""
+        """Return the prefix of all matching keys, with or without an adapter digest."""
         return self.digits[: 2 * ADAPTER_OFFSET]
 
     def matches(self, key: ChunkKey) -> bool:
-        """Return whether ``key`` is meant, as it is or as the engine knows it.
+        """Return whether ``key`` matches, with or without its adapter digest.
 
-        The engine's keys and events have no digest of an adapter, as :mod:`kvtier.keys` says.
+        The engine's keys and events have no adapter digest.
         """
         forms = (key.hex(), strip_adapter(key).hex())
         begins = any(form.startswith(self.digits) for form in forms)
@@ -67,8 +67,8 @@ class KeyPattern:
     def of_marks(self) -> MarkPattern:
         """Return the pattern for the removal log, which has marks and no keys.
 
-        A key that is written whole ends in its group. Of block hashes that are not, one in 16
-        million ends like a group, and is taken for a key.
+        A whole key ends in its group. One in 16 million block hashes ends like a group and is
+        read as a whole key.
         """
         group, digits = self.group, self.digits
         if group is None and len(digits) >= 2 * (MARKED_NBYTES + GROUP_NBYTES):

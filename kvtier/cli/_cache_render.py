@@ -1,4 +1,4 @@
-"""What ``kvtier cache`` shows: reports as text for people, and as plain values for programs.
+"""Results of ``kvtier cache``, as text and as plain values.
 
 Times are UTC in text and seconds since the epoch in JSON, where null is unknown.
 """
@@ -122,7 +122,7 @@ class Check:
 
 @dataclass(slots=True)
 class Explanation:
-    """What one namespace knows of a key."""
+    """One namespace for ``explain``."""
 
     space: StoredNamespace
     entry: Entry | None
@@ -156,7 +156,7 @@ class Explanation:
 
 
 def show_reports(console: Console, reports: Sequence[Report]) -> None:
-    """Print what ``stat`` found."""
+    """Print the result of ``stat``."""
     for number, report in enumerate(reports):
         if number:
             console.print()
@@ -165,7 +165,7 @@ def show_reports(console: Console, reports: Sequence[Report]) -> None:
 
 
 def show_listings(console: Console, listings: Sequence[Listing]) -> None:
-    """Print what ``ls`` found."""
+    """Print the result of ``ls``."""
     for number, listing in enumerate(listings):
         if number:
             console.print()
@@ -186,7 +186,7 @@ def show_listings(console: Console, listings: Sequence[Listing]) -> None:
 
 
 def show_verifications(console: Console, checks: Sequence[Check], limit: int) -> None:
-    """Print what ``verify`` found, at most ``limit`` bad chunks of each namespace; 0 is all."""
+    """Print the result of ``verify``, with ``limit`` bad chunks per namespace; 0 is all."""
     for number, check in enumerate(checks):
         if number:
             console.print()
@@ -205,7 +205,7 @@ def show_verifications(console: Console, checks: Sequence[Check], limit: int) ->
 
 
 def verification_document(check: Check, limit: int) -> dict[str, Any]:
-    """Return what ``verify`` found as plain values."""
+    """Return the result of ``verify`` as plain values."""
     found = check.found
     return {
         **_place(check.space),
@@ -230,7 +230,7 @@ def verification_document(check: Check, limit: int) -> dict[str, Any]:
 
 
 def show_explanations(console: Console, key: str, answers: Sequence[Explanation]) -> None:
-    """Print what is known of ``key``."""
+    """Print the result of ``explain``."""
     for number, answer in enumerate(answers):
         if number:
             console.print()
@@ -244,26 +244,24 @@ def show_explanations(console: Console, key: str, answers: Sequence[Explanation]
 
 
 def removal_words(chosen: _Chosen) -> str:
-    """Return what is to be removed, in words."""
+    """Return the number of chunks to remove and their size, in words."""
     chunks = sum(len(entries) for _, entries in chosen)
     nbytes = sum(len(entries) * space.layout.slot_nbytes for space, entries in chosen)
     return f"{_count(chunks)} ({approximate_size(nbytes)})"
 
 
-def show_removal(console: Console, chosen: _Chosen, *, removed: bool) -> None:
-    """Print what was, or would be, removed."""
+def show_removal(console: Console, chosen: _Chosen) -> None:
+    """Print how much was removed."""
     for space, entries in chosen:
         if entries:
             words = removal_words([(space, entries)])
             console.print(Text(f"{space.name}: {words}"), soft_wrap=True)
-    verb = "removed" if removed else "would remove"
-    console.print(Text(f"{verb} {removal_words(chosen)}"), soft_wrap=True)
+    console.print(Text(f"removed {removal_words(chosen)}"), soft_wrap=True)
 
 
-def removal_document(chosen: _Chosen, *, removed: bool) -> dict[str, Any]:
-    """Return what was, or would be, removed as plain values."""
+def removal_document(chosen: _Chosen) -> dict[str, Any]:
+    """Return what was removed as plain values."""
     return {
-        "removed": removed,
         "namespaces": [
             {
                 **_place(space),
@@ -313,7 +311,7 @@ def _report_lines(report: Report) -> dict[str, str]:
     if totals is not None:
         if totals.newest_at:
             lines["stored"] = f"{_time(totals.oldest_at)} to {_time(totals.newest_at)} UTC"
-        lines["hits"] = f"{totals.hits:,} by the chunks there now"
+        lines["hits"] = f"{totals.hits:,} of the chunks there now"
         lines["removed lately"] = _counts(totals.removals) or "nothing"
     lines |= _doubt_lines(report.reset_at)
     if report.problem:
@@ -331,9 +329,9 @@ def _verification_lines(found: Verification) -> dict[str, str]:
         "bad": _count(len(found.bad)),
     }
     if found.changed:
-        lines["changed"] = f"{_count(found.changed)} meanwhile, by the engine"
+        lines["changed"] = f"{_count(found.changed)}, by the engine meanwhile"
     if not found.verified:
-        lines["note"] = "stored with checksum: off, so nothing but readability was checked"
+        lines["note"] = "stored with checksum: off, so only readability was checked"
     return lines
 
 

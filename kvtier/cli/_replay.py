@@ -57,9 +57,6 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     gpu_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Paged KV memory of the engine.")
     ] = "1GiB",
-    output_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most tokens that a request generates.")
-    ] = 16,
     chunk_bytes: ChunkBytes = None,
     prefill_rate: PrefillRate = None,
     tier_speed: Speeds = None,
@@ -92,7 +89,6 @@ def replay(  # noqa: PLR0913 - each is an option of the command
         speedup=speedup,
         requests=requests,
         tokens_per_s=prefill_rate,
-        output_tokens=output_tokens,
         speeds=_measured(settings, given) | given,
     )
     with exit_on_signals(), show_progress("replaying") as progress:

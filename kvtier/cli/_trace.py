@@ -13,13 +13,13 @@ import typer
 from kvtier.cli._options import AsJson, Commands, choice, finite
 from kvtier.cli._render import make_console, make_table, show_json, show_line, show_table
 from kvtier.errors import ConfigError
-from kvtier.sim.describe import describe
 from kvtier.sim.traces import (
     FORMAT_NAMES,
     GENERATORS,
     WRITERS,
     Trace,
     TraceFormat,
+    describe,
     generate,
     read_trace,
     write_trace,

@@ -33,26 +33,27 @@ def resolve_rank_paths(config: KvtierConfig, *, rank: int | None) -> KvtierConfi
 
     Args:
         config: The configuration, as its file has it.
-        rank: The engine's number among data-parallel ones; None if it is alone, which gets the
-            paths of number 0.
+        rank: Data-parallel rank of the engine; None for a single engine, which gets the paths
+            of rank 0.
 
     Raises:
-        ConfigError: The engine is not alone, and has a path that would be all ranks' path. One
-            line for each.
+        ConfigError: There are several ranks, and a path has no placeholder. One line for each.
     """
     if rank is not None and (problems := list(_shared_paths(config))):
         raise ConfigError("\n".join(problems))
     if not has_rank_paths(config):
         return config
-    tiers = tuple(_filled_in(tier, rank or 0) for tier in config.tiers)
-    trace = _filled_in(config.trace, rank or 0)
+    tiers = tuple(_with_rank(tier, rank or 0) for tier in config.tiers)
+    trace = _with_rank(config.trace, rank or 0)
     return config.model_copy(update={"tiers": tiers, "trace": trace})
 
 
 def has_rank_paths(config: KvtierConfig) -> bool:
-    """Return whether a path of ``config`` differs between data-parallel ranks."""
+    """Return whether a path of ``config`` has a placeholder for the rank."""
     sections = (*config.tiers, config.trace)
-    return any(_differs(path) for section in sections for path in _paths(section).values())
+    return any(
+        _has_placeholder(path) for section in sections for path in _paths(section).values()
+    )
 
 
 def _shared_paths(config: KvtierConfig) -> Iterator[str]:
@@ -64,17 +65,17 @@ def _shared_paths(config: KvtierConfig) -> Iterator[str]:
     if config.trace.record is not None:
         paths["trace.record"] = config.trace.record
     for key, path in paths.items():
-        if not _differs(path):
+        if not _has_placeholder(path):
             problem = "each data-parallel rank is an engine and needs a directory of its own"
             remedy = f"write {path / RANK_PLACEHOLDER}"
             yield config.origin.format_problem(key, problem, remedy, value=path)
 
 
-def _filled_in(section: ModelT, rank: int) -> ModelT:
+def _with_rank(section: ModelT, rank: int) -> ModelT:
     paths = {
         name: Path(str(path).replace(RANK_PLACEHOLDER, str(rank)))
         for name, path in _paths(section).items()
-        if _differs(path)
+        if _has_placeholder(path)
     }
     return section.model_copy(update=paths)
 
@@ -83,7 +84,7 @@ def _paths(section: BaseModel) -> dict[str, Path]:
     return {name: value for name, value in section if isinstance(value, Path)}
 
 
-def _differs(path: Path) -> bool:
+def _has_placeholder(path: Path) -> bool:
     return RANK_PLACEHOLDER in str(path)
 
 

@@ -18,22 +18,19 @@ _KV: Final = re.compile(
     r"|ROCM_SHUFFLE_KV_CACHE_LAYOUT|MOE_ROUTING_SIMULATION_STRATEGY"
     r"|VIDEO_LOADER_BACKEND|MEDIA_CONNECTOR)"
 )
-"""How weights or activations are rounded to few bits, how a block's bytes are ordered, and
-which frames of a video the model is shown."""
+"""Variables that change quantization, the byte order of a block, or the frames of a video."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What kvtier takes from the environment.
+    """Environment variables that kvtier uses.
 
     Attributes:
-        python_hash_seed: ``PYTHONHASHSEED``, the seed of the engine's block hashes; None if
-            unset.
-        kv: Names and values, in order, of the variables that change what vLLM's keys and values
-            are or how they are kept, and of which neither a model's configuration nor a hash of
-            tokens and media knows.
-        vllm_in_process: Whether ``VLLM_ENABLE_V1_MULTIPROCESSING`` says that vLLM's engine runs
-            in the process of its ``LLM``.
+        python_hash_seed: ``PYTHONHASHSEED``, the seed of the engine's block hashes, or None.
+        kv: Sorted names and values of the variables that change vLLM's keys and values and are
+            neither in a model's configuration nor in a hash of tokens and media.
+        vllm_in_process: Whether ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` runs vLLM's engine in the
+            process of its ``LLM``.
     """
 
     python_hash_seed: str | None
@@ -42,16 +39,16 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Read the environment, now."""
-    told = sorted(pair for pair in os.environ.items() if _KV.fullmatch(pair[0]))
+    """Return the variables as they are now."""
+    kv = sorted(pair for pair in os.environ.items() if _KV.fullmatch(pair[0]))
     return Environment(
         python_hash_seed=os.environ.get("PYTHONHASHSEED"),
-        kv=tuple(told),
+        kv=tuple(kv),
         vllm_in_process=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0",
     )
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a Python process that finds every module this one finds."""
-    places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
-    return {**os.environ, "PYTHONPATH": places}
+    """Return an environment in which a child process finds the same Python modules."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path}

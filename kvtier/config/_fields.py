@@ -1,9 +1,8 @@
-"""Field types whose YAML form carries a unit and whose Python form is a plain number.
+"""Field types with a unit in YAML and a plain number in Python.
 
-``capacity: 64GiB`` in a file and ``capacity_bytes=1 << 36`` in code are the same value. Which
-form is due follows from the validation context, which only the loader passes: a bare ``64`` is
-refused in a file, where it could mean anything, and accepted in code, where the field's name
-says the unit.
+``capacity: 64GiB`` in a file and ``capacity_bytes=1 << 36`` in code are the same value. A bare
+``64`` is refused in a file and accepted in code, where the field's name has the unit. Only the
+loader passes a validation context, which tells the two apart.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ __all__ = [
 ]
 
 RANK_PLACEHOLDER: Final = "{data_parallel_rank}"
-"""Stands in a path for the number of the engine among data-parallel ones."""
+"""Placeholder in a path for the data-parallel rank."""
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
-    """Return a validator that reads text with ``parse`` and, in files, takes nothing else."""
+    """Return a validator that reads text with ``parse``; files may hold nothing else."""
 
     def read(value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401 - pydantic's contract
         if isinstance(value, str):
@@ -68,13 +67,13 @@ def _quantity(parse: Callable[[str], float], example: str) -> BeforeValidator:
 
 
 def refusal(problem: str, remedy: str) -> PydanticCustomError:
-    """Return the error of a value, for a validator to raise."""
+    """Return the error that a validator raises."""
     words = {"problem": problem, "remedy": remedy}
     return PydanticCustomError("kvtier", "{problem}; {remedy}", words)
 
 
 def path_problem(path: Path) -> tuple[str, str] | None:
-    """Return why no tier may fill ``path``, and what to do; None if one may."""
+    """Return why a tier may not fill ``path``, and the remedy; None if it may."""
     if not path.is_absolute():
         remedy = "write it from the root: engines start in different directories"
         return "not an absolute path", remedy
@@ -87,9 +86,9 @@ def path_problem(path: Path) -> tuple[str, str] | None:
 
 
 def _without_other_braces(path: Path) -> Path:
-    """Refuse what is meant as a placeholder and is none: it would become part of a name."""
+    """Refuse a misspelt placeholder, which would become part of a name."""
     if re.search(r"[{}]", str(path).replace(RANK_PLACEHOLDER, "")):
-        problem = f"a brace that is not of {RANK_PLACEHOLDER}, the only placeholder"
+        problem = f"a brace outside {RANK_PLACEHOLDER}, the only placeholder"
         raise refusal(problem, "write that, or a path without braces")
     return path
 
@@ -133,4 +132,4 @@ FilePath = Annotated[
     AfterValidator(_without_other_braces),
     AfterValidator(_without_problem),
 ]
-"""An absolute path, maybe with a :data:`RANK_PLACEHOLDER`."""
+"""An absolute path; may contain a :data:`RANK_PLACEHOLDER`."""

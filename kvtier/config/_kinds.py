@@ -1,7 +1,6 @@
-"""What ``kind`` may name: what is built in, what installed packages add, and any class.
+"""Tier kinds: the built-in ones, those of installed packages, and any class.
 
-The built-in kinds are known here directly, so that a configuration can be read without
-importing the tier that it configures, or anything heavier.
+Reading a configuration imports no built-in tier, only the model of its options.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ _BUILT_IN: Final[dict[str, type[TierConfig]]] = {"ram": RamTierConfig, "nvme": N
 
 
 def installed_kinds() -> tuple[str, ...]:
-    """Return every tier kind that has a name, the built-in ones first."""
+    """Return the names of all tier kinds, the built-in ones first."""
     others = entry_points(group=TIER_GROUP).names - _BUILT_IN.keys()
     return (*_BUILT_IN, *sorted(others))
 
 
 def is_built_in(kind: str) -> bool:
-    """Return whether kvtier itself provides tiers of ``kind``."""
+    """Return whether ``kind`` is one of kvtier's own."""
     return kind in _BUILT_IN
 
 
 def has_custom_policies(config: KvtierConfig) -> bool:
-    """Return whether ``config`` names a policy that is not kvtier's own."""
+    """Return whether ``config`` names a policy of another package."""
     rules = config.placement
     evictions = {*config.shadow, *(tier.eviction for tier in config.tiers)}
     return not (
@@ -57,7 +56,7 @@ def has_custom_policies(config: KvtierConfig) -> bool:
 
 
 def options_of(kind: str) -> type[TierConfig]:
-    """Return the model of the options that a tier of ``kind`` takes.
+    """Return the model of the options of ``kind``.
 
     Args:
         kind: One of :func:`installed_kinds`, or ``module:Class``.
@@ -75,8 +74,8 @@ def options_of(kind: str) -> type[TierConfig]:
     return options
 
 
-def load_tier(kind: str) -> Any:  # noqa: ANN401 - what somebody's package provides
-    """Return what a package, or ``module:Class``, provides for ``kind``.
+def load_tier(kind: str) -> Any:  # noqa: ANN401 - of another package
+    """Return the class of ``kind``, from a package or as ``module:Class``.
 
     Raises:
         ConfigError: There is no such kind, or it does not load.

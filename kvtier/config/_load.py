@@ -1,7 +1,7 @@
-"""A file to a :class:`KvtierConfig`, or one error that says where and what to do.
+"""Read a file into a :class:`KvtierConfig`, or raise one error with a line per problem.
 
-The sections are validated one by one, so that a problem in one does not hide those in another,
-and every pydantic error becomes a line of the form ``file:line: key = value: problem; remedy``.
+Sections are validated one by one, so a problem in one does not hide those in another. Every
+problem is a line of the form ``file:line: key = value: problem; remedy``.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def load_config(path: Path | str) -> KvtierConfig:
     Reads nothing but the file: :func:`kvtier.doctor.examine` examines the machine.
 
     Raises:
-        ConfigError: The file cannot be read or says something kvtier cannot do. The message
-            has one line per problem.
+        ConfigError: The file cannot be read or is invalid; one line per problem.
     """
     source = str(path)
     try:
@@ -67,7 +66,7 @@ def load_config(path: Path | str) -> KvtierConfig:
         remedy = "check its permissions"
         raise ConfigError(f"{source}: cannot be read: {error.strerror}; {remedy}") from error
     if len(raw) > _MOST_NBYTES:
-        problem = f"more than {_MOST_NBYTES >> 10} KiB, which is no configuration"
+        problem = f"larger than {_MOST_NBYTES >> 10} KiB, too large for a configuration"
         raise ConfigError(f"{source}: {problem}; check the path")
     try:
         text = raw.decode("utf-8-sig")
@@ -78,25 +77,25 @@ def load_config(path: Path | str) -> KvtierConfig:
 
 
 def parse_config(text: str, *, source: str) -> KvtierConfig:
-    """Read ``text``; ``source`` is what errors call it.
+    """Read ``text``; errors call it ``source``.
 
     Raises:
-        ConfigError: The text says something kvtier cannot do.
+        ConfigError: The text is invalid; one line per problem.
     """
     document = read_yaml(text, source=source)
     return _Reader(document.origin).read(document.values)
 
 
 def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
-    """Read ``text``, the keys of one tier, as they are read in a file.
+    """Read ``text``, the keys of one tier.
 
     Args:
         text: YAML, as below a dash of ``tiers``.
-        options: What to read it as.
-        source: What errors call the text.
+        options: The model to read it into.
+        source: Name of the text in errors.
 
     Raises:
-        ConfigError: The text says something that the tier cannot do.
+        ConfigError: The text is invalid; one line per problem.
     """
     document = read_yaml(text, source=source)
     return _Reader(document.origin).read_tier(document.values, options)
@@ -104,11 +103,11 @@ def parse_tier(text: str, options: type[TierT], *, source: str) -> TierT:
 
 @dataclass(slots=True)
 class _Reader:
-    """Turns plain values into models, collecting every problem on the way."""
+    """Turns plain values into models and collects the problems."""
 
     origin: Origin
     problems: list[tuple[int, Callable[[], str]]] = field(default_factory=list)
-    """The line of each, and what returns its text: only those that are shown are worded."""
+    """Line and text of each; the text is made only for the problems that are shown."""
 
     def read(self, values: dict[str, Any]) -> KvtierConfig:
         sections = KvtierConfig.model_fields
@@ -122,7 +121,7 @@ class _Reader:
         for name, info in sections.items():
             if name in values and name != "tiers" and isinstance(info.annotation, type):
                 read[name] = self._section(info.annotation, values[name], name)
-        # What ties tiers and sections together is looked at only when each makes sense alone.
+        # Rules across sections are checked only if each section is valid.
         config = None if self.problems else self._validate(KvtierConfig, read, "")
         if config is None:
             raise self._refusal()
@@ -170,7 +169,7 @@ class _Reader:
 
     def _check_policy(self, name: object, role: PolicyRole[Any], key: str) -> None:
         if not isinstance(name, str):
-            return  # absent, or the section's own check says that it is no text
+            return  # absent, or refused by the validation of its section
         obstacle = role.obstacle(name)
         if obstacle is not None:
             self._note(key, *obstacle)
@@ -185,7 +184,7 @@ class _Reader:
         return False
 
     def read_tier(self, values: dict[str, Any], options: type[TierT]) -> TierT:
-        """Read the section of one tier, without the rest of a file."""
+        """Read the section of one tier."""
         section = self._section(options, values, "")
         if section is None:
             raise self._refusal()
@@ -193,8 +192,7 @@ class _Reader:
 
     def _section(self, model: type[ModelT], values: object, key: str) -> ModelT | None:
         if isinstance(values, dict):
-            # As JSON: a strict model takes text as a path, a date or a member of an enumeration
-            # only where the text comes from a file.
+            # As JSON: a strict model converts text to a path or an enumeration only from JSON.
             return self._validate(model, json.dumps(values), key)
         names = ", ".join(_names(model))
         self._note(key, "not a section", f"put keys below it, or leave it out; keys: {names}")
@@ -203,7 +201,7 @@ class _Reader:
     def _validate(
         self, model: type[ModelT], values: dict[str, Any] | str, key: str
     ) -> ModelT | None:
-        """Make ``model`` of JSON, or of models that were made before."""
+        """Validate JSON, or models that were made before, as ``model``."""
         context = {"origin": self.origin}
         try:
             if isinstance(values, str):
@@ -246,7 +244,7 @@ class _Reader:
         in_file_order = sorted(self.problems, key=lambda problem: problem[0])
         lines = [words() for _, words in in_file_order[:_MOST_PROBLEMS]]
         if more := len(in_file_order) - len(lines):
-            lines.append(f"{self.origin.source}: {more:,} more problems; mend these first")
+            lines.append(f"{self.origin.source}: {more:,} more problems; fix these first")
         return ConfigError("\n".join(lines))
 
 
@@ -256,7 +254,7 @@ _MOST_NBYTES: Final = 256 << 10
 
 
 def _names(model: type[BaseModel]) -> list[str]:
-    """Return the keys of ``model`` as a file writes them."""
+    """Return the keys of ``model``, as in a file."""
     fields = model.model_fields.items()
     return [str(info.validation_alias or name) for name, info in fields]
 
@@ -287,7 +285,7 @@ _NOT_A_NAME: Final = (
 
 
 def _describe(details: ErrorDetails) -> tuple[str, str]:
-    """Return what is wrong and what to do, in kvtier's words."""
+    """Return the problem and the remedy of a pydantic error."""
     kind, context = details["type"], details.get("ctx", {})
     if isinstance(context.get("error"), UnitError):
         return context["error"].problem, context["error"].remedy

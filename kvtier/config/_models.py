@@ -1,8 +1,7 @@
-"""The configuration as types: what a file may say and what the rest of kvtier sees.
+"""The models of the configuration.
 
-In a file sizes, durations and percentages carry their unit in the value; in Python the unit is
-in the name (``capacity: 64GiB`` is ``capacity_bytes``). The docstrings below the fields are
-the descriptions in the JSON Schema.
+In a file the unit is in the value, in Python it is in the name: ``capacity: 64GiB`` is
+``capacity_bytes``. The docstrings below the fields are the descriptions in the JSON Schema.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = [
 
 
 NAME_PATTERN: Final = r"^[a-z][a-z0-9_-]*$"
-"""What logs and metrics can call a tier."""
+"""Names of tiers, for logs and metrics."""
 _SLOT_ALIGNMENT_NBYTES: Final = 4096
 """A slot is a multiple of this: direct I/O moves whole pages only."""
 
@@ -64,7 +63,7 @@ class LocalStore:
     Attributes:
         path: The directory. The tier creates it if its parent exists.
         key: The key of the tier's section that names it.
-        direct_io: Whether the tier bypasses the page cache; None if that is not known.
+        direct_io: Whether the tier bypasses the page cache; None if unknown.
     """
 
     path: Path
@@ -96,23 +95,23 @@ class _Section(BaseModel):
 class TierConfig(_Section):
     """One tier. A tier of your own derives its ``Options`` from this.
 
-    The commands ask its methods about the tier. A class whose answer differs overrides them.
+    The commands call its methods. Override them where the default does not fit.
     """
 
     kind: str
-    """What the tier is: `ram`, `nvme`, a kind of an installed package, or `module:Class`."""
+    """`ram`, `nvme`, a kind of an installed package, or `module:Class`."""
     name: str = Field(
         default_factory=lambda values: _name_of(values["kind"]), pattern=NAME_PATTERN
     )
-    """What logs and metrics call the tier; the kind unless two tiers share it."""
+    """Name in logs and metrics; the kind unless two tiers share it."""
     capacity_bytes: Size = Field(
         validation_alias="capacity",
         serialization_alias="capacity",
         json_schema_extra={"examples": ["64GiB"]},
     )
-    """Bytes the tier may hold; bookkeeping comes on top."""
+    """Bytes of chunks the tier may hold; an index comes on top."""
     eviction: str = "hedged-lhd"
-    """Which chunk leaves a full tier: a policy by name, or `module:Class` for your own."""
+    """Policy that chooses which chunk to evict, by name or as `module:Class`."""
 
     @field_validator("capacity_bytes")
     @classmethod
@@ -122,10 +121,10 @@ class TierConfig(_Section):
         return nbytes
 
     def local_store(self) -> LocalStore | None:
-        """Return the directory of this machine that the tier fills, None if it fills none.
+        """Return the directory of this machine that the tier fills; None if there is none.
 
-        By default this is the field ``path``, where there is one of type ``Path``. The
-        commands check this directory and its disk.
+        By default this is the field ``path`` if its type is ``Path``. The commands check this
+        directory and its disk.
         """
         path = getattr(self, "path", None)
         return LocalStore(path) if isinstance(path, Path) else None
@@ -133,10 +132,10 @@ class TierConfig(_Section):
     def remarks(self) -> Iterable[Remark]:
         """Return warnings about this section, for ``kvtier check`` and ``kvtier doctor``.
 
-        It may look at the machine, and blocks.
+        May read the machine, and blocks.
 
         Raises:
-            ConfigError: The tier cannot work here; says what to do.
+            ConfigError: The tier cannot work here; the message has a remedy.
         """
         return ()
 
@@ -161,21 +160,21 @@ class NvmeTierConfig(TierConfig):
     direct_io: Literal["auto", "require", "off"] = "auto"
     """Bypass the page cache: `auto` if the disk can, `require` or refuse to start, `off`."""
     checksum: Literal["xxh3", "off"] = "xxh3"
-    """Proof on every read that the bytes are those stored; `off` trusts the disk blindly."""
+    """Checksum that every read verifies; `off` trusts the disk."""
     durability: Literal["process", "power"] = "process"
-    """What a stored chunk survives: a killed `process`, or loss of `power` (fsync, slower)."""
+    """Whether chunks survive a killed `process` or also loss of `power` (fsync, slower)."""
     keep_after_reset: bool = False
-    """Whether what is stored after a reset of the cache survives a restart; not with weights
-    that are updated while the engine runs."""
+    """Keep chunks stored after a reset of the cache over a restart; not with weights that are
+    updated while the engine runs."""
     on_mismatch: Literal["refuse", "remove"] = "refuse"
-    """What a start does with another identity's cache that leaves too little of `capacity`:
-    `refuse` to start while it was used within `keep_for`, or `remove` it."""
+    """If another identity's cache leaves too little of `capacity`: `refuse` to start if it was
+    used within `keep_for`, or `remove` it."""
     keep_for_s: Duration = Field(
         default=7 * 86400.0, validation_alias="keep_for", serialization_alias="keep_for"
     )
-    """How long after its last use a cache is kept by `on_mismatch: refuse`."""
+    """Time after its last use in which `on_mismatch: refuse` keeps a cache."""
     own_process: bool = True
-    """Read, write and checksum in a process of its own, out of the way of the engine's."""
+    """Read, write and checksum in a separate process, so the engine's is not slowed down."""
 
     @override
     def local_store(self) -> LocalStore:
@@ -192,53 +191,52 @@ _LADDER_KEYS = ("write", "write_after", "min_chunks", "promote", "promote_after"
 
 
 class PlacementConfig(_Section):
-    """Which tiers a chunk goes to, and when."""
+    """Rules for copying chunks between tiers."""
 
     policy: str = "ladder"
-    """Who decides: `ladder`, which the next five keys describe; or another policy, by its name
-    or as `module:Class`."""
+    """`ladder` with the next five keys, or another policy, by name or as `module:Class`."""
     write: Literal["through", "evict"] = "through"
-    """Copy down as soon as stored (`through`), or only when RAM needs the room (`evict`)."""
+    """Demote chunks as soon as they are stored (`through`), or when RAM is full (`evict`)."""
     write_after: int = Field(default=1, ge=1)
-    """Uses after which a chunk is copied down with `write: through`; 1 is its storing."""
+    """Uses after which `write: through` demotes a chunk; storing it is the first."""
     min_chunks: int = Field(default=1, ge=1)
-    """Shortest prefix, in chunks, that is copied down; 1 is every."""
+    """Shortest prefix, in chunks, that is demoted."""
     promote: Literal["copy", "move"] = "copy"
-    """Whether the slower tier keeps a chunk that goes up (`copy`) or not (`move`)."""
+    """Whether the slower tier keeps a promoted chunk (`copy`) or not (`move`)."""
     promote_after: int = Field(default=1, ge=1)
-    """Hits in the slower tier that bring a chunk up once; 1 is every hit."""
+    """Hits in the slower tier per promotion to RAM; 1 promotes at every hit."""
     admit: str = "all"
-    """What may be copied down: `all`, a policy by name, or `module:Class` for your own."""
+    """Policy that chooses which chunks may be demoted: `all`, by name, or `module:Class`."""
     write_budget_per_day_bytes: Size | None = Field(
         default=None,
         validation_alias="write_budget_per_day",
         serialization_alias="write_budget_per_day",
     )
-    """Bytes a day that may be copied to each slower tier; what is more is not copied."""
+    """Bytes a day that may be written to each slower tier; more is not demoted."""
     pin_budget: Fraction = 0.5
     """Share of RAM that chunks promoted for waiting requests may hold."""
     clean_reserve: Fraction = 0.1
     """Share of RAM kept free, ahead of need (`write: evict`)."""
     backlog_limit: Fraction = 0.5
-    """Share of RAM that may wait to be copied down; newer chunks then stay in RAM only."""
+    """Share of RAM that may wait for demotion; newer chunks then stay in RAM only."""
     retain_quota: Fraction = 0.0
-    """Share of RAM that chunks kept until a deadline may hold; 0 is no keeping at all."""
+    """Share of RAM for chunks that requests retain until a deadline."""
     retain_s: Duration | None = Field(
         default=None, validation_alias="retain", serialization_alias="retain"
     )
-    """How long a chunk is kept after its last use where its request does not say."""
+    """Time after its last use that a chunk is retained if its request names none."""
 
     load_if: Literal["always", "worthwhile"] = "worthwhile"
-    """Bring chunks up `always`, or only where computing them is not estimated to be faster."""
+    """Load chunks `always`, or only if computing them is estimated to take longer."""
     recompute_per_token_s: Duration | None = Field(
         default=None,
         validation_alias="recompute_per_token",
         serialization_alias="recompute_per_token",
     )
-    """What computing a prompt token takes, for `load_if: worthwhile`; measured if not given."""
+    """Time to compute a prompt token, for `load_if: worthwhile`; measured if not given."""
 
     @model_validator(mode="after")
-    def _words_are_for_the_policy(self) -> Self:
+    def _keys_belong_to_the_policy(self) -> Self:
         if self.policy != "ladder":
             for name in _LADDER_KEYS:
                 if name in self.model_fields_set:
@@ -246,29 +244,29 @@ class PlacementConfig(_Section):
         return self
 
     @model_validator(mode="after")
-    def _words_agree(self) -> Self:
+    def _keys_agree(self) -> Self:
         if self.write_after > 1 and self.write != "through":
             _refuse("write_after", "used with write: through only", "leave it out")
         if self.promote == "move" and self.write != "evict":
-            _refuse("promote", "what moves up is then nowhere else", "add write: evict")
+            _refuse("promote", "move would keep the only copy in RAM", "add write: evict")
         if self.promote == "move" and self.promote_after > 1:
             _refuse("promote_after", "used with promote: copy only", "leave it out")
         if self.retain_s is not None and not self.retain_quota:
-            _refuse("retain", "nothing may be kept without a quota", "add retain_quota: 25%")
+            _refuse("retain", "no effect without a quota", "add retain_quota: 25%")
         if self.retain_quota + self.pin_budget > 1:
             _refuse("retain_quota", "more than pin_budget leaves of RAM", "lower one of them")
         return self
 
 
 class TransferConfig(_Section):
-    """Limits and deadlines of moving bytes."""
+    """Limits and deadlines of transfers."""
 
     io_threads: int = Field(default=4, ge=1, le=256)
     """Threads for blocking I/O calls."""
     queue_limit_bytes: Size = Field(
         default=512 << 20, validation_alias="queue_limit", serialization_alias="queue_limit"
     )
-    """Bytes queued or in flight per tier and direction; more is refused, never awaited."""
+    """Bytes queued or in flight per tier and direction; more is refused."""
     piece_bytes: Size = Field(
         default=8 << 20, validation_alias="piece", serialization_alias="piece"
     )
@@ -276,7 +274,7 @@ class TransferConfig(_Section):
     load_timeout_s: Duration = Field(
         default=10.0, validation_alias="load_timeout", serialization_alias="load_timeout"
     )
-    """Longest a request waits for a promotion; then it recomputes."""
+    """Longest wait of a request for a promotion; then it recomputes."""
     load_path: Literal["auto", "direct", "staged"] = "auto"
     """Load from slower tiers as chunks arrive (`direct`), or once all are in RAM (`staged`)."""
     store_timeout_s: Duration = Field(
@@ -286,13 +284,13 @@ class TransferConfig(_Section):
     close_timeout_s: Duration = Field(
         default=30.0, validation_alias="close_timeout", serialization_alias="close_timeout"
     )
-    """Longest that bringing dirty chunks down, and then each part of closing, may take."""
+    """Longest time for demoting the remaining chunks, and for each later part of closing."""
     breaker_failures: int = Field(default=5, ge=1)
     """Failed jobs in a row that take a tier out of service."""
     breaker_backoff_s: Duration = Field(
         default=5.0, validation_alias="breaker_backoff", serialization_alias="breaker_backoff"
     )
-    """How long a tier out of service rests before it is tried again."""
+    """Time until a tier out of service is tried again."""
 
     @model_validator(mode="after")
     def _piece_fits(self) -> Self:
@@ -311,7 +309,7 @@ class MetricsConfig(_Section):
 
 
 class TraceConfig(_Section):
-    """A recording of what the engine asks for, to be replayed by `kvtier sim`."""
+    """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
 
     record: FilePath | None = None
     """Absolute directory for the recording; kvtier creates it if its parent exists.
@@ -319,31 +317,31 @@ class TraceConfig(_Section):
     file_size_bytes: Size = Field(
         default=64 << 20, validation_alias="file_size", serialization_alias="file_size"
     )
-    """Bytes of one file of the recording."""
+    """Bytes per file of the recording."""
     files: int = Field(default=8, ge=1)
-    """Files that are kept; the oldest is removed first."""
+    """Number of files; the oldest is removed first."""
     queue: int = Field(default=4096, ge=1)
-    """Records that may wait to be written; more are dropped and counted, never awaited."""
+    """Records that may wait to be written; more are dropped and counted."""
 
 
 class EngineConfig(_Section):
-    """What kvtier asks of the engine."""
+    """Settings that the engine must share."""
 
     blocks_per_chunk: int = Field(default=1, ge=1, le=65536)
     """Engine blocks per stored chunk; more means fewer, larger I/Os and coarser reuse."""
     store_decode: bool = True
-    """Keep the KV of generated tokens too; conversations of several turns need it."""
+    """Store the KV of generated tokens too; conversations of several turns need it."""
 
 
 class IdentityConfig(_Section):
-    """What, besides model and layout, must be equal for stored bytes to be reused."""
+    """Values that must be equal, besides model and layout, to reuse stored chunks."""
 
     name: str | None = Field(default=None, min_length=1)
-    """What the model is called, instead of the name or path that the engine was given."""
+    """Name of the model, instead of the engine's `--model`."""
     model_revision: str | None = None
-    """Revision of the weights, if the engine does not know it."""
+    """Revision of the weights, if the engine is not given one."""
     weights_epoch: int = Field(default=0, ge=0)
-    """Raise it when weights change under the same name: everything stored before is ignored."""
+    """Raise it when weights change under the same name; older chunks are then ignored."""
 
 
 def _is_one(path: Path, other: Path) -> bool:
@@ -370,25 +368,25 @@ class KvtierConfig(_Section):
     ]
     """The tiers, fastest first. The first is `ram`."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
-    """Which tiers a chunk goes to, and when."""
+    """Rules for copying chunks between tiers."""
     transfer: TransferConfig = Field(default_factory=TransferConfig)
-    """Limits and deadlines of moving bytes."""
+    """Limits and deadlines of transfers."""
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     """Counters for Prometheus."""
     trace: TraceConfig = Field(default_factory=TraceConfig)
-    """A recording of what the engine asks for, to be replayed by `kvtier sim`."""
+    """A recording of the engine's requests, for `kvtier sim` and `kvtier replay`."""
     shadow: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
-    """Eviction policies to run beside each tier's own, on keys only, and report hits of."""
+    """Eviction policies that run beside each tier's own, on keys only, and report hits."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """What kvtier asks of the engine."""
+    """Settings that the engine must share."""
     identity: IdentityConfig = Field(default_factory=IdentityConfig)
-    """What, besides model and layout, must be equal for stored bytes to be reused."""
+    """Values that must be equal, besides model and layout, to reuse stored chunks."""
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @property
     def origin(self) -> Origin:
-        """Where the configuration was written down."""
+        """File and lines of the configuration."""
         return self._origin
 
     @property
@@ -397,7 +395,7 @@ class KvtierConfig(_Section):
         return cast("RamTierConfig", self.tiers[0])  # its kind was checked
 
     def model_post_init(self, context: Any, /) -> None:  # noqa: ANN401 - pydantic's contract
-        """Keep the origin that the loader passes along."""
+        """Keep the origin that the loader passes."""
         if context is not None:
             self._origin = context["origin"]
 
@@ -409,7 +407,7 @@ class KvtierConfig(_Section):
         return names
 
     @model_validator(mode="after")
-    def _tiers_form_a_ladder(self) -> Self:
+    def _tiers_agree(self) -> Self:
         for number, tier in enumerate(self.tiers):
             self._check_tier(number, tier, self.tiers[:number])
         return self
@@ -450,7 +448,7 @@ def _check_store(store: LocalStore, key: str, faster: Iterable[TierConfig]) -> N
 
 
 def _name_of(kind: str) -> str:
-    """Return what a tier of ``kind`` is called: the kind, or the class of ``module:Class``."""
+    """Return the default name of a tier: its kind, or the class of ``module:Class``."""
     return kind.rpartition(":")[2].lower().strip("_") if ":" in kind else kind
 
 

@@ -1,9 +1,8 @@
-"""YAML text to plain values, remembering the line of each.
+"""Parse YAML into plain values, with the line of each.
 
-The dialect is smaller than YAML 1.1, on purpose. There ``off`` is false, ``010`` is eight and
-``1:30`` is ninety; here a word is a word, which is also how editors that know YAML 1.2 and the
-JSON Schema read the file. Aliases and tags are refused: nothing in a file may be worth more
-than it looks.
+The dialect is a subset of YAML 1.2. In YAML 1.1 ``off`` is false, ``010`` is eight and ``1:30``
+is ninety; here they are text. Editors with YAML 1.2 and the JSON Schema agree. Aliases and tags
+are refused.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _PARSERS: Final[dict[str, Callable[[str], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a configuration was written down, so that late errors still name file and line.
+    """File and lines of a configuration, for errors.
 
-    It takes no part in comparisons: a value is the same value wherever it was written.
+    Equal configurations may have different origins, so comparisons ignore it.
 
     Attributes:
         source: File name; empty for a configuration built in Python.
@@ -51,7 +50,7 @@ class Origin:
     values: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def line_of(self, key: str) -> int | None:
-        """Return the line of ``key``, or of the innermost section around it that is written.
+        """Return the line of ``key``, or of the innermost section around it.
 
         >>> Origin("a.yaml", {"transfer": 4}).line_of("transfer.piece")
         4
@@ -65,13 +64,13 @@ class Origin:
     def format_problem(
         self, key: str, problem: str, remedy: str, *, value: object = None
     ) -> str:
-        """Return ``file:line: key = value: problem; remedy``, as much of it as is known.
+        """Return ``file:line: key = value: problem; remedy``; unknown parts are left out.
 
         Args:
             key: Dotted key, as in ``tiers[1].capacity``; empty for the whole file.
             problem: What is wrong.
             remedy: What to do about it.
-            value: Shown if the file does not spell the value out itself.
+            value: Shown if the file does not contain the value.
 
         >>> origin = Origin("a.yaml", {"transfer.piece": 9}, {"transfer.piece": "8M"})
         >>> origin.format_problem("transfer.piece", "'M' is not a unit", "write 8MiB")
@@ -82,14 +81,14 @@ class Origin:
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Put ``key`` and where it is in front of a ConfigError that is raised in here."""
+        """Prefix a ConfigError of the body with the place of ``key``."""
         try:
             yield
         except ConfigError as error:
             raise ConfigError(f"{self.locate(key)}: {error}") from error
 
     def locate(self, key: str, *, value: object = None) -> str:
-        """Return ``file:line: key = value``, as much of it as is known."""
+        """Return ``file:line: key = value``; unknown parts are left out."""
         line = self.line_of(key)
         file = f"{self.source}:{line}" if line else self.source
         shown = self.values.get(key, "" if value is None else str(value))
@@ -101,10 +100,10 @@ class Origin:
 
 @dataclass(slots=True)
 class Document:
-    """A file's values, and where each was written.
+    """The values of a file, and their origin.
 
     Attributes:
-        values: What the file says: dicts, lists and scalars.
+        values: Dicts, lists and scalars.
         origin: The line and the text of each key.
     """
 
@@ -132,7 +131,7 @@ def read_yaml(text: str, *, source: str) -> Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; resolves only null, true, false and decimal numbers."""
+    """Composes nodes; only null, true, false and decimal numbers have types."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
@@ -170,7 +169,7 @@ for _name, _pattern, _first in (
 
 @dataclass(slots=True)
 class _Reader:
-    """Walks a node tree; ``lines`` and ``texts`` fill up on the way."""
+    """Converts nodes to values; fills ``lines`` and ``texts``."""
 
     source: str
     lines: dict[str, int] = field(default_factory=dict)
@@ -192,9 +191,7 @@ class _Reader:
             name, line = name_node.value, name_node.start_mark.line + 1
             if not isinstance(name, str) or not name:
                 remedy = "write a word and a colon"
-                raise ConfigError(
-                    f"{self.source}:{line}: no word where a key belongs; {remedy}"
-                )
+                raise ConfigError(f"{self.source}:{line}: a key that is not a word; {remedy}")
             dotted = f"{key}.{name}" if key else name
             if name in values:
                 first = self.lines[dotted]

@@ -180,9 +180,9 @@ def _routes(
         routes[ram, tier.name] = ToTier(region, tier)
         routes[tier.name, ram] = FromTier(region, tier, region.control)
     if slots := region.geometry.bounce_range:
-        relay = BounceBuffer(region, slots)
+        bounce_buffer = BounceBuffer(region, slots)
         for upper, lower in combinations(tiers, 2):
-            routes[upper.name, lower.name] = BetweenTiers(upper, lower, relay)
+            routes[upper.name, lower.name] = BetweenTiers(upper, lower, bounce_buffer)
     return routes
 
 

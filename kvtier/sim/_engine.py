@@ -1,12 +1,12 @@
-"""An engine in model time: what vLLM's scheduler asks of the manager, without the model.
+"""An engine in model time, without a model: makes the calls that vLLM's scheduler makes.
 
-Requests arrive at their timestamps. Those at the head of the queue are looked up; what lies in
-a slower tier is promoted while others compute; what lies in RAM is copied to the GPU; the rest
-of the prompt is computed, one request at a time, first come first served among those that are
-ready. Then the request's first token is there, and its new chunks are offered to the manager.
+Requests arrive at their timestamps. Those at the head of the queue are looked up. Chunks in a
+slower tier are promoted while others compute, chunks in RAM are copied to the GPU, and the rest
+of the prompt is computed, one request at a time in order of arrival. Then the request has its
+first token, and its new chunks are offered to the manager.
 
-Left out: decoding, the GPU's own prefix cache (so every hit is the tiers'), the time a store
-takes to RAM, and prompts computed in pieces.
+Not modelled: decoding, the GPU's own prefix cache (so every hit is the tiers'), the time of a
+store to RAM, and prompts computed in pieces.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing_extensions import override
 from kvtier.keys import ChunkKey
 from kvtier.manager import LoadPlan, TieredOffloadingManager
 from kvtier.manager.hits import Prompt
+from kvtier.manager.plans import NO_SLOT
 from kvtier.policies.base import session_terms
-from kvtier.sim._slot_status import ReliableSlotStatus
 from kvtier.sim.timing import TimeModel, TransferModel
-from kvtier.types import Job, Purpose, TransferResult
+from kvtier.types import Job, Outcome, Purpose, TransferResult
 
-__all__ = ["Engine", "ModelEngine", "ModelRequest"]
+__all__ = ["Engine", "ModelEngine", "ModelRequest", "ReliableSlotStatus"]
 
 _TICK_S: Final = 0.01
 _ASK_AFTER_STEPS: Final = 16
@@ -37,22 +37,22 @@ _PROMOTE: Final = Purpose.PROMOTE
 _Model = TypeVar("_Model", bound=TimeModel)
 
 _Event: TypeAlias = tuple[float, int, Callable[..., None], Any]
-"""When, a number that keeps equal times in order, what happens, and to what."""
+"""A time, a number that keeps equal times in order, a callback, and its argument."""
 
 
 class ModelRequest:
     """One request of a trace.
 
     Attributes:
-        number: Its place in the trace, which is its place in the queue.
-        req_id: The same as the engine's name for it.
+        number: Its position in the trace and in the queue.
+        req_id: That number as the request's id.
         arrival_s: When it arrived.
         tokens: Length of its prompt.
         keys: Its chunks, root to leaf.
-        session: What it belongs to, empty if nobody says.
-        output_tokens: Tokens it generates, if that is modelled.
+        session: Its session, empty if unknown.
+        output_tokens: Tokens it generates; only :class:`StepEngine` models them.
         hits: Leading chunks that were loaded.
-        first_token_s: When its first token was there.
+        first_token_s: Time of its first token.
     """
 
     __slots__ = (
@@ -93,9 +93,9 @@ class Engine(ABC, Generic[_Model]):
 
     Args:
         manager: The manager.
-        model: What things take.
-        transfers: When loads and storage jobs end.
-        slot_status: The manager's; told what did not come up.
+        model: Speeds of the engine and the tiers.
+        transfers: Decides when loads and storage jobs end.
+        slot_status: The manager's; it records failed promotions.
         chunk_tokens: Tokens of a chunk.
         retain_s: Seconds chunks are kept in RAM after a use.
     """
@@ -122,14 +122,14 @@ class Engine(ABC, Generic[_Model]):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Set up what this kind of engine keeps from step to step; the constructor calls it."""
+        """Set up the state of this kind of engine; the constructor calls it."""
 
     @abstractmethod
     def serve(self, requests: Iterable[ModelRequest]) -> Iterator[ModelRequest]:
-        """Serve ``requests``, given in order of arrival; yield each when it is over."""
+        """Serve ``requests``, in order of arrival; yield each when it is over."""
 
     def _retain(self, keys: Sequence[ChunkKey]) -> None:
-        """Keep chunks that were used now, if any are to be kept."""
+        """Retain chunks that were used now, if retention is configured."""
         if self._retain_s:
             self._manager.retain(keys, self._now_s + self._retain_s)
 
@@ -147,9 +147,9 @@ class ModelEngine(Engine[TimeModel]):
         self._over: list[ModelRequest] = []
         self._open = 0
         self._computing = False
-        # Whether a request that was put off may be answered now: chunks came up, room that was
-        # kept for another is free, or it was put off in this very step. Patience that ends
-        # says nothing, so they are asked now and then anyway.
+        # Whether a deferred request may be answered now: chunks were promoted, reserved room is
+        # free, or it was deferred in this step. The end of a wait raises no event, so deferred
+        # requests are also looked up every few steps.
         self._may_answer = False
         self._steps = 0
         self._started: list[str] = []
@@ -168,7 +168,7 @@ class ModelEngine(Engine[TimeModel]):
                 yield from self._take_over()
         while self._events or self._deferred or self._unstored:
             if not self._events:
-                # Nothing is on its way, but a live engine would go on stepping.
+                # No event is due, but a live engine would go on stepping.
                 self._now_s += _TICK_S
                 self._may_answer = True
                 self._step()
@@ -177,7 +177,7 @@ class ModelEngine(Engine[TimeModel]):
             yield from self._take_over()
 
     def _next(self) -> None:
-        """Let the next event happen."""
+        """Run the next event."""
         self._now_s, _, happens, subject = heapq.heappop(self._events)
         happens(subject)
         self._step()
@@ -193,12 +193,12 @@ class ModelEngine(Engine[TimeModel]):
     # -- a scheduling step ------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Do what the scheduler does in one step, and again while that lets requests start."""
+        """Run one scheduling step, and repeat it while requests start."""
         manager = self._manager
         self._steps += 1
         if not self._steps % _ASK_AFTER_STEPS:
             self._may_answer = True
-            manager.take_cancels()  # what runs in model time is not worth dropping
+            manager.take_cancels()  # jobs in model time are not cancelled
         if self._queue and self._open < self._model.concurrency:
             self._admit()
         while True:
@@ -226,14 +226,14 @@ class ModelEngine(Engine[TimeModel]):
                 self._may_answer = True
 
     def _ask_again(self) -> bool:
-        """Look up the requests that were put off; return whether one of them started."""
+        """Look up the deferred requests; return whether one of them started."""
         answered = [request for request in self._deferred if self._look(request)]
         for request in answered:
             del self._deferred[request]
         return bool(answered)
 
     def _look(self, request: ModelRequest) -> bool:
-        """Look ``request`` up, and load what it hits; return whether it need not wait."""
+        """Look up ``request`` and load its hits; return False if it must wait."""
         prompt = Prompt((request.keys,), 0, len(request.keys))
         hits = self._manager.lookup(request.req_id, prompt)
         if hits is None:
@@ -248,7 +248,7 @@ class ModelEngine(Engine[TimeModel]):
         plan = self._manager.prepare_load(loaded, request.req_id)
         self._retain(loaded)
         done_s = self._transfers.load(hits, self._now_s)
-        if plan.wait_s:  # it also waits for what is still to come up
+        if plan.wait_s:  # it also waits for promotions
             done_s = max([done_s, *map(self._send, self._manager.take_jobs())])
             self._at(done_s, self._streamed, (request, plan))
         else:
@@ -266,7 +266,7 @@ class ModelEngine(Engine[TimeModel]):
         self._at(self._now_s + seconds, self._computed, request)
 
     def _store(self) -> None:
-        """Offer the new chunks of computed requests; one that finds no room comes again."""
+        """Offer the new chunks of computed requests; those without room are offered again."""
         refused = []
         for request in self._unstored:
             plan = self._manager.prepare_store(request.keys[request.hits :], request.req_id)
@@ -282,7 +282,7 @@ class ModelEngine(Engine[TimeModel]):
     # -- events -----------------------------------------------------------------------------
 
     def _send(self, job: Job) -> float:
-        """Let ``job`` run; return when its outcome is known."""
+        """Run ``job``; return when its outcome is known."""
         results = self._transfers.run(job, self._now_s)
         promoting = job.purpose is _PROMOTE
         for time_s, result in results:
@@ -295,13 +295,13 @@ class ModelEngine(Engine[TimeModel]):
     def _promoted(self, outcome: tuple[Job, TransferResult]) -> None:
         job, result = outcome
         self._manager.apply(result)
-        self._slot_status.note(job, result)
+        self._slot_status.record(job, result)
         self._may_answer = True
 
     def _streamed(self, load: tuple[ModelRequest, LoadPlan]) -> None:
         request, plan = load
-        # What did not come up is computed, and all that follows it.
-        request.hits = self._slot_status.lead(plan)
+        # From the first chunk that was not promoted on, the prompt is computed.
+        request.hits = self._slot_status.count_loaded(plan)
         self._loaded(request)
 
     def _loaded(self, request: ModelRequest) -> None:
@@ -314,3 +314,55 @@ class ModelEngine(Engine[TimeModel]):
         request.first_token_s = self._now_s
         self._unstored.append(request)
         self._over.append(request)
+
+
+class ReliableSlotStatus:
+    """The slot status of instant workers: only chunks that were not promoted fail to load."""
+
+    def __init__(self) -> None:
+        self._lost: set[tuple[int, int]] = set()
+
+    def record(self, job: Job, result: TransferResult) -> None:
+        """Record which chunks of the promotion ``job`` are not in their slots."""
+        if result.outcomes.count(Outcome.DONE) == len(result.outcomes):
+            return
+        places = zip(job.destination_slots, job.payload, result.outcomes, strict=True)
+        self._lost.update(
+            (slot, generation)
+            for slot, generation, outcome in places
+            if outcome is not Outcome.DONE
+        )
+
+    def count_loaded(self, plan: LoadPlan) -> int:
+        """Return the number of chunks of ``plan`` before the first that was not loaded."""
+        if not self._lost and NO_SLOT not in plan.slots:
+            return len(plan.slots)
+        loaded = self.loaded(plan.slots, plan.generations)
+        for at, (slot, is_loaded) in enumerate(zip(plan.slots, loaded, strict=True)):
+            if slot == NO_SLOT or not is_loaded:
+                return at
+        return len(loaded)
+
+    def issue(self, slots: Sequence[int]) -> None:
+        """Do nothing: the job is over."""
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Do nothing: no worker reads the stamps."""
+
+    def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:  # noqa: ARG002 - the manager passes them
+        """Return that all bytes are whole."""
+        return [True] * len(slots)
+
+    def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """Return for each slot whether its bytes were promoted."""
+        if not self._lost:
+            return [True] * len(slots)
+        return [place not in self._lost for place in zip(slots, generations, strict=True)]
+
+    def forgive(self, slots: Sequence[int]) -> None:
+        """Forget which of ``slots`` were not promoted."""
+        self._lost = {place for place in self._lost if place[0] not in slots}
+
+    def quiet(self, slots: Sequence[int]) -> list[bool]:
+        """Return that no worker is busy."""
+        return [True] * len(slots)

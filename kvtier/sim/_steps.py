@@ -1,17 +1,15 @@
-"""An engine in model time that computes in steps, as engines that batch do.
+"""An engine in model time that batches requests and computes in steps.
 
-A step takes what its tokens take, for all its requests together. Requests are looked up when a
-step is scheduled and as long as it has tokens to give away; a load begins when the step that
-planned it is over, and the engine hears of its end when a later one is; a prompt is computed in
-pieces, and its first token is there when the step with the last piece is over. Where a step is
-as long as a prompt that hits, each of these waits is as long as the time to the first token.
+The tokens of a step decide its length. Requests are looked up when a step is scheduled, while
+it has tokens left. A load begins after the step that planned it, and its end counts at the end
+of a later step. A prompt is computed in pieces, and its first token comes with the last piece.
 
-:class:`~kvtier.sim._engine.ModelEngine` knows no steps: it is twice as fast, asks for no
-guesses at an engine's settings, and is what policies and ladders are compared with. This one is
-for predicting the times of one engine whose steps are known.
+:class:`~kvtier.sim._engine.ModelEngine` has no steps: it is twice as fast, needs no engine
+settings, and serves to compare policies. This one predicts the times of one engine whose steps
+are known; ``kvtier replay`` compares it with real transfers.
 
-Left out: the GPU's own prefix cache, its memory (so nothing is preempted), and the time a store
-takes to RAM, which is over in a step.
+Not modelled: the GPU's own prefix cache, its memory (so no preemptions), and the time of a
+store to RAM, which ends within a step.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ __all__ = ["StepEngine", "StepModel"]
 
 @dataclass(frozen=True, slots=True)
 class StepModel(TimeModel):
-    """What an engine that batches, and its tiers take.
+    """Speeds of an engine that batches, and of its tiers.
 
     Attributes:
-        step_tokens: Most tokens of a step; a request that generates takes one.
-        step_s: Least time of a step that computes: weights are read, kernels launched.
+        step_tokens: Most tokens of a step; a generating request takes one.
+        step_s: Least time of a step that computes: it reads weights and launches kernels.
         idle_s: Time of a step that computes nothing while requests wait.
     """
 
@@ -50,19 +48,19 @@ class StepModel(TimeModel):
     idle_s: float = 0.001
 
     def seconds(self, tokens: int) -> float:
-        """Return what a step of ``tokens`` tokens takes."""
+        """Return the time of a step of ``tokens`` tokens."""
         return max(tokens / self.prefill_tokens_per_s, self.step_s) if tokens else self.idle_s
 
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """A request and how far it is.
+    """A request and its progress.
 
     Attributes:
         request: The request.
-        computed: Tokens whose KV the engine has.
+        computed: Tokens with KV in the engine.
         generated: Tokens generated.
-        next_chunk: The first chunk that was not offered for storing.
+        next_chunk: The first chunk not yet offered for storing.
     """
 
     request: ModelRequest
@@ -81,12 +79,12 @@ class _Load:
     served: _Served
     plan: LoadPlan
     chunks: int
-    risen_s: float
-    """When all its chunks are in RAM."""
+    promoted_s: float
+    """Time at which all its chunks are in RAM."""
 
 
 class StepEngine(Engine[StepModel]):
-    """Computes all that are running at once, step by step."""
+    """Computes all running requests together, step by step."""
 
     @override
     def _begin(self) -> None:
@@ -105,7 +103,7 @@ class StepEngine(Engine[StepModel]):
         coming = deque(requests)
         while coming or self._is_busy or self._results or self._manager.has_work():
             if not self._is_busy and (coming or self._results):
-                self._rest(coming)
+                self._skip_idle_steps(coming)
             while coming and coming[0].arrival_s <= self._now_s:
                 request = coming.popleft()
                 self._manager.begin_request(request.req_id, session_terms(request.session))
@@ -125,8 +123,8 @@ class StepEngine(Engine[StepModel]):
             or self._final
         )
 
-    def _rest(self, coming: Sequence[ModelRequest]) -> None:
-        """Let steps pass in which nothing happens."""
+    def _skip_idle_steps(self, coming: Sequence[ModelRequest]) -> None:
+        """Advance over steps without events."""
         times = [self._results[0][0]] if self._results else []
         if coming:
             times.append(coming[0].arrival_s)
@@ -136,7 +134,7 @@ class StepEngine(Engine[StepModel]):
     # -- a step -----------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Schedule a step, let its time pass, and take what ended meanwhile."""
+        """Schedule a step, advance by its time, and apply the results until then."""
         self._ended = []
         self._take_results()
         batch = self._continue_running()
@@ -166,7 +164,7 @@ class StepEngine(Engine[StepModel]):
         return batch
 
     def _start_waiting(self, batch: dict[_Served, int]) -> list[str]:
-        """Start requests that are loaded; look up, load or start others; return who started."""
+        """Start loaded requests; look up, load or start waiting ones; return who started."""
         left = self._model.step_tokens - sum(batch.values())
         taken = len(self._running) + len(self._loading) + len(self._ready)
         put_off: list[_Served] = []
@@ -191,7 +189,7 @@ class StepEngine(Engine[StepModel]):
         return started
 
     def _look(self, served: _Served) -> bool:
-        """Look a request up, and plan the load of what it hits; return whether it goes on."""
+        """Look up a request and plan its load; return False if it must wait."""
         request = served.request
         prompt = Prompt((request.keys,), 0, len(request.keys))
         hits = self._manager.lookup(request.req_id, prompt)
@@ -200,12 +198,12 @@ class StepEngine(Engine[StepModel]):
         request.hits = hits
         if hits:
             plan = self._manager.prepare_load(request.keys[:hits], request.req_id)
-            risen_s = self._send_jobs() if plan.wait_s else self._now_s
-            self._planned.append(_Load(served, plan, hits, risen_s))
+            promoted_s = self._send_jobs() if plan.wait_s else self._now_s
+            self._planned.append(_Load(served, plan, hits, promoted_s))
         return True
 
     def _offer(self, batch: dict[_Served, int]) -> list[Sequence[ChunkKey]]:
-        """Offer chunks that this step completes; return what is stored from the next one on."""
+        """Offer the chunks that this step completes; return the accepted ones."""
         accepted, self._final = self._final, []
         for served, tokens in batch.items():
             request, computed = served.request, served.computed + tokens
@@ -215,7 +213,7 @@ class StepEngine(Engine[StepModel]):
         return accepted
 
     def _store(self, served: _Served, end: int) -> Iterator[Sequence[ChunkKey]]:
-        """Offer a request's chunks before ``end``; what finds no room is offered again."""
+        """Offer a request's chunks before ``end``; those without room are offered again."""
         keys = served.request.keys[served.next_chunk : end]
         if not keys:
             return
@@ -227,7 +225,7 @@ class StepEngine(Engine[StepModel]):
         if plan.keys:
             yield plan.keys
 
-    # -- what ends with a step --------------------------------------------------------------
+    # -- the end of a step --------------------------------------------------------------
 
     def _complete_stores(self) -> None:
         for keys in self._stored:
@@ -237,20 +235,22 @@ class StepEngine(Engine[StepModel]):
     def _begin_loads(self) -> None:
         for load in self._planned:
             copied_s = self._transfers.load(load.chunks, self._now_s)
-            over_s = max(copied_s, load.risen_s)
+            over_s = max(copied_s, load.promoted_s)
             heapq.heappush(self._loading, (over_s, next(self._order), load))
         self._planned = []
 
     def _end_loads(self) -> None:
         while self._loading and self._loading[0][0] <= self._now_s:
             _, number, load = heapq.heappop(self._loading)
-            self._take_results()  # What rose for it rose before.
+            self._take_results()  # Its promotions ended before it.
             request = load.served.request
             self._retain(request.keys[: load.chunks])
-            lead = self._slot_status.lead(load.plan) if load.plan.wait_s else load.chunks
+            lead = (
+                self._slot_status.count_loaded(load.plan) if load.plan.wait_s else load.chunks
+            )
             self._manager.complete_load(request.req_id)
             if lead < load.chunks:
-                request.hits = 0  # It is looked up again, and told of a miss.
+                request.hits = 0  # It is looked up again, and misses.
                 self._waiting.appendleft(load.served)
                 continue
             heapq.heappush(self._ready, (number, load.served))
@@ -276,7 +276,7 @@ class StepEngine(Engine[StepModel]):
     # -- jobs -------------------------------------------------------------------------------
 
     def _send_jobs(self) -> float:
-        """Let all planned jobs run; return when the first outcomes of all are known."""
+        """Run all planned jobs; return when the first outcomes of all are known."""
         known_s = self._now_s
         for job in self._manager.take_jobs():
             results = self._transfers.run(job, self._now_s)
@@ -286,9 +286,9 @@ class StepEngine(Engine[StepModel]):
         return known_s
 
     def _take_results(self) -> None:
-        """Tell the manager of jobs that ended."""
+        """Pass the results of ended jobs to the manager."""
         while self._results and self._results[0][0] <= self._now_s:
             _, _, job, result = heapq.heappop(self._results)
             self._manager.apply(result)
             if job.purpose is Purpose.PROMOTE:
-                self._slot_status.note(job, result)
+                self._slot_status.record(job, result)

@@ -1,4 +1,4 @@
-"""How many chunks a size on the command line means."""
+"""Sizes on the command line, in chunks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvtier.units import UnitError, parse_percentage, parse_size
 __all__ = ["NBYTES_PER_TOKEN", "chunk_nbytes", "parse_capacity", "parse_chunk_bytes"]
 
 NBYTES_PER_TOKEN: Final = 128 << 10
-"""KV of one token where nobody says: 8 billion parameters, grouped queries, 16 bits."""
+"""Default KV size of a token: 8 billion parameters, grouped queries, 16 bits."""
 
 
 def chunk_nbytes(trace: Trace) -> int:
-    """Return what one of the trace's chunks takes, for want of a better number."""
+    """Return the default size of one of the trace's chunks."""
     return trace.chunk_tokens * NBYTES_PER_TOKEN
 
 
 def parse_chunk_bytes(text: str) -> int:
-    """Return the bytes that ``--chunk-bytes`` means: a size or a plain number.
+    """Return the bytes in ``--chunk-bytes``: a size or a plain number.
 
     Raises:
-        ConfigError: It means none.
+        ConfigError: It is neither.
     """
     plain = text.strip()
     if plain.isascii() and plain.isdecimal():
@@ -40,7 +40,7 @@ def parse_chunk_bytes(text: str) -> int:
 
 
 def parse_capacity(text: str, *, distinct: int, chunk_bytes: int) -> int:
-    """Return the chunks that a capacity means.
+    """Return a capacity in chunks.
 
     Args:
         text: A share of the trace's distinct chunks (``5%``), a number of chunks (``9140``) or

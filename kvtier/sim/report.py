@@ -1,4 +1,4 @@
-"""A sweep as a picture, or as one page that needs nothing else."""
+"""A sweep as a picture, or as one self-contained page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_plot(results: Sequence[SweepResult], path: Path) -> None:
 
     Args:
         results: Of a sweep.
-        path: The file; its suffix says which format.
+        path: The file; its suffix decides the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not know the format.
@@ -87,13 +87,13 @@ def _tokens(results: Sequence[SweepResult], trace: tuple[str, str]) -> int:
 
 
 def _size(row: SweepResult) -> str:
-    """Return a size in percent as it was asked for: whole chunks are not quite that many."""
+    """Return a size in percent as asked for, before rounding to whole chunks."""
     asked = row.capacity.strip()
     return asked.rstrip("% ") if asked.endswith("%") else f"{row.capacity_share * 100:.3g}"
 
 
 def write_page(results: Sequence[SweepResult], path: Path) -> None:
-    """Write one page with interactive curves and the table; it loads nothing from anywhere.
+    """Write one page with interactive curves and the table; it loads no other files.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,8 +1,8 @@
-"""Many policies at many sizes on many traces, in processes.
+"""Many policies at many sizes on many traces, in several processes.
 
-A cell of the grid is one single-tier run. Traces are read once, here, and shipped to every
-process once. A result says all it takes to make it again: the trace's hash, the seed of the
-policies' random numbers, every parameter and the version.
+A cell of the grid is one single-tier run. Traces are read once and sent to every process once.
+A result has all that reproduces it: the trace's hash, the seed of the policies' random numbers,
+every parameter and the version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cell:
         trace: Which of the sweep's traces.
         policy: The policy's name.
         capacity: The size as asked for.
-        capacity_chunks: The chunks it means for this trace.
+        capacity_chunks: That size in chunks of this trace.
     """
 
     trace: int
@@ -79,7 +79,7 @@ class SweepResult:
 
     @property
     def of(self) -> tuple[str, str]:
-        """Which trace it is of; two files may have one name."""
+        """The trace's name and hash; two files may have one name."""
         return self.trace, self.trace_sha256
 
 
@@ -105,13 +105,13 @@ def sweep(  # noqa: PLR0913 - what a grid is made of
         chunk_bytes: Bytes of a chunk of each trace.
         touch_order: Of every run.
         jobs: Processes to use; 1 is this one.
-        progress: Told the share done after each run.
+        progress: Called with the share done after each run.
 
     Returns:
         One result per cell, ordered by trace, policy and size as given.
 
     Raises:
-        ConfigError: A policy does not exist or a size means nothing.
+        ConfigError: A policy does not exist, or a size is invalid.
     """
     for name in policies:
         build_eviction(name, capacity=1, future=True)
@@ -147,8 +147,8 @@ def write_csv(results: Sequence[SweepResult], path: Path) -> None:
         writer.writerows(asdict(result) for result in results)
 
 
-class _Bench:
-    """What a process needs to run cells."""
+class _CellRunner:
+    """Runs cells in one process."""
 
     def __init__(self, traces: Sequence[Trace], touch_order: TouchOrder) -> None:
         self._traces = traces
@@ -180,13 +180,13 @@ class _Bench:
 
 @contextmanager
 def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iterator[Any]:
-    """Give a function from cells to an iterator of results, in any order."""
-    bench = _Bench(traces, touch_order)
+    """Yield a function from cells to an iterator of results, in any order."""
+    runner = _CellRunner(traces, touch_order)
     if jobs <= 1:
-        yield lambda cells: map(bench.run, cells)
+        yield lambda cells: map(runner.run, cells)
         return
-    # Spawned, not forked: a fork copies locks that another thread of ours may hold.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (bench,))
+    # Spawned, not forked: a fork copies locks that another thread may hold.
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (runner,))
     try:
         yield lambda cells: (
             done.result() for done in as_completed(pool.submit(_run, cell) for cell in cells)
@@ -195,19 +195,19 @@ def _runner(traces: Sequence[Trace], touch_order: TouchOrder, jobs: int) -> Iter
         pool.shutdown(cancel_futures=True)
 
 
-_benches: list[_Bench] = []
-"""The bench of this process, when it is one of a pool: its only way to know one."""
+_runners: list[_CellRunner] = []
+"""The runner of this process, if it is one of a pool."""
 
 
-def _prepare(bench: _Bench) -> None:
-    # An interrupt reaches all processes of a terminal: these end at once and without a word.
+def _prepare(runner: _CellRunner) -> None:
+    # An interrupt reaches all processes of a terminal: these end at once and silently.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _benches[:] = [bench]
+    _runners[:] = [runner]
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that wants its results was killed: nobody else would."""
+    """End this process when its parent was killed."""
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -215,4 +215,4 @@ def _end_with_parent() -> None:
 
 
 def _run(cell: Cell) -> tuple[Cell, SweepResult]:
-    return _benches[0].run(cell)
+    return _runners[0].run(cell)

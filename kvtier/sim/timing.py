@@ -1,9 +1,9 @@
-"""How long things take in model time: devices that serve one job after another.
+"""Transfer times in model time: devices that serve one job after another.
 
 A direction of a device (reading a disk, writing it, copying RAM to the GPU) is a server with a
-queue: a job begins when those before it are done, takes its bytes over the bandwidth, and is
-known to be done a latency later. That leaves out how devices share their bandwidth between
-jobs and directions, and is right about what matters here: a slow tier makes requests wait.
+queue: a job begins when those before it are done, takes its bytes over the bandwidth, and
+counts as done a latency later. How devices share bandwidth between jobs and directions is not
+modelled.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DONE: Final = Outcome.DONE
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
-    """How fast a tier is.
+    """The speed of a tier.
 
     Attributes:
         read_bytes_per_s: Towards the GPU.
         write_bytes_per_s: Away from it.
-        latency_s: Of every job, on top.
+        latency_s: Added to every job.
     """
 
     read_bytes_per_s: float
@@ -52,17 +52,17 @@ DEFAULT_SPEEDS: Final[Mapping[str, TierSpeed]] = {
 """By kind of tier: PCIe 4 x16 for RAM, one data-centre NVMe drive."""
 
 OTHER_SPEED: Final = TierSpeed(2e9, 2e9, 2e-3)
-"""Of every other kind: a store behind a 25 Gbit/s network."""
+"""Of any other kind: a store behind a 25 Gbit/s network."""
 
 
 def default_speed(kind: str) -> TierSpeed:
-    """Return what a tier of ``kind`` usually does."""
+    """Return the usual speed of a tier of ``kind``."""
     return DEFAULT_SPEEDS.get(kind, OTHER_SPEED)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """What the engine and its tiers take.
+    """Speeds of the engine and its tiers.
 
     Attributes:
         prefill_tokens_per_s: Prompt tokens computed per second; one request at a time.
@@ -76,10 +76,10 @@ class TimeModel:
 
 
 def parse_speed(text: str) -> tuple[str, TierSpeed]:
-    """Return the tier and the speed that ``nvme=6GiB/s,3GiB/s,200us`` means.
+    """Return the tier and the speed in a text such as ``nvme=6GiB/s,3GiB/s,200us``.
 
     Raises:
-        ConfigError: It means none.
+        ConfigError: The text is invalid.
     """
     name, equals, rest = text.partition("=")
     parts = rest.split(",")
@@ -102,7 +102,7 @@ class Device:
 
     Args:
         bytes_per_s: Its bandwidth.
-        latency_s: From the last byte to the job being known to be done.
+        latency_s: From the last byte until the job counts as done.
 
     Attributes:
         free_at_s: When its queue is empty.
@@ -121,7 +121,7 @@ class Device:
 
 
 class TransferModel:
-    """Says when each load and each storage job ends, and how.
+    """Decides when and how each load and each storage job ends.
 
     Like the live engine it drops a job whose turn comes after its deadline, and reports one
     that is running then as expired, while its slots stay taken until it ends.
@@ -172,7 +172,7 @@ class TransferModel:
         ]
 
     def _devices(self, job: Job) -> Sequence[Device]:
-        """Return what ``job`` keeps busy."""
+        """Return the devices that ``job`` occupies."""
         both = (self._readers.get(job.source), self._writers.get(job.destination))
         devices = [device for device in both if device is not None]
         self._routes[job.source, job.destination] = devices

@@ -62,9 +62,9 @@ def require_same_file(
         UnsupportedError: Its shape is not the one that ``settings`` gives.
     """
     slots = settings.tiers[0].capacity_bytes // geometry.slot_nbytes
-    relay = bounce_slots_for(settings, geometry.slot_nbytes)
+    bounce_slots = bounce_slots_for(settings, geometry.slot_nbytes)
     found = geometry.slots, geometry.ranks, geometry.bounce_slots
-    if found != (slots, engine.world_size, relay):
+    if found != (slots, engine.world_size, bounce_slots):
         raise UnsupportedError(
             f"the workers' RAM tier has another shape: {geometry} instead of {slots} slots for "
             f"{engine.world_size} ranks; all processes of an engine must read the same "

@@ -419,7 +419,8 @@ class PairedWorld(EngineWorld):
             if each.group_idx == group_of(key)
         )
         last = self._end(req_id, key) // group.tokens_per_block
-        return state.group_states[number].block_ids[last - config.blocks_per_chunk : last]
+        blocks: list[int] = state.group_states[number].block_ids
+        return blocks[last - config.blocks_per_chunk : last]
 
     def compare_offers(self) -> None:
         """Check that both scheduler sides offered the same chunks of every request."""
@@ -469,7 +470,7 @@ class PairedWorld(EngineWorld):
 
     def _end(self, req_id: str, key: ChunkKey) -> int:
         """Return the token before which a chunk ends."""
-        hashes = self.requests[req_id].block_hashes
+        hashes: list[bytes] = self.requests[req_id].block_hashes
         return (hashes.index(key[:-4]) + 1) * self.setup.tokens_per_hash
 
     def _brief(self, req_id: str, key: ChunkKey) -> str:

@@ -1,4 +1,4 @@
-"""What a disk may hold when the power fails: what was synced, and what may be there besides."""
+"""Contents that a disk may have after a loss of power: synced data and unsynced changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class IndexFiles:
 
 @dataclass(slots=True)
 class FileState:
-    """A file's content: what is synced, and what may or may not be there besides."""
+    """A file's synced content, and its unsynced changes."""
 
     content: bytearray = field(default_factory=bytearray)
     sectors: dict[int, list[bytes]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class FileState:
     index: IndexFiles = IndexFiles()
 
     def write(self, offset: int, written: bytes, sector_nbytes: int) -> None:
-        """Give every sector that is touched one more version."""
+        """Add a version to every touched sector."""
         for number in range(
             offset // sector_nbytes, math.ceil((offset + len(written)) / sector_nbytes)
         ):
@@ -43,12 +43,12 @@ class FileState:
         self.resize(max(self.sizes[-1], offset + len(written)))
 
     def resize(self, nbytes: int) -> None:
-        """Note another size."""
+        """Record a new size."""
         if nbytes != self.sizes[-1]:
             self.sizes.append(nbytes)
 
     def sync(self, sector_nbytes: int) -> None:
-        """Let the newest versions reach the drive."""
+        """Make the newest versions durable."""
         self.sizes = self.sizes[-1:]
         self.content = bytearray(
             self.image(dict.fromkeys(self.sectors, 0), self.sizes[-1], sector_nbytes)
@@ -74,12 +74,12 @@ class FileState:
 
 
 Entry = tuple[str, int | None]
-"""A name and the file it now means; None when it means none any more."""
+"""A name and its file; None if the name was removed."""
 
 
 @dataclass(slots=True)
 class DirectoryState:
-    """A directory's names: what is synced, and the changes since, each of one or two names."""
+    """A directory's synced names, and the changes since, each of one or two names."""
 
     entries: dict[str, int] = field(default_factory=dict)
     changes: list[tuple[Entry, ...]] = field(default_factory=list)
@@ -95,47 +95,47 @@ class DirectoryState:
         return entries
 
     def newest(self) -> dict[str, int]:
-        """Return the names as a process sees them."""
+        """Return the current names."""
         return self.after(len(self.changes))
 
     def sync(self) -> None:
-        """Let every change reach the drive."""
+        """Make every change durable."""
         self.entries = self.newest()
         self.changes.clear()
 
 
 @dataclass(slots=True)
 class DiskState:
-    """All files and directories below the root; numbers are handed out in the order made."""
+    """All files and directories below the root, numbered in order of creation."""
 
     sector_nbytes: int
     files: dict[int, FileState] = field(default_factory=dict)
     directories: dict[Path, DirectoryState] = field(default_factory=dict)
 
     def number(self, path: Path) -> int | None:
-        """Return the number of what ``path`` names now; None if it names nothing."""
+        """Return the number of the file at ``path``; None if there is none."""
         directory = self.directories.get(path.parent)
         return None if directory is None else directory.newest().get(path.name)
 
     def change_names(self, directory: Path, *entries: Entry) -> None:
-        """Change names of a directory at one stroke."""
+        """Change names of a directory atomically."""
         self.directories[directory].changes.append(entries)
 
     def keep_index(self, number: int, files: IndexFiles) -> None:
-        """Note what SQLite's files hold after a statement."""
+        """Record SQLite's files after a statement."""
         file = self.files[number]
         if files.database != file.index.database:
             file.synced_index = files  # a checkpoint syncs the log before and the file after
         file.index = files
 
     def sync_index(self, number: int) -> None:
-        """Let SQLite's log reach the drive."""
+        """Make SQLite's log durable."""
         self.files[number].synced_index = self.files[number].index
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One thing that may be in several states; number 0 is the newest."""
+    """A file or directory with several possible states; number 0 is the newest."""
 
     kind: Literal["names", "size", "sector", "index"]
     place: Path | int
@@ -145,10 +145,10 @@ class _Choice:
 
 
 class PowerCut:
-    """What a drive may hold when the power comes back.
+    """The possible contents of a disk after a loss of power.
 
-    A state is picked by one number for each thing that was not synced, each below the entry of
-    :attr:`choices` at its place; 0 always means that the newest reached the drive.
+    A state has a number for each unsynced file and directory, below its entry in
+    :attr:`choices`; 0 is the newest version.
     """
 
     def __init__(self, state: DiskState, root: Path, log_step_nbytes: int) -> None:
@@ -162,20 +162,20 @@ class PowerCut:
 
     @property
     def choices(self) -> list[int]:
-        """How many states each thing may be in that was not synced."""
+        """Number of states of each unsynced file and directory."""
         return [choice.options for choice in self._choices]
 
     @property
     def count(self) -> int:
-        """How many states there are in all."""
+        """Number of states of the disk."""
         return math.prod(self.choices)
 
     def every_pick(self) -> Iterator[tuple[int, ...]]:
-        """Yield every state, the one in which all reached the drive first."""
+        """Yield every state, starting with the one in which everything is durable."""
         return itertools.product(*map(range, self.choices))
 
     def files(self, pick: Sequence[int]) -> dict[Path, bytes]:
-        """Return the content of every file in a state, by its path below the root.
+        """Return the content of every file in a state, by path below the root.
 
         Args:
             pick: One number for each of :attr:`choices`.
@@ -194,7 +194,7 @@ class PowerCut:
         return found
 
     def restore(self, pick: Sequence[int], directory: Path) -> None:
-        """Make the files of a state below ``directory``, which takes the root's place.
+        """Write the files of a state to ``directory``.
 
         Raises:
             ValueError: As :meth:`files`.
@@ -250,7 +250,7 @@ class PowerCut:
 def _log_states(
     file: FileState, sector_nbytes: int, step_nbytes: int
 ) -> list[Callable[[], bytes]]:
-    """Return how SQLite's log may be found: whole, cut short, or with an old sector in it."""
+    """Return the possible logs of SQLite: whole, truncated, or with an old sector."""
     new, old = file.index.log, file.synced_index.log
     states: list[Callable[[], bytes]] = [lambda: new]
     if new == old:
@@ -259,7 +259,7 @@ def _log_states(
     first = sum(1 for _ in same)
 
     def mixed(start: int, end: int) -> Callable[[], bytes]:
-        """Let the bytes from ``start`` to ``end`` be old ones."""
+        """Replace the bytes from ``start`` to ``end`` with old ones."""
         lost = old[start:end].ljust(min(end, len(new)) - start, b"\0")
         return lambda: new[:start] + lost + new[end:]
 

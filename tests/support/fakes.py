@@ -1,4 +1,4 @@
-"""Fakes that check what they are told."""
+"""A fake of the slot status that checks its callers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ class SlotStatusError(KvtierError):
 
 
 class FakeSlotStatus:
-    """A :class:`~kvtier.manager.SlotStatus` that remembers, and stands in for the workers.
+    """A :class:`~kvtier.manager.SlotStatus` that records calls and replaces the workers.
 
-    Stamps are handed out in ascending order, so a stamp that is not newer than the one a slot
-    bears is a write of a former owner over the present one's bytes; it raises.
+    Generations ascend. A stamp that is not newer than the slot's is a write of a former owner
+    over the bytes of the current one; it raises.
 
     Args:
-        driven: Whether a test plays the workers, with :meth:`stamp` and :meth:`acknowledge`. If
-            not, they are instant and only fail where told to.
+        driven: Whether the test acts for the workers, with :meth:`stamp` and
+            :meth:`acknowledge`. If not, every store is instant and works unless the test says
+            otherwise.
 
     Attributes:
-        not_stored: Slots whose stores fail, whatever was stamped.
-        not_loaded: Slots that a worker cannot load from.
-        not_quiet: Slots that a worker never lets go of.
+        not_stored: Slots whose stores fail.
+        not_loaded: Slots whose loads fail.
+        not_quiet: Slots whose jobs never end.
         issued: Jobs issued, per slot.
-        published: Every (slot, generation) stamped on behalf of a slower tier, in order.
-        poisoned: Every (slot, generation) that was said not to come.
-        generations: The stamp each slot bears.
+        published: Every (slot, generation) stamped for a slower tier, in order.
+        poisoned: Every (slot, generation) whose bytes will not arrive.
+        generations: Stamp of each slot.
     """
 
     def __init__(self, *, driven: bool = False) -> None:
@@ -50,7 +51,7 @@ class FakeSlotStatus:
     # -- the workers' side ------------------------------------------------------------------
 
     def stamp(self, slots: Sequence[int], generation: int) -> None:
-        """Say that the bytes of ``slots`` are whole as of ``generation``.
+        """Mark ``slots`` as completely written by ``generation``.
 
         Raises:
             SlotStatusError: A slot bears that stamp or a newer one.
@@ -59,11 +60,11 @@ class FakeSlotStatus:
             self._stamp(slot, generation)
 
     def refuse(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Say that the bytes of these stamps could not be loaded from ``slots``."""
+        """Mark these generations of ``slots`` as failed to load."""
         self._refused.update(zip(slots, generations, strict=True))
 
     def acknowledge(self, slots: Sequence[int]) -> None:
-        """Say that one job issued on each of ``slots`` is over.
+        """Acknowledge one job on each of ``slots``.
 
         Raises:
             SlotStatusError: No job was issued on one of them.
@@ -86,11 +87,11 @@ class FakeSlotStatus:
         self.issued.update(slots)
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Take the stamps off ``slots``."""
+        """Remove the stamps of ``slots``."""
         self._bare.update(slots)
 
     def stored(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return whether each slot bears its stamp and is not told to fail."""
+        """Return whether each slot has its stamp and is not set to fail."""
         if not self._driven:
             for slot, generation in zip(slots, generations, strict=True):
                 self._stamp(slot, generation)
@@ -101,21 +102,21 @@ class FakeSlotStatus:
         ]
 
     def loaded(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Return whether loading each slot worked, as far as the test says otherwise."""
+        """Return whether loading each slot worked; True unless the test set a failure."""
         return [
             slot not in self.not_loaded and self._refused.get(slot) != generation
             for slot, generation in zip(slots, generations, strict=True)
         ]
 
     def forgive(self, slots: Sequence[int]) -> None:
-        """Forget which stamps could not be loaded from ``slots``."""
+        """Clear the failed loads of ``slots``."""
         for slot in slots:
             self._refused.pop(slot, None)
 
     # -- the storage engine's side ----------------------------------------------------------
 
     def poison(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        """Say that the bytes of these stamps will not come."""
+        """Record that the bytes of these stamps will not arrive."""
         self.poisoned.update(zip(slots, generations, strict=True))
 
     def publish(self, slots: Sequence[int], generations: Sequence[int]) -> None:
@@ -129,7 +130,7 @@ class FakeSlotStatus:
             self.published.append((slot, generation))
 
     def quiet(self, slots: Sequence[int]) -> list[bool]:
-        """Return whether each slot's jobs are all over."""
+        """Return whether all jobs of each slot have ended."""
         return [
             slot not in self.not_quiet
             and (not self._driven or self._acknowledged[slot] == self.issued[slot])

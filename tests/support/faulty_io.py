@@ -1,9 +1,8 @@
-"""System calls that fail, fall short, lie or hang where a test says so.
+"""System calls that fail, move too few bytes, lie or hang on request.
 
-Every call and every SQL statement passes :meth:`FaultyIo._run` and has a name: that of the
-method, or ``sql`` and the statement's first word. So a test can record what a scenario calls
-and then repeat the scenario with a fault at each of these points; ``tests/unit`` does, in
-``test_slab_faults_matrix.py``.
+Every call and every SQL statement runs through :meth:`FaultyIo.run` under a name: the name of
+the method, or ``sql`` and the first word of the statement. A test can record the calls of a
+scenario and repeat it with a fault at each of them, as ``test_slab_faults_matrix.py`` does.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one call.
+    """A fault of one call.
 
     Attributes:
         error: The error number; of a statement, SQLite's error code.
@@ -46,7 +45,7 @@ class Fault:
     longest_nbytes: int | None = None
 
     def exception(self, call: str) -> Exception:
-        """Build what the call raises."""
+        """Return the exception that the call raises."""
         if not call.startswith("sql"):
             return OSError(self.error, os.strerror(self.error))
         kind = sqlite3.DatabaseError if self.error in _DAMAGE else sqlite3.OperationalError
@@ -60,7 +59,7 @@ class _Failure:
     call: str
     error: int
     offsets: range | None
-    """Bytes of the file that cannot be touched; None for any call."""
+    """Range of the file that fails; None for the whole file."""
 
     def strikes(self, call: str, offset: int, nbytes: int) -> bool:
         if call != self.call:
@@ -71,7 +70,7 @@ class _Failure:
 
 
 class _FaultyConnection(sqlite3.Connection):
-    """A database whose statements pass a :class:`FaultyIo`; full while ``full`` is set."""
+    """A database whose statements run through :class:`FaultyIo`."""
 
     io: FaultyIo
     full = False
@@ -92,7 +91,7 @@ class _FaultyConnection(sqlite3.Connection):
 
 
 class FaultyIo(BlockIo):
-    """Passes every call on, except where it was told otherwise.
+    """Runs every call, except those that a test makes fail.
 
     Attributes:
         calls: Name of every call and statement so far, in order.
@@ -116,15 +115,15 @@ class FaultyIo(BlockIo):
         self._free_nbytes: int | None = None
 
     def fail(self, call: str, error: int, *, offsets: range | None = None) -> None:
-        """Make ``call`` fail with ``error``, if it touches ``offsets`` where they are given."""
+        """Make ``call`` fail with ``error``; with ``offsets``, only where it touches them."""
         self._failures.append(_Failure(call, error, offsets))
 
     def strike(self, call: str, number: int, fault: Fault) -> None:
-        """Let ``fault`` strike the call of this name that is number ``number``, from 0."""
+        """Inject ``fault`` into the call number ``number`` of this name, counted from 0."""
         self._strike = (call, number, fault)
 
     def heal(self) -> None:
-        """Stop failing, tearing and falling short."""
+        """Remove all faults."""
         self._failures.clear()
         self._strike = None
         self.longest_transfer_nbytes = None
@@ -132,20 +131,20 @@ class FaultyIo(BlockIo):
         self.fill_index(full=False)
 
     def tear_writes(self, *, after_nbytes: int) -> None:
-        """Make each write store only its first ``after_nbytes`` and claim to have done all."""
+        """Make each write store only its first ``after_nbytes`` and report success."""
         self._torn_after = after_nbytes
 
     def fill_index(self, *, full: bool = True) -> None:
-        """Let the index find its disk full, or no longer."""
+        """Make the disk of the index full, or end that."""
         for connection in self._connections:
             connection.full = full
 
     def offer(self, free_nbytes: int) -> None:
-        """Report so many free bytes on the disk."""
+        """Report ``free_nbytes`` as free on the disk."""
         self._free_nbytes = free_nbytes
 
     def stall(self, *calls: str, after: int = 0) -> threading.Event:
-        """Make calls hang until the returned event is set; it takes the place of the last one.
+        """Make calls hang until the returned event is set. It replaces an earlier event.
 
         Args:
             *calls: Names of the calls; all reads and writes if there are none.
@@ -159,30 +158,27 @@ class FaultyIo(BlockIo):
         return self._held
 
     def wait_until_stalled(self, *, timeout_s: float) -> bool:
-        """Wait until a call hangs; blocks. Returns whether one does."""
+        """Block until a call hangs, and return whether one does."""
         return self._reached.wait(timeout_s)
 
     def open(self, path: Path, flags: int) -> int:
-        """See :class:`BlockIo`."""
         call = "open_direct" if flags & os.O_DIRECT else "open"
         inherited = super().open
         # An open that fails after all may have made the file, but it leaves no descriptor.
         return self.run(call, lambda: inherited(path, flags), undo=super().close)
 
     def close(self, fd: int) -> None:
-        """See :class:`BlockIo`. One that fails has closed all the same, as on Linux."""
+        """Close ``fd``; a failing close closes it as well, as on Linux."""
         inherited = super().close
         self.run("close", lambda: inherited(fd))
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See :class:`BlockIo`."""
         inherited = super().preadv
         fault = self._note("preadv", offset, sum(map(len, buffers)))
         asked = self._shortened(buffers, fault)
         return _carry_out("preadv", fault, lambda: inherited(fd, asked, offset))
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See :class:`BlockIo`."""
         inherited = super().pwritev
         fault = self._note("pwritev", offset, sum(map(len, buffers)))
         if self._torn_after is not None:
@@ -192,52 +188,42 @@ class FaultyIo(BlockIo):
         return _carry_out("pwritev", fault, lambda: inherited(fd, given, offset))
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().allocate
         self.run("allocate", lambda: inherited(fd, nbytes))
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().truncate
         self.run("truncate", lambda: inherited(fd, nbytes))
 
     def sync_data(self, fd: int) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().sync_data
         self.run("sync_data", lambda: inherited(fd))
 
     def sync(self, fd: int) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().sync
         self.run("sync", lambda: inherited(fd))
 
     def lock(self, fd: int) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().lock
         self.run("lock", lambda: inherited(fd))
 
     def make_directory(self, path: Path) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().make_directory
         self.run("make_directory", lambda: inherited(path))
 
     def read_bytes(self, path: Path) -> bytes:
-        """See :class:`BlockIo`."""
         inherited = super().read_bytes
         return self.run("read_bytes", lambda: inherited(path))
 
     def rename(self, source: Path, destination: Path) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().rename
         self.run("rename", lambda: inherited(source, destination))
 
     def unlink(self, path: Path) -> None:
-        """See :class:`BlockIo`."""
         inherited = super().unlink
         self.run("unlink", lambda: inherited(path))
 
     def free_nbytes(self, directory: Path) -> int | None:
-        """See :class:`BlockIo`."""
         offered = self._free_nbytes
         if offered is not None:
             return offered
@@ -245,13 +231,12 @@ class FaultyIo(BlockIo):
         return self.run("free_nbytes", lambda: inherited(directory))
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """See :class:`BlockIo`."""
         return self.run("sql connect", lambda: self._connect(path), undo=_close)
 
     def run(
         self, call: str, action: Callable[[], T], *, undo: Callable[[T], None] | None = None
     ) -> T:
-        """Note ``call`` and do ``action``, unless a fault says otherwise.
+        """Record ``call`` and run ``action``, unless a fault prevents it.
 
         Args:
             call: The call's name.
@@ -265,7 +250,7 @@ class FaultyIo(BlockIo):
         return _carry_out(call, self._note(call), action, undo)
 
     def _note(self, call: str, offset: int = 0, nbytes: int = 0) -> Fault | None:
-        """Count the call, let it hang if it is to, and return what befalls it."""
+        """Count the call, hang if requested, and return its fault."""
         with self._counting:
             self.calls.append(call)
             number = self._counts[call]

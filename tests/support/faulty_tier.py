@@ -1,16 +1,14 @@
-"""A slab on a disk that a test makes sick while an engine uses it.
+"""An NVMe tier with a faulty disk, for tests with real engines.
 
-:class:`FaultyTier` is the NVMe tier with other system calls below it: reads or writes of some
-chunks fail, hang or flip bits, and all else, checksums and index included, is what runs in
-production. Which ones is said in a file that the tier looks at before each batch, so a test
-says it to a tier in whatever process, and changes its mind while the engine runs. What was done
-is written down in another file, line by line, before the batch is answered; a test compares the
-engine's counters with that.
+:class:`FaultyTier` is the NVMe tier over system calls that fail, hang or flip bits for some
+chunks. Everything else, checksums and index included, is production code. The tier reads a plan
+file before each batch, so that a test controls a tier in any process while the engine runs. It
+appends every injected fault to a ledger before it answers the batch; tests compare the engine's
+counters with the ledger.
 
-Of every ``one_in`` chunks moved exactly one is hit, at a place drawn anew each time: as random
-as independent draws to whoever moves them, and never by luck none at all.
+Of ``one_in`` consecutive chunks exactly one, at a random place, is affected.
 
-The tier is no built-in kind. :func:`install` puts it on the path of a process and its children.
+The tier is no built-in kind. :func:`install` provides it to a process and its children.
 """
 
 from __future__ import annotations
@@ -40,20 +38,20 @@ from kvtier.types import Outcome, Purpose
 __all__ = ["DiskFault", "FaultPlan", "FaultyTier", "FaultyTierConfig", "Injection", "install"]
 
 _ROTTEN_BYTE: Final = 100
-"""Which byte of a slot is flipped."""
+"""Byte of a slot that is flipped."""
 _ENTRY_POINTS: Final = f"[kvtier.tiers]\nfaulty = {__name__}:FaultyTier\n"
 _METADATA: Final = "Metadata-Version: 2.1\nName: kvtier-faulty\nVersion: 1.0\n"
 
 
 class DiskFault(StrEnum):
-    """What befalls the read, or the write, of a chunk."""
+    """A fault of the read or write of a chunk."""
 
     FAIL = "fail"
     """The system call fails with EIO."""
     STALL = "stall"
-    """It hangs for ``stall_s``, and with it the whole batch; then it works."""
+    """It delays the whole batch by ``stall_s`` and then works."""
     ROT = "rot"
-    """One bit is flipped on the way."""
+    """One bit is flipped."""
 
 
 class _Value(BaseModel):
@@ -61,50 +59,50 @@ class _Value(BaseModel):
 
 
 class FaultPlan(_Value):
-    """What the disk does from now on."""
+    """A fault of the disk and how often it happens."""
 
     name: str
-    """What the ledger calls it."""
+    """Name in the ledger."""
     fault: DiskFault
     one_in: int = Field(ge=1)
-    """Chunks moved for each that is hit."""
+    """One of so many chunks is affected."""
     on: Literal["read", "write"] = "read"
-    """Which way they move."""
+    """Direction of the transfer."""
 
 
 class Injection(_Value):
-    """What one batch suffered: a line of the ledger."""
+    """Faults of one batch: a line of the ledger."""
 
     plan: str
     fault: DiskFault
     chunks: int
-    """Chunks that were hit; of a batch that hangs, all."""
+    """Affected chunks; for a stall, the whole batch."""
 
 
 class FaultyTierConfig(NvmeTierConfig):
-    """The NVMe tier's section, and how to make it sick."""
+    """The NVMe tier's section, with the files of the fault plan."""
 
     kind: str = "faulty"
     plan: Path
-    """Where the :class:`FaultPlan` is; as long as there is none the disk is well."""
+    """File of the :class:`FaultPlan`; without it there are no faults."""
     ledger: Path
-    """Where each :class:`Injection` is appended."""
+    """File that each :class:`Injection` is appended to."""
     stall_s: float = 1.0
-    """How long a read or write that stalls hangs."""
+    """Duration of a stall."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the random choice of chunks."""
 
 
 @dataclass(slots=True)
 class _Illness:
-    """What ails some slots while a batch moves them, and which of them that has hit."""
+    """A fault of some slots during a batch, and the slots that it affected."""
 
     fault: DiskFault
     struck: set[int] = field(default_factory=set)
 
 
 class _SickDisk(BlockIo):
-    """System calls that do to a slot what was said about it."""
+    """System calls that inject faults into chosen slots."""
 
     def __init__(self, slot_nbytes: int, *, stall_s: float) -> None:
         self._slot_nbytes = slot_nbytes
@@ -113,7 +111,7 @@ class _SickDisk(BlockIo):
 
     @contextmanager
     def ill(self, slots: Sequence[int], fault: DiskFault) -> Iterator[_Illness]:
-        """Let ``slots`` suffer from ``fault``; no other batch moves them meanwhile."""
+        """Inject ``fault`` into transfers of ``slots`` inside the ``with`` block."""
         illness = _Illness(fault)
         self._ill |= dict.fromkeys(slots, illness)
         try:
@@ -141,7 +139,7 @@ class _SickDisk(BlockIo):
         return super().pwritev(fd, buffers, offset)
 
     def _suffer(self, offset: int, nbytes: int) -> list[int]:
-        """Fail or hang, if some of these bytes are to, and return which ones are to be flipped.
+        """Fail or stall if these bytes are affected, and return the bytes to flip.
 
         Counted from ``offset`` on.
         """
@@ -163,7 +161,7 @@ class _SickDisk(BlockIo):
 
 
 class _Draws:
-    """Picks one of every so many."""
+    """Picks one of every ``one_in`` slots."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -172,7 +170,7 @@ class _Draws:
         self._hit = 0
 
     def hit(self, plan: FaultPlan, slots: Sequence[int]) -> list[int]:
-        """Return those of ``slots`` that ``plan`` hits."""
+        """Return the ``slots`` that ``plan`` affects."""
         if plan != self._plan:
             self._plan, self._at = plan, 0
         return [slot for slot in slots if self._hits(plan.one_in)]
@@ -186,7 +184,7 @@ class _Draws:
 
 
 class FaultyTier(SlabTier):
-    """An NVMe tier that can be made sick."""
+    """An NVMe tier with faults on request."""
 
     Options: ClassVar[type[TierConfig]] = FaultyTierConfig
 
@@ -243,7 +241,7 @@ class FaultyTier(SlabTier):
         return await self._suffer(plan, slots, moving, purpose)
 
     async def _plan(self, on: str, purpose: Purpose) -> FaultPlan | None:
-        """Return what is to befall a batch that moves this way."""
+        """Return the plan for this direction, if there is one."""
         plan = await self._pool.run(self._read_plan, priority=int(purpose))
         return plan if plan is not None and plan.on == on else None
 
@@ -254,7 +252,7 @@ class FaultyTier(SlabTier):
         moving: Awaitable[SlotOutcomes],
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """Move a batch on a disk that does as planned, and note what was done."""
+        """Move a batch under ``plan`` and record the injected faults."""
         hit = [] if plan is None else self._draws.hit(plan, slots)
         if plan is None or not hit:
             return await moving
@@ -279,7 +277,7 @@ class FaultyTier(SlabTier):
 
 
 def install(directory: Path) -> None:
-    """Make ``directory``, once it is on Python's path, provide the tier kind ``faulty``."""
+    """Write a package to ``directory`` that provides the tier kind ``faulty``."""
     metadata = directory / "kvtier_faulty-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(_METADATA)
@@ -293,7 +291,7 @@ def _copy(buffer: memoryview) -> memoryview:
 
 
 def _flip(buffers: Sequence[memoryview], at: int) -> None:
-    """Flip a bit of byte ``at`` of ``buffers``, counted over all of them, if it is in one."""
+    """Flip a bit of byte ``at`` of the concatenated ``buffers``."""
     for buffer in buffers:
         if 0 <= at < len(buffer):
             buffer[at] ^= 4

@@ -1,8 +1,7 @@
-"""What must be true of a manager's books between any two calls.
+"""Invariants of a manager's state between two calls.
 
-Shipped so that whoever writes a placement or an eviction policy can drive the manager with it
-and look after every step. It recounts from scratch what the manager counts as it goes, so it
-reads private members, and it costs as much as there are slots.
+The check recounts everything that the manager counts incrementally, so it reads private
+members and takes time in proportion to the slots.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["InvariantError", "check_manager", "eviction_order"]
 
 
 class InvariantError(KvtierError):
-    """The books contradict themselves.
+    """The manager's state is inconsistent.
 
     Attributes:
         invariant: Name of the rule that is broken.
@@ -31,7 +30,7 @@ class InvariantError(KvtierError):
 
 
 def check_manager(manager: TieredOffloadingManager) -> None:
-    """Recount everything.
+    """Recount everything that the manager counts.
 
     Args:
         manager: Any manager, between two calls of its methods.
@@ -68,7 +67,7 @@ def check_manager(manager: TieredOffloadingManager) -> None:
 
 
 def eviction_order(eviction: Eviction) -> list[ChunkCopy] | None:
-    """Return the copies in an eviction policy's order, next victim first, if it can be seen.
+    """Return the copies in eviction order, next victim first.
 
     Only for the built-in policies; None for others.
     """
@@ -85,7 +84,7 @@ def _expect(invariant: str, what: str, *, counted: int, noted: int) -> None:
 
 
 def _check_slots(tier: TierState, held: Iterable[ChunkCopy]) -> None:
-    """Account for every slot exactly once: a member, gone but held, or free."""
+    """Check that every slot is a member, gone but held, or free, exactly once."""
     gone = [copy for copy in held if copy.state == CopyState.GONE and copy.pins]
     owners = Counter(_slots(tier, gone))
     for slot in range(tier.slots.capacity):
@@ -145,7 +144,7 @@ def _check_copies(tier: TierState, moving: Counter[ChunkCopy]) -> None:
 
 
 def _check_order(tier: TierState) -> None:
-    """Every resident copy is in the eviction order or leaving, once."""
+    """Check that every resident copy is in the eviction order or leaving, once."""
     for copy in tier.leaving:
         if tier.copies.get(copy.key) is not copy or not copy.dirty:
             raise InvariantError("who leaves is a dirty member", f"{copy} in {tier.name}")
@@ -163,7 +162,7 @@ def _check_order(tier: TierState) -> None:
 
 
 def _check_kids(tier: TierState) -> None:
-    """A policy that evicts leaves is told of every child, whichever came first."""
+    """Check the child counts of a policy that evicts leaves."""
     if not tier.eviction.leaf_only:
         return
     kids = Counter(

@@ -1,4 +1,4 @@
-"""A storage tier in memory: it passes the contract of the real ones, and fails on demand."""
+"""A storage tier in memory that passes the tier contract and fails on request."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["MemoryMedium", "MemoryTier", "MemoryTierConfig"]
 
 
 class MemoryTierConfig(TierConfig):
-    """Memory that plays a disk."""
+    """A tier in memory."""
 
     kind: str = "memory"
-    """Memory that plays a disk."""
+    """A tier in memory."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a slot holds."""
+    """The content of a slot."""
 
     key: ChunkKey
     payload: bytearray
@@ -42,7 +42,7 @@ class _Held:
 
 @dataclass(slots=True)
 class MemoryMedium:
-    """What outlives a :class:`MemoryTier`: hand it to the next one to play a restart.
+    """The content of a :class:`MemoryTier`: pass it to the next one to simulate a restart.
 
     Faults belong to the medium, as they do on a disk. All methods are thread-safe.
     """
@@ -56,14 +56,14 @@ class MemoryMedium:
     clock: int = 0
     """Ticks with each write and use."""
     tiers_open: int = 0
-    """At most one."""
+    """Open tiers on this medium; at most one."""
 
     def fail(self, slots: Iterable[int]) -> None:
         """Make I/O on ``slots`` fail until :meth:`heal`."""
         self.failing.update(slots)
 
     def heal(self) -> None:
-        """Let every slot work again."""
+        """Remove all failures."""
         self.failing.clear()
 
     def corrupt(self, slots: Iterable[int]) -> None:
@@ -119,7 +119,6 @@ class MemoryTier(StorageTier):
         return cls(options, context)
 
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
-        """See :class:`StorageTier`."""
         newest: dict[ChunkKey, int] = {}
         for slot, held in sorted(self.medium.held.items(), key=lambda item: item[1].generation):
             newest[held.key] = slot
@@ -134,7 +133,6 @@ class MemoryTier(StorageTier):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """See :class:`StorageTier`."""
         self._check(keys, slots, sources)
         for slot in slots:
             self.medium.held.pop(slot, None)
@@ -160,7 +158,6 @@ class MemoryTier(StorageTier):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """See :class:`StorageTier`."""
         self._check(keys, slots, into)
         outcomes = await self._pool.run(
             lambda: list(map(self._give, keys, slots, into)), priority=int(purpose)
@@ -168,24 +165,20 @@ class MemoryTier(StorageTier):
         return _report(outcomes)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """See :class:`StorageTier`."""
         for slot in slots:
             self.medium.held.pop(slot, None)
 
     def touch(self, slots: Sequence[int]) -> None:
-        """See :class:`StorageTier`."""
         for slot in slots:
             if held := self.medium.held.get(slot):
                 held.last_use = self.medium.tick()
 
     async def reset(self) -> None:
-        """See :class:`StorageTier`."""
         self._require_open()
         self._epoch += 1
         self.medium.held.clear()
 
     async def aclose(self) -> None:
-        """See :class:`StorageTier`."""
         if not self._closed:
             self._closed = True
             self.medium.tiers_open -= 1

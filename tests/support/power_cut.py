@@ -1,4 +1,4 @@
-"""A simulated disk that can lose power, and shows every state it may come back in.
+"""A simulated disk that loses power, with every state that may remain.
 
 A write that returned is in a cache: of the kernel, of the drive, or both. Until a sync
 returned, a loss of power may keep all of it, some of it or nothing, in any order.
@@ -51,18 +51,18 @@ from tests.support.disk_state import DirectoryState, DiskState, FileState, Index
 __all__ = ["PowerCutDisk"]
 
 _FULL: Final = 2
-"""``PRAGMA synchronous`` of a connection whose commits wait for the drive."""
+"""Value of ``PRAGMA synchronous`` under which commits are durable."""
 
 _Event = Callable[[DiskState], None]
 
 
 class PowerCutDisk(BlockIo):
-    """Does every call, and remembers what a loss of power could take back.
+    """Runs every call and records what a loss of power could undo.
 
     Args:
-        root: Directory whose content matters; it need not be there yet. Its parent must be.
-        sector_nbytes: What the drive writes whole or not at all.
-        log_step_nbytes: Distance of the bytes at which SQLite's log may be cut.
+        root: Directory to record; it need not exist, its parent must.
+        sector_nbytes: Bytes that the drive writes atomically.
+        log_step_nbytes: Distance between the possible ends of a truncated log of SQLite.
 
     Attributes:
         root: The directory.
@@ -82,11 +82,11 @@ class PowerCutDisk(BlockIo):
 
     @property
     def moment(self) -> int:
-        """How much has happened so far; what :meth:`cut` takes."""
+        """Number of events so far, for :meth:`cut`."""
         return len(self._events)
 
     def settle(self) -> None:
-        """Let everything reach the drive, as ``sync`` would."""
+        """Make everything durable, as ``sync`` does."""
 
         def event(state: DiskState) -> None:
             for directory in state.directories.values():
@@ -98,7 +98,7 @@ class PowerCutDisk(BlockIo):
         self._happen(event)
 
     def cut(self, moment: int | None = None) -> PowerCut:
-        """Take the power away at ``moment``; now, if there is none given."""
+        """Cut the power at ``moment``, by default now."""
         state = self._empty()
         with self._lock:
             for event in self._events[:moment]:
@@ -106,7 +106,6 @@ class PowerCutDisk(BlockIo):
         return PowerCut(state, self.root, self._log_step_nbytes)
 
     def open(self, path: Path, flags: int) -> int:
-        """See :class:`BlockIo`."""
         with self._lock:
             fd = super().open(path, flags)
             self._open[fd] = path
@@ -117,13 +116,11 @@ class PowerCutDisk(BlockIo):
             return fd
 
     def close(self, fd: int) -> None:
-        """See :class:`BlockIo`."""
         with self._lock:
             self._open.pop(fd, None)
             super().close(fd)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See :class:`BlockIo`."""
         count = super().pwritev(fd, buffers, offset)
         written = b"".join(buffers)[:count]
         sector_nbytes = self._sector_nbytes
@@ -133,12 +130,10 @@ class PowerCutDisk(BlockIo):
         return count
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """See :class:`BlockIo`."""
         super().allocate(fd, nbytes)
         self._change_file(self._open[fd], lambda file: file.resize(max(nbytes, file.sizes[-1])))
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """See :class:`BlockIo`."""
         super().truncate(fd, nbytes)
         self._change_file(self._open[fd], lambda file: file.resize(nbytes))
 
@@ -148,12 +143,10 @@ class PowerCutDisk(BlockIo):
         self._sync(self._open[fd])
 
     def sync(self, fd: int) -> None:
-        """See :class:`BlockIo`."""
         super().sync(fd)
         self._sync(self._open[fd])
 
     def make_directory(self, path: Path) -> None:
-        """See :class:`BlockIo`."""
         with self._lock:
             super().make_directory(path)
             number = next(self._numbers)
@@ -165,7 +158,6 @@ class PowerCutDisk(BlockIo):
             self._happen(event)
 
     def rename(self, source: Path, destination: Path) -> None:
-        """See :class:`BlockIo`."""
         with self._lock:
             super().rename(source, destination)
             number = self._now.number(source)
@@ -174,14 +166,12 @@ class PowerCutDisk(BlockIo):
                 self._happen(lambda state: state.change_names(source.parent, *change))
 
     def unlink(self, path: Path) -> None:
-        """See :class:`BlockIo`."""
         with self._lock:
             super().unlink(path)
             if self._now.number(path) is not None:
                 self._happen(lambda state: state.change_names(path.parent, (path.name, None)))
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """See :class:`BlockIo`."""
         connection = sqlite3.connect(
             path, isolation_level=None, check_same_thread=False, factory=_WatchedConnection
         )
@@ -240,7 +230,7 @@ class PowerCutDisk(BlockIo):
 
 
 class _WatchedConnection(sqlite3.Connection):
-    """Says after each statement whether what it changed would survive."""
+    """A connection that records whether changes are durable after each statement."""
 
     changed: Callable[..., None]
 

@@ -1,8 +1,7 @@
-"""A cache service without threads, files or memory: the test decides when a copy ends.
+"""A cache service without threads, files or memory, whose copies end when the test says.
 
-Everything that decides is real; what moves bytes is a list of jobs with the step at which each
-ends. Two such services with the same seed that are asked the same questions give the same
-answers, whatever the machine does meanwhile.
+The deciding code is real; storage jobs are a list with the step at which each job ends. Two
+services with the same seed and the same calls give the same answers on any machine.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ __all__ = ["SteppedCache", "SteppedEngine"]
 
 
 class SteppedEngine:
-    """Stands in for the storage engine's :class:`~kvtier.transfer.TransferEngine`.
+    """A fake :class:`~kvtier.transfer.TransferEngine` of the storage.
 
-    A job ends some steps after it was submitted; which number it is, and whether it fails,
-    depends on its id and the seed alone.
+    A job ends some steps after it was submitted. How many, and whether it fails, depends on its
+    id and the seed alone.
 
     Args:
-        seed: Of the fates of jobs.
-        slowest_steps: Most steps a job takes; 0 ends every job before the next question.
+        seed: Seed of durations and failures.
+        slowest_steps: Most steps of a job; with 0 every job ends before the next call.
         failing: Share of the jobs that fail.
 
     Attributes:
@@ -54,7 +53,7 @@ class SteppedEngine:
         return not self._running
 
     def tick(self) -> None:
-        """Let one step pass."""
+        """Advance one step."""
         self._step += 1
 
     def out_of_service(self) -> list[tuple[str, str]]:
@@ -62,7 +61,7 @@ class SteppedEngine:
         return []
 
     def submit(self, *jobs: Job) -> None:
-        """Begin jobs."""
+        """Start jobs."""
         for job in jobs:
             fate = random.Random(f"{self._seed}.{job.job_id}")
             ends = self._step + fate.randint(0, self._slowest_steps)
@@ -73,7 +72,7 @@ class SteppedEngine:
         """Do nothing: no worker waits for a copy."""
 
     def cancel(self, job_id: JobId) -> None:
-        """Do nothing: a job that began runs to its end."""
+        """Do nothing: started jobs always end."""
 
     def poll(self) -> list[TransferResult]:
         """Return the results of the jobs that ended."""
@@ -89,13 +88,13 @@ class SteppedEngine:
         *,
         timeout_s: float,
     ) -> bool:
-        """Let steps pass until those jobs ended."""
+        """Advance steps until these jobs end."""
         ends = (ends for ends, result in self._running if result.job_id in job_ids)
         self._step = max(self._step, *ends, 0)
         return True
 
     def wait_any(self, *, timeout_s: float) -> bool:
-        """Let a step pass."""
+        """Advance one step."""
         self.tick()
         return True
 
@@ -105,7 +104,7 @@ class SteppedEngine:
         *,
         timeout_s: float,
     ) -> bool:
-        """Run ``actions``; what is running ends later as it would have."""
+        """Run ``actions`` at once; running jobs are unaffected."""
 
         async def run() -> None:
             for action in actions.values():
@@ -119,13 +118,13 @@ class SteppedEngine:
         return {}
 
     def close(self, *, timeout_s: float) -> bool:
-        """Forget what is running."""
+        """Drop the running jobs."""
         self._running.clear()
         return True
 
 
 class _NoTier:
-    """A slower tier as the service sees it: something to name and to reset."""
+    """A slower tier that has a name and nothing else."""
 
     is_local = True
 
@@ -133,10 +132,10 @@ class _NoTier:
         self.name = name
 
     async def reset(self) -> None:
-        """Do nothing: the manager's books are all there is."""
+        """Do nothing."""
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Do nothing likewise."""
+        """Do nothing."""
 
 
 class SteppedCache:
@@ -199,12 +198,12 @@ class SteppedCache:
         )
 
     def tick(self) -> None:
-        """Let one step pass for the storage jobs, and check the books."""
+        """Advance the storage jobs by a step, and check the invariants."""
         self.engine.tick()
         self.bench.check()
 
     def finish(self, slots: Sequence[int], *, stored: int | None = None) -> None:
-        """Play the workers at the end of a job.
+        """Report the end of a job as the workers do.
 
         Args:
             slots: The job's slots.

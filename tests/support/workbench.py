@@ -1,4 +1,4 @@
-"""A manager on a bench: every storage job is run by the test, every step is checked."""
+"""A manager whose storage jobs are run by the test, with invariants checked after each step."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def prefix(chunks: int, *, of: int = 0, group: int = 0) -> list[ChunkKey]:
 
 
 class Workbench:
-    """A manager over tiers of a few slots, with a slot status that a test can set.
+    """A manager over small tiers, with a fake slot status.
 
     Args:
         *capacities: Slots per tier, fastest first.
-        write: Of the :class:`LadderPlacement`, when no ``placement`` is given.
-        promote_after: Likewise.
-        placement: Another placement.
+        write: Argument of the :class:`LadderPlacement`.
+        promote_after: Argument of the :class:`LadderPlacement`.
+        placement: A placement to use instead.
         eviction: The eviction policy of every tier, by name.
-        slot_status: What the workers say; instant workers when omitted.
-        limits: Bounds; by default the whole RAM may be granted and nothing is kept in reserve.
-        cost_model: Which loads are worth their time; all when omitted.
-        record_events: Whether somebody listens to residency events.
+        slot_status: Slot status; by default that of instant workers.
+        limits: Bounds; by default all of RAM may be granted and none is reserved.
+        cost_model: Decides which loads are worth their time; by default all.
+        record_events: Whether residency events are recorded.
         groups: What each KV cache group needs of a prefix; group ``n`` has the keys of
             ``prefix(..., group=n)``. One of full attention by default, a token per chunk.
         counting_group: Index of the KV cache group whose chunks stand for tokens.
@@ -55,7 +55,7 @@ class Workbench:
         manager: The manager.
         tiers: Its tiers.
         ram: The first of them.
-        slot_status: What the workers say.
+        slot_status: The slot status.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Workbench:
     # -- what an engine does ----------------------------------------------------------------
 
     def store(self, keys: Sequence[ChunkKey], req_id: str = "writer") -> StorePlan | None:
-        """Store ``keys`` at once, as far as there is room."""
+        """Store ``keys`` at once, as many as fit."""
         plan = self.manager.prepare_store(keys, req_id)
         if plan is not None:
             self.manager.complete_store(set(plan.keys))
@@ -137,7 +137,7 @@ class Workbench:
     # -- what a storage engine does ---------------------------------------------------------
 
     def finish(self, job: Job, *outcomes: Outcome, settled: bool = True) -> None:
-        """Report ``outcomes`` for the chunks of ``job``; the last one for all further ones."""
+        """Report ``outcomes`` for the chunks of ``job``; the last one repeats."""
         padded = outcomes or (Outcome.DONE,)
         every = [padded[min(at, len(padded) - 1)] for at in range(len(job.keys))]
         for slot, stamp, outcome in zip(
@@ -151,7 +151,7 @@ class Workbench:
         self.check()
 
     def settle(self, *, started: Sequence[str] = (), steps: int = 20) -> None:
-        """Step and run every job until nothing is left to do.
+        """Step and run every job until none is left.
 
         Raises:
             TimeoutError: That takes more than ``steps`` steps.

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from kvtier.sim.traces import Trace
-from kvtier.sim.traces._builder import TraceBuilder
+from kvtier.sim.traces._source import TraceBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = Path(

@@ -32,7 +32,7 @@ DONE = Outcome.DONE
 
 
 class Memory:
-    """Two relay slots behind as many that are RAM's, which nobody may touch."""
+    """Two bounce slots behind as many that are RAM's, which nobody may touch."""
 
     def __init__(self) -> None:
         self.slots = [bytearray(SLOT_NBYTES) for _ in range(4)]
@@ -132,7 +132,7 @@ def whole(number: int) -> bytes:
     return bytes([number]) * SLOT_NBYTES
 
 
-def test_chunks_go_through_the_relay_a_lane_at_a_time_and_touch_no_ram() -> None:
+def test_chunks_go_through_the_bounce_buffer_a_lane_at_a_time_and_touch_no_ram() -> None:
     way, moved, arrived = run()
     assert moved == SlotOutcomes([DONE] * CHUNKS, "")
     assert arrived == [whole(number) for number in range(CHUNKS)]

@@ -39,7 +39,7 @@ class TestStat:
         assert "in use by nobody" in text
         assert "capacity 128 KiB, 16 slots of 8.00 KiB" in text
         assert "used 96.0 KiB, 12 chunks (75%)" in text
-        assert "hits 3 by" in text
+        assert "hits 3 of" in text
         assert "removed lately 1 evicted" in text
         assert "model=some/model, tp_size=2" in text
         (report,) = shell.json("stat", store.root)["namespaces"]

@@ -96,7 +96,7 @@ def test_a_wrong_placeholder_is_refused_with_the_right_one(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ladder(path)
     assert str(caught.value) == (
-        f"a.yaml:5: tiers[1].path = {path}: a brace that is not of {PLACEHOLDER}, the only "
+        f"a.yaml:5: tiers[1].path = {path}: a brace outside {PLACEHOLDER}, the only "
         "placeholder; write that, or a path without braces"
     )
 

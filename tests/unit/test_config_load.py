@@ -87,7 +87,7 @@ def test_off_is_a_word_and_not_false() -> None:
         (f"{RAM}    kind: ram\n", "a.yaml:4: tiers[0].kind: written twice; it is on line 2"),
         (f"{RAM}x: &y 1\nz: *y\n", "a.yaml:5: 'z: *y': an alias; write the value out"),
         (f"{RAM}x: !!int '4'\n", "a.yaml:4: \"x: !!int '4'\": a tag; write the plain value"),
-        (f"{RAM}? [a]\n: b\n", "a.yaml:4: no word where a key belongs"),
+        (f"{RAM}? [a]\n: b\n", "a.yaml:4: a key that is not a word"),
         ("[" * 99, "nested too deep"),
         ("a: \x00\n", r"a.yaml:1: '\x00' may not be in YAML; remove it"),
         ("a: 1\n\nb:\x0c\n", r"a.yaml:3: '\x0c' may not be in YAML; remove it"),
@@ -238,13 +238,13 @@ def test_of_very_many_problems_the_first_are_shown_and_the_rest_is_counted() -> 
     first, *others = refusal(RAM + "".join(f"k{n}: 1\n" for n in range(3000))).splitlines()
     assert first.startswith("a.yaml:4: k0 = 1: unknown key")
     assert len(others) == 20
-    assert others[-1] == "a.yaml: 2,980 more problems; mend these first"
+    assert others[-1] == "a.yaml: 2,980 more problems; fix these first"
 
 
 def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "weights.yaml"
     file.write_bytes(b"k: 1\n" * (1 << 20))
-    with pytest.raises(ConfigError, match=r"weights\.yaml: more than 256 KiB, which is no"):
+    with pytest.raises(ConfigError, match=r"weights\.yaml: larger than 256 KiB, too large"):
         load_config(file)
 
 

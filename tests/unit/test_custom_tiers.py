@@ -214,7 +214,7 @@ class TestOptions:
         [
             ("plain: 5", "plain = 5: not text; put it in quotes if it is meant as text"),
             ("file: d", "file = d: not an absolute path; write it from the root"),
-            ("file: '/{rank}'", "file = /{rank}: a brace that is not of"),
+            ("file: '/{rank}'", "file = /{rank}: a brace outside"),
             ("board: 64", "board = 64: 64 has no unit; write 64GiB"),
             ("code: a", r"code = a: String should match pattern '^[A-Z]$'; see kvtier schema"),
         ],

@@ -298,13 +298,13 @@ def test_a_file_says_what_is_written(
         (["write: evict", "write_after: 2"], "a.yaml:9: placement.write_after = 2: used with"),
         (
             ["promote: move"],
-            "a.yaml:8: placement.promote = move: what moves up is then nowhere",
+            "a.yaml:8: placement.promote = move: move would keep the only copy",
         ),
         (
             ["write: evict", "promote: move", "promote_after: 2"],
             "a.yaml:10: placement.promote_after = 2: used with promote: copy only; leave",
         ),
-        (["retain: 10min"], "a.yaml:8: placement.retain = 10min: nothing may be kept without"),
+        (["retain: 10min"], "a.yaml:8: placement.retain = 10min: no effect without a quota"),
         (
             ["pin_budget: 60%", "retain_quota: 50%"],
             "a.yaml:9: placement.retain_quota = 50%: more than pin_budget leaves of RAM",

@@ -320,7 +320,7 @@ class TestReplay:
         assert (ram.skipped_chunks, nvme.hits) == (0, 0)
         assert nvme.skipped_chunks > 0
         (remark,) = [line for line in replay_command._remarks(result) if "load_if" in line]
-        assert f"{nvme.skipped_chunks} chunks were computed although nvme has them" in remark
+        assert f"{nvme.skipped_chunks} chunks of nvme were computed, because" in remark
 
     def test_bytes_that_are_not_those_stored_end_the_replay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +333,7 @@ class TestReplay:
             self._tensors[-1][block, -1] ^= 1
 
         monkeypatch.setattr(BlockCopier, "load", load_and_spoil)
-        with pytest.raises(WrongBytesError, match="a load brought other bytes"):
+        with pytest.raises(WrongBytesError, match="a load returned other bytes"):
             run(make_trace([[0, 1], [0, 1]], apart_s=0.2), ladder(tmp_path, ram=8, nvme=16))
         assert not list(tmp_path.iterdir())
 
@@ -461,13 +461,13 @@ class TestReplay:
         monkeypatch.setattr(replay_command, "_LATE", -1.0)
         shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
         assert shown.exit_code == 0, shown.output
-        assert "machine does not keep up" in " ".join(shown.output.split())
+        assert "longer than the model would" in " ".join(shown.output.split())
         assert "tokens per id: 128 (block_tokens of the records)" in " ".join(
             shown.output.split()
         )
         assert max(map(len, shown.output.splitlines())) <= 80
         assert "TTFT p50, ms" in shown.output
-        assert "blocks loaded, every byte as it was stored" in shown.output
+        assert "blocks loaded, every byte equal to the stored one" in shown.output
         document = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
         assert document["requests"] == 4
         assert document["counts"].keys() >= {

@@ -26,8 +26,7 @@ from kvtier.policies import (
     build_eviction,
 )
 from kvtier.policies.admission import SecondTouch
-from kvtier.sim._engine import ModelEngine, ModelRequest
-from kvtier.sim._slot_status import ReliableSlotStatus
+from kvtier.sim._engine import ModelEngine, ModelRequest, ReliableSlotStatus
 from kvtier.sim.cache import simulate_cache
 from kvtier.sim.single import chunk_keys
 from kvtier.sim.timing import Device, TierSpeed, TimeModel, TransferModel, parse_speed

@@ -186,7 +186,7 @@ def test_a_capacity_is_a_share_a_number_or_a_size(text: str, chunks: int) -> Non
         ("-5", "capacity -5: "),
         ("5%%", "capacity 5%%: '%%' is not a percent sign; write a share"),
         ("5 %%", "'%%' is not a percent sign"),
-        ("200%", "more than everything"),
+        ("200%", "more than 100%"),
         ("1KiB", "holds no chunk"),
         ("1GB/s", "capacity 1GB/s: "),
         ("x%", "capacity x%: "),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.sim.describe import describe
-from kvtier.sim.traces import GENERATORS, Trace, generate
+from kvtier.sim.traces import GENERATORS, Trace, describe, generate
 
 
 def make(name: str, *, seed: int = 3, sessions: int = 40) -> Trace:

@@ -52,17 +52,22 @@ def foreign_reads(tree: ast.Module) -> Iterator[str]:
     for scope in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         own |= dict.fromkeys(map(id, ast.walk(scope)), own_names(scope))
     for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
-                if is_private(name) and name not in own.get(id(node), ()):
-                    yield name
-            case ast.Attribute(attr=name) if is_private(name):
+        yield from filter(is_private, foreign_names(node, own.get(id(node), set())))
+
+
+def foreign_names(node: ast.AST, own: set[str]) -> Iterator[str]:
+    """Yield the names that ``node`` reads, other than ``own`` ones of its class."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+            if name not in own:
                 yield name
-            case ast.Call(func=ast.Name(id=call), args=[_, ast.Constant(value=str(name)), *_]):
-                if call in BY_NAME and is_private(name):
-                    yield name
-            case ast.ImportFrom(module=str(module), names=names) if module.startswith("vllm"):
-                yield from (each.name for each in names if is_private(each.name))
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.Call(func=ast.Name(id=call), args=[_, ast.Constant(value=str(name)), *_]):
+            if call in BY_NAME:
+                yield name
+        case ast.ImportFrom(module=str(module), names=names) if module.startswith("vllm"):
+            yield from (each.name for each in names)
 
 
 def test_only_the_spec_names_vllms_offloading_package() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.sim.traces._formats import FORMAT_NAMES, TraceFormat
 from kvtier.sim.traces._generate import GENERATORS, Workload, generate
 from kvtier.sim.traces._read import read_trace
-from kvtier.sim.traces._trace import Trace, TraceError
+from kvtier.sim.traces._source import FORMAT_NAMES, TraceFormat
+from kvtier.sim.traces._trace import Trace, TraceError, describe
 from kvtier.sim.traces._write import WRITERS, write_trace
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "TraceError",
     "TraceFormat",
     "Workload",
+    "describe",
     "generate",
     "read_trace",
     "write_trace",

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtier.sim.traces._builder import TraceBuilder
-from kvtier.sim.traces._source import TO_UTF8, Source
+from kvtier.sim.traces._source import TO_UTF8, Source, TraceBuilder
 from kvtier.sim.traces._trace import Trace
 
 if TYPE_CHECKING:

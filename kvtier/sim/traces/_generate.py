@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Final
 
-from kvtier.sim.traces._builder import TraceBuilder
+from kvtier.sim.traces._source import TraceBuilder
 from kvtier.sim.traces._trace import Trace
 
 __all__ = ["GENERATORS", "Workload", "generate"]

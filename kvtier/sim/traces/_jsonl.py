@@ -1,9 +1,12 @@
 """JSON Lines traces: Mooncake's, LMBench's variant of it, and Qwen-Bailian's.
 
 They agree on ``hash_ids``, ``input_length`` and ``output_length`` and differ in the timestamp's
-unit. How many tokens an id stands for differs between traces of one format as well. A record
-may say it as ``block_tokens``: kvtier's own recordings do, because an engine's chunks have any
-size. Otherwise it follows from the records.
+unit. The tokens per id differ between traces of one format as well. A record may state them as
+``block_tokens``, as kvtier's own recordings do. Otherwise they are estimated from the records:
+a request of ``length`` tokens and ``n`` ids of ``tokens`` tokens each has ``n = ceil(length /
+tokens)`` if the last, partial chunk has an id, and ``n = floor(length / tokens)`` if it has
+none. Either equation gives a range per request, and the number that lies in most ranges fits
+most requests.
 """
 
 from __future__ import annotations
@@ -15,15 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.sim.traces._builder import TraceBuilder
-from kvtier.sim.traces._formats import Format
-from kvtier.sim.traces._source import TO_UTF8, Source
-from kvtier.sim.traces._tokens import count_misfits, estimate_tokens_per_id
-from kvtier.sim.traces._trace import Trace
+from kvtier.sim.traces._source import TO_UTF8, Format, Source, TraceBuilder
+from kvtier.sim.traces._trace import IdArray, Trace
 
 __all__ = ["detect_json", "read_json"]
 
-_MOST_TOKENS: Final = 1 << 40
+_MAX_TOKENS: Final = 1 << 40
+_MAJORITY: Final = 0.5
 _LATEST: Final = 1 << 63
 _NO_CHAT: Final = "-1"
 """The parent of a chat that begins a conversation."""
@@ -71,7 +72,7 @@ def read_json(source: Source, kind: Format, tokens_per_id: int | None) -> Trace:
         )
     ids = np.diff(trace.offsets)
     tokens, origin = _tokens_per_id(trace, kind, tokens_per_id)
-    misfits, first = count_misfits(trace.input_tokens, ids, tokens)
+    misfits, first = _count_misfits(trace.input_tokens, ids, tokens)
     if misfits:
         warnings.append(
             f"{misfits:,} of {trace.requests:,} requests contradict {tokens:,} tokens per id, "
@@ -116,7 +117,7 @@ def _tokens_per_id(trace: Trace, kind: Format, given: int | None) -> tuple[int, 
     if trace.chunk_tokens:
         return trace.chunk_tokens, "block_tokens of the records"
     ids = np.diff(trace.offsets)
-    return estimate_tokens_per_id(trace.input_tokens, ids, default=kind.tokens_per_id)
+    return _estimate_tokens(trace.input_tokens, ids, default=kind.tokens_per_id)
 
 
 def _conversation(reader: _Record, roots: dict[str, str]) -> str:
@@ -186,7 +187,7 @@ class _Record:
         if type(value) is not int:
             remedy = "write a number of tokens"
             raise self.error(f"{key} = {json.dumps(value)[:40]} is not a whole number", remedy)
-        if not 0 <= value < _MOST_TOKENS:
+        if not 0 <= value < _MAX_TOKENS:
             problem = f"{key} = {value} is {'negative' if value < 0 else 'too large'}"
             raise self.error(problem, "write a number of tokens")
         return value
@@ -228,3 +229,63 @@ class _Record:
         if key not in self._values:
             raise self.error(f"{key} is missing", f"a request looks like {_EXAMPLE}")
         return self._values[key]
+
+
+def _estimate_tokens(lengths: IdArray, ids: IdArray, *, default: int) -> tuple[int, str]:
+    """Return the tokens per id, and in words where the number comes from.
+
+    Args:
+        lengths: Prompt length of each request, in tokens.
+        ids: Number of ids of each request.
+        default: The format's number; kept where no other fits more requests.
+    """
+    known = (lengths > 0) & (ids > 0)
+    lengths, ids = lengths[known], ids[known]
+    if not len(ids):
+        return default, "the format's default; the records do not say"
+    most = np.where(ids > 1, (lengths - 1) // np.maximum(ids - 1, 1), _MAX_TOKENS)
+    rounded_up = _common_range(-(-lengths // ids), most)
+    rounded_down = _common_range(lengths // (ids + 1) + 1, lengths // ids)
+    count, low, high = max(rounded_up, rounded_down)
+    for other, lowest, highest in (rounded_up, rounded_down):
+        if other == count and lowest <= default <= highest:
+            return default, "the format's default; the records agree"
+    if count > _MAJORITY * len(ids):
+        return _roundest(low, high), "derived from input_length and hash_ids"
+    mean = max(1, round(int(lengths.sum()) / int(ids.sum())))
+    return mean, "the mean of the records"
+
+
+def _count_misfits(lengths: IdArray, ids: IdArray, tokens_per_id: int) -> tuple[int, int]:
+    """Return how many requests have too few or too many ids, and the place of the first."""
+    misfits = np.flatnonzero(np.abs(lengths - ids * tokens_per_id) >= tokens_per_id)
+    return len(misfits), int(misfits[0]) if len(misfits) else 0
+
+
+def _common_range(lows: IdArray, highs: IdArray) -> tuple[int, int, int]:
+    """Return how many of the ranges share numbers, and the first and last of these.
+
+    The ranges include both ends; one whose end is below its start is empty.
+    """
+    some = lows <= highs
+    edges, places = np.unique(
+        np.concatenate((lows[some], highs[some] + 1)), return_inverse=True
+    )
+    if not len(edges):
+        return 0, 0, 0
+    steps = np.repeat((1, -1), int(some.sum()))
+    depth = np.cumsum(np.bincount(places, weights=steps).astype(np.int64))
+    best = int(np.argmax(depth))
+    return int(depth[best]), int(edges[best]), int(edges[best + 1]) - 1
+
+
+def _roundest(low: int, high: int) -> int:
+    """Return the number from ``low`` to ``high`` that the largest power of two divides.
+
+    >>> _roundest(300, 599), _roundest(33, 35)
+    (512, 34)
+    """
+    power = 1
+    while high // (2 * power) * 2 * power >= low:
+        power *= 2
+    return high // power * power

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.sim.traces._flat import RECORD_NBYTES, read_keys, read_oracle
-from kvtier.sim.traces._formats import FORMATS, TraceFormat
 from kvtier.sim.traces._jsonl import detect_json, read_json
-from kvtier.sim.traces._source import Source, open_source
+from kvtier.sim.traces._source import FORMATS, Source, TraceFormat, open_source
 from kvtier.sim.traces._trace import Trace
 
 __all__ = ["read_trace"]

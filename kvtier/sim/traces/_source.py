@@ -1,16 +1,62 @@
-"""A trace file's bytes, whatever they are compressed with."""
+"""What the readers of trace files share: formats, a file's bytes, and a builder of traces."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import zlib
+from array import array
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
-from kvtier.sim.traces._trace import TraceError
+import numpy as np
 
-__all__ = ["TO_UTF8", "Source", "open_source"]
+from kvtier.sim.traces._trace import Trace, TraceError
+
+__all__ = [
+    "FORMATS",
+    "FORMAT_NAMES",
+    "TO_UTF8",
+    "Format",
+    "Source",
+    "TraceBuilder",
+    "TraceFormat",
+    "open_source",
+]
+
+TraceFormat = Literal["auto", "mooncake", "lmbench", "bailian", "keys", "oracle"]
+FORMAT_NAMES: Final[tuple[str, ...]] = get_args(TraceFormat)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a format leaves to its readers to know.
+
+    Attributes:
+        name: Its name on the command line.
+        times: What its timestamps are, in words.
+        ticks_per_s: Timestamp units per second.
+        tokens_per_id: Tokens per id by its definition; a trace may have another number.
+        text_timestamp: Whether the timestamp is a string of digits.
+    """
+
+    name: str
+    times: str
+    ticks_per_s: float
+    tokens_per_id: int
+    text_timestamp: bool = False
+
+
+_ROWS: Final = (
+    Format("mooncake", "timestamps in milliseconds", 1e3, 512),
+    Format("lmbench", "timestamps in nanoseconds", 1e9, 512, text_timestamp=True),
+    Format("bailian", "timestamps in seconds", 1.0, 16),
+    Format("keys", "one request per second", 1.0, 1),
+    Format("oracle", "timestamps in seconds", 1.0, 1),
+)
+FORMATS: Final[Mapping[str, Format]] = {row.name: row for row in _ROWS}
 
 TO_UTF8: Final = "save it as UTF-8, as with iconv -f LATIN1 -t UTF-8"
 """Remedy for text in another encoding."""
@@ -100,3 +146,67 @@ def _decompress_zstd(file: str, raw: bytes) -> bytes:
         problem = f"damaged zstd data ({error})"
         raise TraceError(file, 0, problem, "compress or download it again") from error
     return b"".join(pieces)
+
+
+class TraceBuilder:
+    """A trace under construction; about 8 bytes per reference and a dict entry per chunk.
+
+    Args:
+        chunk_tokens: Tokens of one whole chunk.
+    """
+
+    def __init__(self, *, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._numbers: dict[Hashable, int] = {}
+        self._ids = array("q")
+        self._offsets = array("q", [0])
+        self._timestamps = array("d")
+        self._inputs = array("q")
+        self._outputs = array("q")
+        self._sessions: list[str] = []
+
+    def add(
+        self,
+        ids: Iterable[Hashable],
+        *,
+        timestamp_s: float,
+        input_tokens: int,
+        output_tokens: int = 0,
+        session: str = "",
+    ) -> None:
+        """Append one request, its ids root to leaf."""
+        numbers = self._numbers
+        self._ids.extend([numbers.setdefault(key, len(numbers)) for key in ids])
+        self._offsets.append(len(self._ids))
+        self._timestamps.append(timestamp_s)
+        self._inputs.append(input_tokens)
+        self._outputs.append(output_tokens)
+        self._sessions.append(session)
+
+    def build(self, source: Source, format_name: str) -> Trace:
+        """Return the trace.
+
+        Raises:
+            TraceError: No request refers to any chunk.
+        """
+        if not self._ids:
+            remedy = "check hash_ids: requests shorter than one chunk refer to none"
+            raise source.error(0, "no request refers to any chunk", remedy)
+        return self.finish(name=source.name, format_name=format_name, sha256=source.sha256)
+
+    def finish(self, *, name: str, format_name: str, sha256: str) -> Trace:
+        """Return the trace under a name of its own; for traces that are no file."""
+        timestamps = np.array(self._timestamps, dtype=np.float64)
+        return Trace(
+            name=name,
+            format=format_name,
+            sha256=sha256,
+            ids=np.array(self._ids, dtype=np.int64),
+            offsets=np.array(self._offsets, dtype=np.int64),
+            timestamps_s=timestamps - timestamps.min(),
+            input_tokens=np.array(self._inputs, dtype=np.int64),
+            output_tokens=np.array(self._outputs, dtype=np.int64),
+            chunk_tokens=self.chunk_tokens,
+            distinct=len(self._numbers),
+            sessions=tuple(self._sessions) if any(self._sessions) else (),
+        )

@@ -27,7 +27,6 @@ from kvtier.tiers.slab.lock import (
     Patience,
     acquire,
     is_tool,
-    last_opened,
     name_holder,
     passing_holder,
     try_acquire,
@@ -135,16 +134,12 @@ class Occupied:
 
     Attributes:
         directory: Its directory.
-        slots_nbytes: Bytes of the slot file; 0 if there is none.
-        last_opened: When an engine opened it, as :attr:`Namespace.last_opened`.
         holder: Holder of the lock, for people.
         by_tool: Whether the holder is a tool; otherwise it seems to be the I/O process of an
             engine that died.
     """
 
     directory: Path
-    slots_nbytes: int
-    last_opened: int
     holder: str
     by_tool: bool
 
@@ -230,11 +225,6 @@ class Namespace:
         """Bytes of the index without its log; 0 if there is none."""
         return nbytes_of(self.index_path)
 
-    @property
-    def last_opened(self) -> int:
-        """When an engine opened it, comparable with other namespaces' times."""
-        return last_opened(self.directory)
-
     def set_index_aside(self) -> Path:
         """Rename a damaged index, replacing an earlier one; return the new path.
 
@@ -286,7 +276,7 @@ class Namespace:
     def _truncate_slots(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if self.slots_path.lstat().st_nlink > 1:
-                return  # the file has another name, given by somebody else
+                return  # the file has another name, which kvtier did not give
             fd = self._io.open(self.slots_path, os.O_WRONLY)
             try:
                 self._io.truncate(fd, 0)
@@ -465,8 +455,7 @@ def _occupied(directory: Path) -> Occupied | None:
     holder = passing_holder(directory)
     if not holder:
         return None
-    opened_ns = last_opened(directory)
-    return Occupied(directory, nbytes_of(directory / SLOTS), opened_ns, holder, is_tool(holder))
+    return Occupied(directory, holder, is_tool(holder))
 
 
 def _sync_directory(io: BlockIo, directory: Path) -> None:

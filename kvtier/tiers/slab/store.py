@@ -242,9 +242,9 @@ class SlabTier(StorageTier):
             io: The system calls; tests pass failing ones.
 
         Raises:
-            ConfigError: The options cannot work here; says what to do.
+            ConfigError: The options cannot work here; the message says what to do.
             StoreLockedError: Another engine has this model's part of the store open.
-            StoreDamagedError: What is at the path is not a store of this layout.
+            StoreDamagedError: The path has no store of this layout.
             TierUnavailableError: The medium fails.
         """
         options = slab_options(options)
@@ -262,11 +262,12 @@ class SlabTier(StorageTier):
         )
         return tier
 
+    @override
     def recovered(self) -> Iterator[tuple[ChunkKey, int]]:
-        """See :meth:`kvtier.tiers.base.StorageTier.recovered`."""
         found, self._recovered = self._recovered, None
         return iter(() if found is None else found)
 
+    @override
     async def write(
         self,
         keys: Sequence[ChunkKey],
@@ -275,7 +276,6 @@ class SlabTier(StorageTier):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """See :meth:`kvtier.tiers.base.StorageTier.write`."""
         batch = self._batch(keys, slots, sources)
         epoch = self._epoch
         displaced = self._table.displaced(batch.slots, batch.key_hashes)
@@ -297,6 +297,7 @@ class SlabTier(StorageTier):
         await self._commit(batch, epoch)
         return batch.result()
 
+    @override
     async def read(
         self,
         keys: Sequence[ChunkKey],
@@ -305,7 +306,6 @@ class SlabTier(StorageTier):
         *,
         purpose: Purpose,
     ) -> SlotOutcomes:
-        """See :meth:`kvtier.tiers.base.StorageTier.read`."""
         batch = self._batch(keys, slots, into)
         held = self._table.matches(batch.slots, batch.key_hashes)
         if len(held) < len(batch.slots):
@@ -326,6 +326,7 @@ class SlabTier(StorageTier):
         batch.record(pieces, await self._pool.run_all(calls, priority=int(purpose)))
         return batch.result()
 
+    @override
     def forget(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.forget`; durable within moments."""
         checked = self._checked(slots)
@@ -333,10 +334,12 @@ class SlabTier(StorageTier):
         self._table.drop(checked)
         self._index.delete_nowait(checked.tolist())
 
+    @override
     def touch(self, slots: Sequence[int]) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.touch`; kept with the next commit."""
         self._index.use_nowait(self._checked(slots).tolist())
 
+    @override
     async def reset(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.reset`.
 
@@ -381,6 +384,7 @@ class SlabTier(StorageTier):
             aside,
         )
 
+    @override
     async def aclose(self) -> None:
         """See :meth:`kvtier.tiers.base.StorageTier.aclose`; before the pool is closed."""
         if self._closed:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvtier.sim.single import simulate_single
 from kvtier.sim.traces import Trace, generate
-from kvtier.sim.traces._builder import TraceBuilder
+from kvtier.sim.traces._source import TraceBuilder
 
 __all__ = ["FLOOR_POINTS", "Row", "rows"]
 
