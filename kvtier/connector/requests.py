@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count, islice
 from typing import Any
+from weakref import ReferenceType, ref
 
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.protocols import EngineRequest, RequestContext
@@ -42,6 +43,7 @@ class TrackedRequest:
     """
 
     __slots__ = (
+        "__weakref__",
         "_known_hashes",
         "_last_hash",
         "_load_limit",
@@ -154,7 +156,7 @@ class OfferQueue:
 
     def __init__(self) -> None:
         self._now = 0
-        self._heap: list[tuple[float, int, TrackedRequest]] = []
+        self._heap: list[tuple[float, int, ReferenceType[TrackedRequest]]] = []
         self._serials = count()
 
     def add(self, tracked: TrackedRequest, wait_tokens: float = 0) -> None:
@@ -162,7 +164,8 @@ class OfferQueue:
         due_at = self._now + wait_tokens
         if due_at != tracked.due_at:  # an entry with another time is outdated
             tracked.due_at = due_at
-            heappush(self._heap, (due_at, next(self._serials), tracked))
+            # Weak, so that an idle engine keeps no request that has ended.
+            heappush(self._heap, (due_at, next(self._serials), ref(tracked)))
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Look at a request no more."""
@@ -177,8 +180,9 @@ class OfferQueue:
         self._now += max(scheduled_tokens.values(), default=0)
         due: list[TrackedRequest] = []
         while self._heap and self._heap[0][0] <= self._now:
-            due_at, _, tracked = heappop(self._heap)
-            if due_at == tracked.due_at:
+            due_at, _, reference = heappop(self._heap)
+            tracked = reference()
+            if tracked is not None and due_at == tracked.due_at:
                 tracked.due_at = math.inf
                 due.append(tracked)
         return due
